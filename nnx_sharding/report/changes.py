@@ -73,14 +73,17 @@ class Change:
     def _text_of(self, value: Value) -> str:
         """Writes one of both figures with its unit; what is missing as ``none`` or unknown."""
         if isinstance(value, int | float):
+            # As `_figures` and lock files name them.
             names_of_bytes = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
             if self.kind == "roofline":
                 return time_text(value)
             if self.kind == "memory" or self.name.endswith(names_of_bytes):
                 return bytes_text(value)
             return count_text(value)
+        if value:
+            return value
         is_of_text = isinstance(self.before, str) or isinstance(self.after, str)
-        return value or ("none" if is_of_text else UNKNOWN)
+        return "none" if is_of_text else UNKNOWN
 
 
 class Changes(tuple[Change, ...], Pictured):
@@ -103,12 +106,15 @@ class Changes(tuple[Change, ...], Pictured):
     def grown(self, threshold: float = 0.0) -> Changes:
         """Selects figures that grew by more than a fraction of the one before, or became unknown.
 
-        So does the outcome of a strategy that does not compile any more. Those of single modules
-        are left out: the totals have them.
+        Also strategies that do not compile any more. Figures of single modules are left out: the
+        totals have them.
         """
         _check_threshold(threshold)
-        totals = (change for change in self if change.kind != "module")
-        grown = (x for x in totals if x.is_lost or (x.relative or 0.0) > threshold)
+        grown = [
+            change
+            for change in self
+            if change.kind != "module" and (change.is_lost or (change.relative or 0.0) > threshold)
+        ]
         return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
@@ -237,32 +243,36 @@ def _of_strategy(
         if old_outcome != new_outcome:
             yield Change("program", "outcome", old_outcome, new_outcome, strategy)
         return
-    old_figures, new_figures = _figures(before), _figures(after)
+    old_figures, new_figures = _figures(before), _figures(after)  # of the same kinds
     has_modules = before.by_module is not None and after.by_module is not None
     has_collectives = before.collectives is not None and after.collectives is not None
     for kind, old in old_figures.items():
-        if kind == "module" and not has_modules:
+        if kind == "module" and not has_modules:  # each would be new, or gone
             continue
         # What is known and not there counts as zero, such as a collective that is gone.
         is_zero = kind == "module" or (kind == "collective" and has_collectives)
         missing = 0 if is_zero else None
         new = new_figures[kind]
-        for name in dict.fromkeys([*old, *new]):
+        for name in dict.fromkeys([*old, *new]):  # each once, in order
             old_value, new_value = old.get(name, missing), new.get(name, missing)
             if old_value != new_value:
                 yield Change(kind, name, old_value, new_value, strategy)
 
 
 def _outcome(report: ProgramReport | Failure | None) -> str | None:
+    """Returns ``compiled``, or the first line of the error; None if the strategy is not there."""
     if isinstance(report, Failure):
-        return f"failed: {report.error.partition(chr(10))[0]}"
+        first_line = report.error.partition("\n")[0]
+        return f"failed: {first_line}"
     return None if report is None else "compiled"
 
 
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
-    """Collects everything that is compared, by kind and name."""
+    """Collects everything that is compared, by kind and name; a figure may be None if unknown."""
+    # As dicts from the names of their fields; empty if the report has none.
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
     memory.pop("by_path", None)  # the arguments are listed by themselves
+    costs = {name: cost[name] for name in _COSTS if name in cost}
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         axes_names = "unknown axes" if axes is None else "+".join(axes) or "no axes"
@@ -279,12 +289,15 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
             "mesh": None if report.mesh is None else str(report.mesh),
         },
         "memory": {name: size for name, size in memory.items() if size is not None},
-        "cost": {n: cost[n] for n in ("flops", "bytes_accessed", "transcendentals") if n in cost},
+        "cost": costs,
         "roofline": roofline,
         "collective": collectives,
         "module": _of_modules(report),
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
+
+
+_COSTS = ("flops", "bytes_accessed", "transcendentals")
 
 
 def _of_modules(report: ProgramReport) -> dict[str, Value]:
@@ -300,6 +313,7 @@ def _of_modules(report: ProgramReport) -> dict[str, Value]:
 
 
 def _described(row: ParameterRow) -> str:
+    """Writes what is compared of an argument: ``float32[8,16] P('data') pinned_host donated``."""
     kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
     spec = "no spec" if row.spec is None else spec_text(row.spec)
     memory = "" if row.memory_kind in (None, "device") else row.memory_kind

@@ -181,16 +181,16 @@ class Comparison(JsonForm):
           hardware: for the roofline; None leaves it unchanged.
         """
         limit, reports, measured = self.memory_limit, self.reports, self.measured
+        device: Hardware | None = None  # whose memory counts
         if hardware is not None:
-            other = hardware_of(hardware)
-            device: Hardware | None = other
+            device = other = hardware_of(hardware)
             limit, measured = None, {}  # the old ones were of other hardware
             compiled = {name: r.with_roofline(other) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
         else:
-            # Several kinds of devices have no common memory.
             kinds = {report.device_kind for report in self.compiled.values()}
-            device = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
+            if len(kinds) == 1:  # several kinds have no common memory
+                device = HARDWARE.get(kinds.pop())
         if memory_limit is not None:
             limit = read_bytes(memory_limit)
         elif limit is None and device is not None:
@@ -207,19 +207,19 @@ class Comparison(JsonForm):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
-        """Makes a comparison from its JSON form; a ValueError names what is wrong in it."""
+        """Makes a comparison from what `_parts` returned; a ValueError says what is wrong."""
         entries = parts.pop("reports", None)
         parts.pop("best", None)  # for readers, and computed again
         reports: dict[str, ProgramReport | Failure] = {}
-        for name, report in (entries if isinstance(entries, dict) else {}).items():
-            if isinstance(report, dict) and set(report) == {"error"}:
-                reports[name] = Failure(str(report["error"]))
+        for name, data in (entries if isinstance(entries, dict) else {}).items():
+            if isinstance(data, dict) and set(data) == {"error"}:
+                reports[name] = Failure(str(data["error"]))
                 continue
             try:
-                reports[name] = ProgramReport.from_dict(report)
+                reports[name] = ProgramReport.from_dict(data)
             except ValueError as error:
                 raise ValueError(f"reports.{name}: {error}") from None
-        return read(cls, parts, cls._NOUN, reports=reports)
+        return read(cls, parts, cls._NOUN, reports=reports)  # the other fields from `parts`
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
         """Yields the table of strategies, and lines about what it leaves open or out."""
@@ -243,7 +243,7 @@ class Comparison(JsonForm):
         for error, names in names_by_value(failures).items():
             first, *rest = error.splitlines() or [""]
             yield text(f"{_shortened(names)} failed: {first}", "red")
-            yield from (text(f"  {line}") for line in rest[:12])
+            yield from (text(f"  {line}") for line in rest[:12])  # an error of XLA has hundreds
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled (ruled_out has their names):")
             yield from map(text, _counts(self.ruled_out.values()))
@@ -261,67 +261,70 @@ class Comparison(JsonForm):
             return
         # By strategy: the bytes that each outermost module holds, by its path.
         held = {name: modules.at_depth(1).held_by_path() for name, modules in tables.items()}
+        paths = dict.fromkeys(path for sizes in held.values() for path in sizes)  # each once
         rows = []
-        for path in dict.fromkeys(path for sizes in held.values() for path in sizes):
+        for path in paths:
             sizes_of_path = [sizes.get(path, 0) for sizes in held.values()]
             rows.append((path_text(path), *map(bytes_text, sizes_of_path)))
         yield table(("held at the peak", *held), rows, numbers=len(held))
 
     def _table(self, width: int) -> RenderableType:
-        """Draws a row for each strategy; narrow consoles get the main columns only.
-
-        Columns are collected first, by title: for each its cells, one for each strategy.
-        """
-        marked, figures_of = self.marked, self.figures
-        sent = self.bytes_sent_by_axes
-        compiled = list(self.compiled.values())
-        all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
-        # Few axes first, and those that are unknown last.
-        by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
-        fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
-
-        def figures(column: Column, show: Callable[..., str] = bytes_text) -> list[Text | str]:
-            cells: list[Text | str] = []
-            for name, figure in figures_of.items():
-                shown = show(figure[column])
-                is_best = name == marked.get(column)
-                # Figures without a mark have a space in its place, to stand below each other.
-                cells.append(text(f"{shown} *", "green") if is_best else f"{shown}  ")
-            return cells
-
-        def sent_over(axes: MeshAxes) -> list[str]:
-            return [
-                bytes_text(None if by_axes is None else by_axes.get(axes, 0))
-                for by_axes in sent.values()
-            ]
-
-        # Titles with two spaces stand above the figures, and not above their marks.
-        columns: dict[str, Sequence[Text | str]] = {
-            "strategy": list(sent),
-            "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
-            "peak  ": figures("peak"),
-            "arguments  ": figures("arguments"),
-            "sent  ": figures("bytes_sent"),
-            **{f"over {axes_text(axes)}": sent_over(axes) for axes in by_size},
-            "flops  ": figures("flops", count_text),
-            "roofline  ": figures("roofline", time_text),
-            "measured  ": figures("measured", time_text),
-            "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
-            "compiled in  ": figures("planning", time_text),
-        }
-        if self.memory_limit is not None:
-            columns["fits"] = [fits[self.fits(name)] for name in sent]
+        """Draws a row for each strategy; narrow consoles get the main columns only."""
+        columns = self._columns()
         if width < _WIDE:
             columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
-        # Figures that no strategy has, or all have as zero, tell none from another.
         names = {title: columns.pop(title) for title in ("strategy", "mesh")}
-        told = {
+        # Figures that no strategy has, or all have as zero, tell none from another.
+        distinctive = {
             title: cells
             for title, cells in columns.items()
             if not _NOTHING.issuperset(str(cell).strip(" *") for cell in cells)
         }
-        rows = zip(*names.values(), *told.values(), strict=True)  # the same by strategy
-        return table([*names, *told], rows, numbers=len(told))
+        rows = zip(*names.values(), *distinctive.values(), strict=True)  # columns → rows
+        return table([*names, *distinctive], rows, numbers=len(distinctive))
+
+    def _columns(self) -> dict[str, Sequence[Text | str]]:
+        """Returns the columns of the table by title: the cells, one for each compiled strategy."""
+        compiled = list(self.compiled.values())
+        # Titles with two spaces stand above the figures, and not above their marks.
+        columns: dict[str, Sequence[Text | str]] = {
+            "strategy": list(self.compiled),
+            "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
+            "peak  ": self._cells("peak", bytes_text),
+            "arguments  ": self._cells("arguments", bytes_text),
+            "sent  ": self._cells("bytes_sent", bytes_text),
+            **self._sent_by_axes(),
+            "flops  ": self._cells("flops", count_text),
+            "roofline  ": self._cells("roofline", time_text),
+            "measured  ": self._cells("measured", time_text),
+            "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
+            "compiled in  ": self._cells("planning", time_text),
+        }
+        if self.memory_limit is not None:
+            fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
+            columns["fits"] = [fits[self.fits(name)] for name in self.compiled]
+        return columns
+
+    def _cells(self, column: Column, show: Callable[..., str]) -> list[Text | str]:
+        """Writes a figure of each strategy, and marks the best one."""
+        best = self.marked.get(column)
+        cells: list[Text | str] = []
+        for name, figures in self.figures.items():
+            shown = show(figures[column])
+            # Figures without a mark have a space in its place, to stand below each other.
+            cells.append(text(f"{shown} *", "green") if name == best else f"{shown}  ")
+        return cells
+
+    def _sent_by_axes(self) -> dict[str, list[str]]:
+        """Returns a column of bytes sent for each set of axes: few first, unknown ones last."""
+        sent = self.bytes_sent_by_axes.values()
+        all_axes = {axes for by_axes in sent for axes in by_axes or ()}
+        in_order = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
+        columns = {}
+        for axes in in_order:
+            sizes = [None if by_axes is None else by_axes.get(axes, 0) for by_axes in sent]
+            columns[f"over {axes_text(axes)}"] = [*map(bytes_text, sizes)]
+        return columns
 
 
 _NOTHING = frozenset({"", "0", "0 B", "0 s", UNKNOWN})
@@ -362,18 +365,24 @@ def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _counts(reasons: Iterable[str]) -> Iterator[str]:
-    """Writes how often each reason occurs; those that differ in names and numbers count as one."""
-    kinds: dict[str, Counter[str]] = {}
+    """Writes how often each reason occurs; those that differ in names and numbers count as one.
+
+    ``["needs 2 GiB", "needs 3 GiB"]`` makes ``  2  such as: needs 2 GiB``.
+    """
+    kinds: dict[str, Counter[str]] = {}  # by reason without names and numbers, its first lines
     for reason in reasons:
-        general = _OTHER.sub(r"\1 another", reason)
-        kinds.setdefault(_NUMBER.sub("#", general), Counter())[general.partition("\n")[0]] += 1
-    for examples in sorted(kinds.values(), key=lambda x: -x.total()):
-        first, such_as = next(iter(examples)), "such as: " if len(examples) > 1 else ""
-        yield f"  {examples.total():>5}  {such_as}{first:.200}"
+        without_name = _OTHER.sub(r"\1 another", reason)
+        kind = _NUMBER.sub("#", without_name)
+        first_line = without_name.partition("\n")[0]
+        kinds.setdefault(kind, Counter())[first_line] += 1
+    for first_lines in sorted(kinds.values(), key=lambda lines: -lines.total()):
+        example = next(iter(first_lines))
+        such_as = "such as: " if len(first_lines) > 1 else ""
+        yield f"  {first_lines.total():>5}  {such_as}{example:.200}"
 
 
-_OTHER = re.compile(r"(everything like|the program of) .*")
-_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")
+_OTHER = re.compile(r"(everything like|the program of) .*")  # the name of another strategy
+_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")  # with a unit of time or bytes
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -398,6 +407,7 @@ def load(source: Source) -> ProgramReport | Comparison:
     if isinstance(source, ProgramReport | Comparison):
         return source
     if isinstance(source, dict):
+        # What is neither is refused as a report.
         kind = Comparison if source.get("format") == Comparison._FORMAT else ProgramReport
         return kind.from_dict(source)
     if not isinstance(source, str | os.PathLike):

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -45,13 +45,20 @@ from ..transforms.stages import Compiled, Lowered
 from .comparison import Comparison, Failure, SearchInterrupted
 
 T = TypeVar("T")
-Program: TypeAlias = tuple[Lowered, Mesh | None]  # and the mesh that it is for
+Program: TypeAlias = tuple[Lowered, Mesh | None]  # and the mesh that it is for, None for none
 Lower: TypeAlias = Callable[[], Program]
 # Chooses the next program from the reports so far; None for none before others are compiled.
 Pick: TypeAlias = Callable[[Mapping[str, ProgramReport | Failure]], "str | None"]
 # A number of virtual CPU devices, or a TPU topology and its number of slices.
 Devices: TypeAlias = int | tuple[str, int]
-_Finished: TypeAlias = tuple[ProgramReport | Failure, float]  # with the seconds that it took
+
+
+class _Finished(NamedTuple):
+    """What came of a program."""
+
+    name: str
+    report: ProgramReport | Failure
+    seconds: float  # to trace, lower and compile it
 
 
 def compile_all(
@@ -73,7 +80,7 @@ def compile_all(
 
     Args:
       title: of the bar that shows progress.
-      programs: what makes each, by name.
+      programs: what makes each, by name; removed when it is started. ``pick`` may add others.
       pick: chooses the next one; None for the order of ``programs``.
       most: how many to compile at most; those that cannot be lowered do not count, nor those that
         fail for the reason of another one, but for as many again.
@@ -107,12 +114,12 @@ def compile_all(
                     name = pick(run.reports) if pick else next(iter(programs), None)
                 if name is not None:
                     run.start(name, workers)
-                elif not workers.running:
+                elif not workers.running:  # nothing is left to do
                     break
                 else:
-                    for name, report, duration in workers.finished(left):
-                        run.note(name, report, duration, hardware)
-                        advance(name)
+                    for finished in workers.finished(left):
+                        run.note(finished, hardware)
+                        advance(finished.name)
     except KeyboardInterrupt:
         unfinished = dict.fromkeys(run.unfinished(), INTERRUPTED)
         raise SearchInterrupted(run.comparison(unfinished).judged(**figures)) from None
@@ -134,29 +141,36 @@ class _Run:
         slots: _Slots,
         ruled_out: MutableMapping[str, str] | None,
     ):
+        """Takes programs, slots and ``ruled_out`` as `compile_all` has them; starts none."""
         self.reports: dict[str, ProgramReport | Failure] = {}
         self.slots = slots
         self._programs, self._ruled_out = programs, ruled_out
         self._names = [*programs]  # ``pick`` may add others to these later
         self._seconds: dict[str, float] = {}
-        self._started: dict[str, str] = {}  # names by the digest of the program
+        # The names of what was started by the digest of the program, or if programs are not
+        # compared, by the name; in order.
+        self._started: dict[str, str] = {}
 
     def start(self, name: str, workers: _Workers) -> None:
         """Lowers a program and lets a worker compile it, unless an equal one was started."""
-        seconds, program = _timed(partial(attempt, self._programs.pop(name)))
-        is_compared = self._ruled_out is not None and not isinstance(program, Failure)
-        same = self._started.setdefault(_digest(program) if is_compared else name, name)
-        if self._ruled_out is not None and same != name:
-            self._ruled_out[name] = f"compiles to the program of {same}"
-            return
+        start = time.perf_counter()
+        program = attempt(self._programs.pop(name))
+        seconds = time.perf_counter() - start
+        if self._ruled_out is None or isinstance(program, Failure):
+            self._started[name] = name
+        else:
+            # Returns the name that was there, if any.
+            first = self._started.setdefault(_digest(program), name)
+            if first != name:
+                self._ruled_out[name] = f"compiles to the program of {first}"
+                return
         if not isinstance(program, Failure):
             self.slots.taken.add(name)
         workers.start(name, program, seconds)
 
-    def note(
-        self, name: str, report: ProgramReport | Failure, seconds: float, hardware: Hardware | None
-    ) -> None:
-        """Notes what came of a program, and how long it took."""
+    def note(self, finished: _Finished, hardware: Hardware | None) -> None:
+        """Notes what came of a program, with the roofline of ``hardware`` if it is given."""
+        name, report, seconds = finished
         if hardware is not None and isinstance(report, ProgramReport):
             report = report.with_roofline(hardware)
         if isinstance(report, Failure):
@@ -203,7 +217,7 @@ class _Slots:
         reason = _NUMBER.sub("#", failure.error)
         if reason not in self._reasons:
             self._reasons.add(reason)
-        elif name in self.taken:
+        elif name in self.taken:  # one that could not be lowered never took one
             self.taken.remove(name)
             self._num_returned += 1
 
@@ -212,7 +226,7 @@ class _Workers:
     """Threads that compile, each with a process if there are devices to compile for."""
 
     def __init__(self, devices: Devices | None, cache: Path | None, *, by_module: bool):
-        self.running: dict[concurrent.futures.Future[_Finished], str] = {}
+        self.running: set[concurrent.futures.Future[_Finished]] = set()
         self._cache, self._by_module = cache, by_module
         self._processes = [] if devices is None else [CompilerProcess(devices) for _ in _WORKERS]
         self._free: list[CompilerProcess | None] = [*self._processes] or [None for _ in _WORKERS]
@@ -233,24 +247,26 @@ class _Workers:
 
     def start(self, name: str, program: Program | Failure, seconds: float) -> None:
         """Compiles a program in a thread; it took some seconds to lower it."""
-        self.running[self._executor.submit(self._compile, program, seconds)] = name
+        self.running.add(self._executor.submit(self._compile, name, program, seconds))
 
-    def finished(self, timeout: float) -> Iterator[tuple[str, ProgramReport | Failure, float]]:
+    def finished(self, timeout: float) -> Iterator[_Finished]:
         """Waits until at least one program is compiled, or for some time."""
         limit = None if timeout == math.inf else timeout
         for future in concurrent.futures.wait(self.running, limit, "FIRST_COMPLETED").done:
-            yield (self.running.pop(future), *future.result())
+            self.running.remove(future)
+            yield future.result()
 
-    def _compile(self, program: Program | Failure, seconds: float) -> _Finished:
-        start, process = time.perf_counter(), self._free.pop()
-        report: ProgramReport | Failure
+    def _compile(self, name: str, program: Program | Failure, seconds: float) -> _Finished:
+        """Runs in a thread: compiles a program, in a process that no other thread uses."""
         if isinstance(program, Failure):
-            report = program
-        else:
-            make = partial(_report, *program, process, self._cache, by_module=self._by_module)
-            report = attempt(make)
+            return _Finished(name, program, seconds)
+        start = time.perf_counter()
+        process = self._free.pop()  # never empty: there are as many as threads
+        lowered, mesh = program
+        make = partial(_report, lowered, mesh, process, self._cache, by_module=self._by_module)
+        report = attempt(make)
         self._free.append(process)
-        return report, seconds + time.perf_counter() - start
+        return _Finished(name, report, seconds + time.perf_counter() - start)
 
 
 _WORKERS = range(min(os.cpu_count() or 1, 4))  # more need gigabytes of memory for little time
@@ -302,16 +318,8 @@ def attempt(make: Callable[[], T]) -> T | Failure:
         return Failure(f"{type(error).__name__}: {error}", error)
 
 
-def _timed(make: Callable[[], T]) -> tuple[float, T]:
-    """Calls a function; returns the seconds that it took, and its result."""
-    start = time.perf_counter()
-    result = make()
-    return time.perf_counter() - start, result
-
-
-def _digest(program: Program | Failure) -> str:
+def _digest(program: Program) -> str:
     """Digests what is compiled: candidates may declare different shardings of the same arrays."""
-    assert not isinstance(program, Failure)
     lowered, mesh = program
     parts = None if mesh is None else MeshDescription.of(mesh), lowered.as_text()
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -324,6 +332,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
     """
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
+    # With the versions and flags of the compilers, which make another program of the same text.
     parts = (
         __version__,
         jax.__version__,
@@ -355,6 +364,7 @@ class CompilerProcess:
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; it cannot be called."""
 
+        # With more options, it is called again for tables by module.
         def compile_with(stage: jax.stages.Lowered, more: Mapping[str, Any]) -> Any:
             return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
 
@@ -392,6 +402,7 @@ class CompilerProcess:
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Starts the process, which runs `serve`."""
         # The number of devices is set by `serve`.
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
@@ -402,11 +413,11 @@ class CompilerProcess:
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         """Says how the process ended, with the check that failed in XLA or the error of Python."""
-        process.communicate()
+        process.communicate()  # waits for its end
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace")
-        self._errors.truncate(self._errors.seek(0))
-        if process.returncode >= 0:
+        self._errors.truncate(self._errors.seek(0))  # empty for the next process
+        if process.returncode >= 0:  # negative: the signal that ended it
             return f"the compiler could not start:\n{printed[-2000:]}"
         name = signal.Signals(-process.returncode).name
         checks = re.findall(r"(?m)^F\d{4} .*", printed)  # what XLA logs as fatal

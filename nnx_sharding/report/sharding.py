@@ -5,6 +5,11 @@ Variable, or an array outside of any, is in the model. The report takes the deci
 transforms one by one, so that what it says is what a call does: for each location the first rule
 whose filter matches (`_decisions`), then what of its spec fits each array there (`_fit`), which is
 one *row*. Nothing is placed, and arrays may be abstract.
+
+A model is *flattened* (`Flat`) into ``structure``, ``leaves`` (its arrays, which locations name by
+*slots*) and ``objects``. `locate` finds all locations, `fit_sharding` the part of a spec that fits
+a mesh and a shape: a `Fit` with the ``sharding``, what was dropped for it (``corrections``) and
+what cannot be (``problems``), both in ``reasons`` as text.
 """
 
 from __future__ import annotations
@@ -195,8 +200,9 @@ def check_sharding(
     rules = tuple(without_address(name) for name in sharding.names)
     flat = flatten(model)
     decisions = [*_decisions(flat, sharding)]
-    pairs = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
-    rows = [row for row, _ in pairs]
+    checked = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
+    rows = [each.row for each in checked]
+    # By the number of each rule that decides nothing, the earlier rules that decide instead.
     idle = shadowed(len(rules), [decision.matches for decision in decisions])
     keys = {key for decision in decisions for key in decision.path_in_module}
     total = sum(row.bytes_total for row in rows)
@@ -208,7 +214,7 @@ def check_sharding(
         rules=rules,
         rows=tuple(rows),
         unmatched=tuple(row.path for row in rows if row.rule is None and row.is_fault),
-        on_indivisible=tuple(row.path for row, is_indivisible in pairs if is_indivisible),
+        on_indivisible=tuple(each.row.path for each in checked if each.is_indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -228,7 +234,7 @@ def sharding_rows(flat: Flat, sharding: StateSharding, mesh: AbstractMesh) -> li
     """
     rules = [""] * len(sharding.filters)
     decisions = _decisions(flat, sharding)
-    return [row for row, _ in _rows_of(flat, decisions, sharding, rules, mesh, None)]
+    return [each.row for each in _rows_of(flat, decisions, sharding, rules, mesh, None)]
 
 
 class _Decision(NamedTuple):
@@ -237,8 +243,15 @@ class _Decision(NamedTuple):
     location: Location
     path: Path
     path_in_module: Path  # that rules see: it starts at the module with the sharding
-    matches: list[int]  # the rules that match; the first one decides
+    matches: list[int]  # the numbers of the rules that match; the first one decides
     subject: Any  # what filters are given
+
+
+class _CheckedRow(NamedTuple):
+    """A row of the report."""
+
+    row: ShardingRow
+    is_indivisible: bool  # whether the spec of the rule does not divide the array
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
@@ -249,25 +262,29 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
       sharding: the rules.
     """
     structure = flat.structure
-    predicates = [to_predicate(filter_) for filter_ in sharding.filters]
-    # By the indices of its arrays in the flattened model; one without arrays is left out.
+    predicates = [to_predicate(filter_) for filter_ in sharding.filters]  # (path, value) -> bool
+    # The whole model is one argument, for all of which the sharding is.
+    argument = split_argument("", sharding, None, structure.root)
+    # By the slots of its arrays; one without arrays is left out.
     seen: set[tuple[int, ...]] = {()}
-    for named in locate(structure, [split_argument("", sharding, None, structure.root)]):
+    for named in locate(structure, [argument]):
         location = named.location
         if location.slots in seen:
             continue
         seen.add(location.slots)
-        subject = named.subject(flat.objects, flat.leaves)
+        subject = named.subject(flat.objects, flat.leaves)  # the Variable, or the array
         path = tuple(map(plain_key, (*named.part.keys, *location.path)))
         # The paths that rules may see. The first one with a match counts, else the last one.
         for candidate in candidates(named.part.below, location.path):
-            below = tuple(map(plain_key, candidate))
+            path_in_module = tuple(map(plain_key, candidate))
             matches = [
-                number for number, is_match in enumerate(predicates) if is_match(below, subject)
+                number
+                for number, is_match in enumerate(predicates)
+                if is_match(path_in_module, subject)
             ]
             if matches:
                 break
-        yield _Decision(location, path, below, matches, subject)
+        yield _Decision(location, path, path_in_module, matches, subject)
 
 
 def _rows_of(
@@ -277,8 +294,8 @@ def _rows_of(
     rules: Sequence[str],
     mesh: Mesh | AbstractMesh | None,
     on_indivisible: OnIndivisible | None,
-) -> Iterator[tuple[ShardingRow, bool]]:
-    """Yields a row for each array of a model, and whether its spec does not divide it."""
+) -> Iterator[_CheckedRow]:
+    """Yields a row for each array of a model; the arguments are those of `_rows`."""
     action = on_indivisible or sharding.on_indivisible or "error"
     # What is refused is shown with the part of its spec that fits.
     shown: OnIndivisible = "drop" if action == "error" else action
@@ -296,7 +313,7 @@ def _rows(
     fit: Callable[[Any, tuple[int, ...]], Fit],
     *,
     strict: bool,
-) -> Iterator[tuple[ShardingRow, bool]]:
+) -> Iterator[_CheckedRow]:
     """Yields a row of the report for each array of a Variable.
 
     Args:
@@ -306,13 +323,12 @@ def _rows(
       rules: their filters as texts.
       fit: finds what of a sharding fits a shape.
       strict: whether a spec that does not divide its array is a fault, not a correction.
-
-    Yields:
-      The row, and whether the spec of the rule does not divide the array.
     """
     rule = decision.matches[0] if decision.matches else None
     declared = None if rule is None else sharding.shardings[rule]
+    # A number needs no rule.
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
+    # Filters of strategies say why they leave an array as it is.
     note = None if rule is None else getattr(sharding.filters[rule], "note", None)
     for path, array in parameters.arrays_at(flat, decision.location, decision.path):
         present = getattr(array, "sharding", None)
@@ -337,7 +353,7 @@ def _rows(
             is_whole = row.sharding is None or row.sharding.is_fully_replicated
             size = f"replicated: {math.prod(array.shape)} elements, " if is_whole else ""
             row = dataclasses.replace(row, reason=f"{size}{note}")
-        yield row, fitted.is_indivisible
+        yield _CheckedRow(row, fitted.is_indivisible)
 
 
 def _fit(
@@ -355,15 +371,17 @@ def _fit(
       mesh: the mesh of specs.
       action: what to do with a spec that does not divide the array.
     """
-    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    declared = declared.sharding if isinstance(declared, Format) else declared
+    declared = declared.sharding if isinstance(declared, Format) else declared  # without layout
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
     if isinstance(fit.sharding, PartitionSpec) and mesh is not None and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
         except ValueError as error:  # such as UNCONSTRAINED on Explicit axes
-            fit = fit.refuse(str(error))
-    return fit._replace(sharding=replicated) if fit.problems or declared is None else fit
+            fit = fit.refuse(str(error))  # adds a problem
+    if not fit.problems and declared is not None:
+        return fit
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return fit._replace(sharding=replicated)
 
 
 def is_replicated(row: parameters.ParameterRow) -> bool:
@@ -391,9 +409,10 @@ def _rule_warnings(
         # Meant for what may not be there.
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
-        earlier = f"only what rule {', '.join(map(str, by))} before it matches"
-        nothing = f"nothing{spelling_hint(filter_, keys)}"
-        yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
+        what = f"nothing{spelling_hint(filter_, keys)}"
+        if by:
+            what = f"only what rule {', '.join(map(str, by))} before it matches"
+        yield f"rule {number}, {rules[number]}, matches {what}"
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:

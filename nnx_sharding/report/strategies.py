@@ -172,15 +172,18 @@ def unwrapped(
     if isinstance(fun, Lifted) and isinstance(fun._transform, Jit):
         transform = fun._transform
         kept = {option: getattr(transform, option) for option in _KEPT}
+        # Kept as pairs, to be hashable; None without any.
         kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)
-        options = {**kept, **fun._options["roles"]._asdict(), **options}
-        fun = fun.__dict__["__wrapped__"]
+        roles = fun._options["roles"]._asdict()  # static and donated arguments
+        options = {**kept, **roles, **options}
+        fun = fun.__dict__["__wrapped__"]  # the user's function, as `functools.wraps` keeps it
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
     jit(fun, **options)  # raises for wrong options once, not for each strategy
     return fun, dict(options)
 
 
+# The options of `jit` that are neither shardings nor devices.
 _KEPT = (
     *("activation_shardings", "auto_axes", "keep_unused", "inline"),
     *("on_committed", "on_indivisible", "strict"),
@@ -189,7 +192,7 @@ _KEPT = (
 
 def abstract_of(args: Sequence[Any]) -> Any:
     """Replaces arrays by their shapes and dtypes, without shardings: strategies choose them."""
-    structure, arrays = split(args)
+    structure, arrays = split(args)  # modules as well: a description, and the arrays by path
     return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
 
 
@@ -216,6 +219,7 @@ def lowered(
     # Also for constraints in the function.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
+        # A user's subclass of these may be callable as well.
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
             in_shardings = in_shardings(*args)
         options = {"out_shardings": strategy.out_shardings, **options}

@@ -82,7 +82,11 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     """
     held = holders_of(shape, sharding)
     # The partitioned dimensions: those in which slices have different spans.
-    split = [d for d in range(len(shape)) if len({spans[d] for spans in held}) > 1]
+    split = [
+        dimension
+        for dimension in range(len(shape))
+        if len({spans[dimension] for spans in held}) > 1
+    ]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
     if len(split) == 2 < len(shape):
@@ -119,11 +123,12 @@ def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool)
     by_place: dict[tuple[str, str], Text] = {}  # by the titles of row and column
     for spans, cell in cells.items():
         titles = [f"{spans[dimension][0]}:{spans[dimension][1]}" for dimension in split]
-        row, column = ("", "", *titles)[-2:]
-        if split == [0] and is_matrix:  # whose rows are partitioned: drawn as a column
-            row, column = column, row
-        elif not column:
-            column = "full array"
+        if len(titles) == 2:
+            row, column = titles
+        elif split == [0] and is_matrix:  # its rows are partitioned: below each other
+            row, column = titles[0], ""
+        else:
+            row, column = "", titles[0] if titles else "full array"
         by_place[row, column] = cell
     rows = list(dict.fromkeys(row for row, _ in by_place))
     columns = list(dict.fromkeys(column for _, column in by_place))
@@ -138,7 +143,8 @@ def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool)
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
     """Lists which devices hold each slice of an array of this shape.
 
-    Devices are given by their ids; on an abstract mesh, by positions such as ``data=0``.
+    ``{((0, 4),): ["0", "1"], ((4, 8),): ["2", "3"]}`` for a vector of 8. Devices are given by their
+    ids; on an abstract mesh, by positions such as ``data=0``.
 
     Raises:
       ValueError: the sharding does not fit the shape.
@@ -153,6 +159,7 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
         index = indices[device] or (slice(None),) * len(shape)  # of a scalar
+        # ``slice.indices`` fills in what is None: (start, stop, step).
         spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         held.setdefault(tuple(spans), []).append(str(device.id))
     return dict(sorted(held.items()))
