@@ -86,15 +86,15 @@ def run_diff(arguments: argparse.Namespace) -> int:
     write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
+    # Each with its strategy.
     failures = [(change.strategy, str(change)) for change in changes.grown(arguments.fail_above)]
     # A figure that a backend does not report may have grown by anything.
-    failures += [
-        (name, f"{figure} is unknown: {why}")
-        for name, report in Comparison(by_strategy(after)).compiled.items()
-        for figure, why in why_unknown(report).items()
-    ]
+    for name, report in Comparison(by_strategy(after)).compiled.items():
+        reasons = why_unknown(report)
+        failures += [(name, f"{figure} is unknown: {why}") for figure, why in reasons.items()]
     if failures:
         head = f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:"
+        # The name of the strategy is empty for single reports.
         lines = (f"  {name}: {failure}" if name else f"  {failure}" for name, failure in failures)
         say("\n".join([head, *lines]), error=True)
     return int(bool(failures))
@@ -125,7 +125,10 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _sections() -> dict[str, str]:
-    """Returns the text of each section of the page of errors, with its subsections, by anchor."""
+    """Returns the text of each section of the page of errors, with its subsections, by anchor.
+
+    An anchor is the end of the section's address on the web, which errors print.
+    """
     installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
     # Without marks for the script that writes the messages.
@@ -139,7 +142,7 @@ def _sections() -> dict[str, str]:
         level = len(heading["marks"])
         later = (other for other in headings[index + 1 :] if len(other["marks"]) <= level)
         end = next((other.start() for other in later), len(text))
-        # As Sphinx makes anchors of headings.
+        # As Sphinx makes anchors of headings: "Not divisible" → "not-divisible".
         title_anchor = re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
         anchor = heading["anchor"] or title_anchor
         sections[anchor] = text[heading.start("marks") : end].rstrip()

@@ -34,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in (programs, numbers, commands):
         module.add_commands(parsers)
     for command in parsers.choices.values():  # what all commands have
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
         command.epilog = (command.epilog or "").replace("python -m nnx_sharding", name)
         text = "show the traceback of an error"
         command.add_argument("--traceback", action="store_true", help=text)
-        command.set_defaults(parser=command)
+        command.set_defaults(parser=command)  # for the usage below an error
     try:
         arguments = parser.parse_args(argv)
         try:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here, where a broken pipe is caught, and not when Python ends.
             sys.stdout.flush()
             return code
-        except UsageError as error:
+        except UsageError as error:  # exits, as argparse does
             Parser.error(arguments.parser, str(error))
     except SystemExit as error:  # of argparse, also after --help
         return error.code if isinstance(error.code, int) else 2

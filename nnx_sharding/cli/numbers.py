@@ -1,7 +1,9 @@
 """``same``: whether a step computes the same numbers on the true mesh as on one device.
 
-The check runs in a process with as many virtual devices as the mesh has. There the user's function
-is called for the arguments, which are made smaller first if it takes a configuration.
+The check runs in a process with as many virtual devices as the mesh has (`call_with_devices`).
+There the user's function is called for the arguments; if it takes a configuration, the numbers in
+it are made smaller first (`shrink`). `with_values` fills abstract arguments, `unjitted` takes the
+function and its options out of `jit`, and `assert_same` compares.
 """
 
 from __future__ import annotations
@@ -76,11 +78,12 @@ def run_same(arguments: argparse.Namespace) -> int:
     if min(arguments.mesh.values()) < 1:
         raise UsageError("--mesh: give each axis its size; -1 needs a number of devices")
     types = arguments.axis_types or (AxisType.Explicit,)
-    if len(types) not in (1, len(arguments.mesh)):
+    if len(types) == 1:  # for all axes
+        types = types * len(arguments.mesh)
+    if len(types) != len(arguments.mesh):
         raise UsageError("--axis-types: give one type, or one for each axis of --mesh")
-    find(arguments.target)  # before a process is started
+    find(arguments.target)  # raises a UsageError before a process is started
     options = {name: getattr(arguments, name) for name in ("config", "steps", "runs")}
-    types = types * len(arguments.mesh) if len(types) == 1 else types
     start = time.monotonic()
     try:
         call_with_devices(devices, _check, arguments.target, arguments.mesh, types, **options)
@@ -116,6 +119,7 @@ def _check(
     parameters = inspect.signature(function).parameters
 
     def build(config: Any) -> tuple[Any, ...]:
+        """Returns the jitted step and its arguments, which the user's function makes."""
         given = {"mesh": mesh, "config": config}
         value = function(**{name: x for name, x in given.items() if name in parameters})
         if not isinstance(value, tuple) or not value or not isinstance(value[0], Lifted):
@@ -126,6 +130,7 @@ def _check(
         return value
 
     with jax.set_mesh(mesh), user_code(f"{target} failed"):
+        # The configuration, and how it differs from the user's: ["width 1,024 → 4"].
         chosen, changes = None, ["nothing: the function has no parameter `config`"]
         if config is not None:
             chosen, changes = find(config, is_function=False), [f"as {config} says"]
@@ -137,7 +142,7 @@ def _check(
         step, *args = build(chosen)
         fun, declared = unjitted(step)
         say(f"shrunk: {', '.join(changes) or 'nothing'}\n{_NOT_PROVED}")
-        sys.stdout.flush()
+        sys.stdout.flush()  # before what the check takes, or a crash
         shardings = declared.pop("in_shardings")
         values = with_values(tuple(args))
     assert_same(fun, *values, shardings=shardings, mesh=mesh, **declared, **options)

@@ -1,4 +1,8 @@
-"""Types of options, output and errors that the commands share."""
+"""Types of options, output and errors that the commands share.
+
+The type of an option is a function of its text, which argparse calls; `option` makes argparse show
+the message of the ValueError that it raises.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,10 @@ class UserError(RuntimeError):
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever the user's code raises in the block."""
+    """Makes a UserError of whatever the user's code raises in the block.
+
+    ``what`` is the beginning of its text: ``train.py:step failed``.
+    """
     try:
         yield
     # From a nested block, with a message of its own.
@@ -51,7 +58,10 @@ def say(text: object, *, error: bool = False) -> None:
 
 
 def option(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Returns the type of an option; argparse shows the message of a ValueError only through it."""
+    """Makes the type of an option from a function that reads it, or raises a ValueError.
+
+    argparse shows the message of an ``ArgumentTypeError`` only.
+    """
 
     def convert(text: str) -> T:
         try:
@@ -94,7 +104,7 @@ def output(text: str) -> str:
 
 @option
 def percentage(text: str) -> float:
-    """Reads ``5%`` or ``5`` as a fraction."""
+    """Reads ``5%`` or ``5`` as the fraction 0.05."""
     # What is no number has the same message as a number out of range.
     with contextlib.suppress(ValueError):
         percent = float(text.strip().removesuffix("%"))

@@ -1,8 +1,12 @@
-"""``inspect``, ``source``, ``compare`` and ``plan``: what programs of the user need.
+"""``inspect``, ``source``, ``lock``, ``check``, ``compare`` and ``plan``: what programs need.
 
-Each calls a function that the user names, in the context of a mesh, and makes a result of what it
-returns (``_report``, ``_comparison``, ``_plan``). Errors of the user's code are ``UserError``s, so
-that they are told apart from those of the command line.
+Each command, ``run_…``, calls a function that the user names, in the context of a mesh (`_called`),
+and makes a result of what it returns (`_report`, `_lines`, `_comparison`, `_plan`: functions of the
+command line, the name of the user's function for messages, and what it returned).
+
+The result of `jit` and of its ``trace``, ``lower`` and ``compile`` are `Lifted`, `Traced`,
+`Lowered` and `Compiled`. Errors of the user's code become ``UserError``s (`user_code`), so that
+they are told apart from those of the command line.
 """
 
 from __future__ import annotations
@@ -242,7 +246,14 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def write(
     arguments: argparse.Namespace, result: Any, title: str | None = None, head: str = ""
 ) -> None:
-    """Prints a result, and writes the files; the page begins with a title and a text."""
+    """Prints a result, as JSON for ``--json -``, and writes the files of ``--json``, ``--html``.
+
+    Args:
+      arguments: the command line.
+      result: a report, a comparison or changes.
+      title: the title of the page; None takes the name in the result.
+      head: text that the page shows before it.
+    """
     if arguments.html is not None:
         write_html(arguments.html, result, title, head)
     if arguments.json not in (None, "-"):
@@ -264,6 +275,7 @@ need no change. The page "Debugging communication" says how:"""
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
+    # Remarks of the compiler are only in its log, and in the list after the block.
     with _compat.compiler_log(rematerializations) as remarks:
         report = _called(arguments, _report)
     # The most frequent mistake: a mesh, but no shardings.
@@ -277,6 +289,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     write(arguments, report)
     if remarks:
         say("\n".join([_REMATERIALIZED, *(f"  {x.told(report)}" for x in remarks)]), error=True)
+    # A comparison of one, which knows the limit of the hardware, too.
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )
@@ -324,7 +337,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def _lock_file(arguments: argparse.Namespace) -> Path:
-    """Returns the lock file: that of the option, or the one that is named after the function."""
+    """Returns the lock file: that of the option, or ``step.lock`` of ``train.py:Model.step``."""
     name = arguments.target.rpartition(":")[2].rpartition(".")[2]
     return file_path(arguments.file or f"{name}.lock")
 
@@ -346,17 +359,17 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Shows the plan; returns the exit code."""
-    found = _called(arguments, _plan)
-    best = found.best
+    result = _called(arguments, _plan)
+    best = result.best
     # The page says what was tried even if nothing fits.
     title = "Plan: none fits" if best is None else f"Plan: {best.name}"
-    write(arguments, found.comparison, title, "\n".join(found.explained()))
+    write(arguments, result.comparison, title, "\n".join(result.explained()))
     if best is None:
-        would = "; one of these would:" if found.remedies else ""
-        lines = [f"plan: no candidate fits{would}", *(f"  {line}" for line in found.remedies)]
+        would = "; one of these would:" if result.remedies else ""
+        lines = [f"plan: no candidate fits{would}", *(f"  {line}" for line in result.remedies)]
         say("\n".join(lines), error=True)
-    elif arguments.json != "-":
-        say("\n".join(found.summary()))
+    elif arguments.json != "-":  # after JSON, nothing else is printed
+        say("\n".join(result.summary()))
     return int(best is None)
 
 
@@ -367,6 +380,10 @@ def _options(arguments: argparse.Namespace, target: str, function: object) -> di
       arguments: the command line.
       target: what the user named, for messages.
       function: what it returned: a function, or something that is jitted already.
+
+    Raises:
+      UserError: it is jitted already, so that options have no effect.
+      UsageError: it has no parameter of that name.
     """
     if arguments.donate is None:
         return {}
@@ -400,12 +417,14 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
             f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
             "from variants to such tuples, or what plan returned."
         )
-    # A mapping of variants has the arguments in each of its tuples.
+    # A mapping of variants has the arguments in each of its tuples; `plan` takes it alone.
     step, *args = (value,) if isinstance(value, Mapping) else value
+    variants = [*step.values()] if isinstance(step, Mapping) else [step]
     options: dict[str, Any] = {}
-    for variant in step.values() if isinstance(step, Mapping) else [step]:
+    for variant in variants:
         function = variant[0] if isinstance(variant, tuple) else variant
-        options = _options(arguments, target, function)  # raises for any that they do not fit
+        # The same for each; raises for one that they do not fit.
+        options = _options(arguments, target, function)
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
     # These are called like the parameters of `plan`.
@@ -431,17 +450,21 @@ def _called(
       make: makes the result; called with the command line, the name of the function, and what it
         returned.
 
+    Returns:
+      What ``make`` returns.
+
     Raises:
       UsageError: the options do not go together, or there is no such function.
       UserError: the function failed.
     """
     if arguments.devices is not None:
-        _use_virtual_devices(arguments.devices)
+        _use_virtual_devices(arguments.devices)  # before the user's module asks for devices
     function = find(arguments.target)
     if arguments.topology is None and arguments.slices > 1:
         raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
     with contextlib.ExitStack() as context:
         try:
+            # In it, `planning_mesh` makes meshes of the topology; without one, it changes nothing.
             context.enter_context(on_topology(arguments.topology, arguments.slices))
             mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
         except ValueError as error:
@@ -485,7 +508,7 @@ def find(text: str, *, is_function: bool = True) -> Any:
     # A method or a static function of a class may be named, too.
     for part in name.split("."):
         if not hasattr(value, part):
-            # Private names are nothing to suggest.
+            # Private names are nothing to suggest. `suggestion` is empty if none is similar.
             names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)
@@ -508,7 +531,8 @@ def _imported(place: str) -> Any:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # The module may be there, and lack what it imports itself.
+            # The module may be there, and lack what it imports itself. If not, the error names it
+            # or a package that it is in: `a` or `a.b` of `a.b`.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise UsageError(f"no module named {error.name!r}.") from None
@@ -533,16 +557,16 @@ def _use_virtual_devices(number: int) -> None:
 
 def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
     """Compiles a program that a function returned, and returns its report."""
-    named = arguments.hardware
+    hardware = arguments.hardware
     # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
-        _options(arguments, target, value)
-        return value if named is None else value.with_roofline(named)
+        _options(arguments, target, value)  # raises if there are any, which come too late
+        return value if hardware is None else value.with_roofline(hardware)
     with user_code(f"what {target} returned cannot be compiled"):
         compiled = _compiled(_staged(arguments, target, value, "or a report"))
-        options = {"hardware": named, "by_module": arguments.by_module}
         is_for_lock = arguments.command in ("lock", "check")
-        return (report_with_rules if is_for_lock else Compiled.report)(compiled, **options)
+        make_report = report_with_rules if is_for_lock else Compiled.report
+        return make_report(compiled, hardware=hardware, by_module=arguments.by_module)
 
 
 def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
@@ -571,10 +595,12 @@ def _staged(
     if isinstance(value, Traced | Lowered | Compiled):
         return value
     if not callable(function) or isinstance(function, type):
-        kinds = "(function, *arguments), a function of nnx_sharding.jit, "
-        last = "the result of its trace, lower or compile"
-        kinds += f"{last}, {others}" if others else f"or {last}"
-        raise UserError(f"{target} returned {value!r:.200}. It has to return {kinds}.")
+        stage = "the result of its trace, lower or compile"
+        last = f"{stage}, {others}" if others else f"or {stage}"
+        raise UserError(
+            f"{target} returned {value!r:.200}. It has to return (function, *arguments), a "
+            f"function of nnx_sharding.jit, {last}."
+        )
     jitted = function if isinstance(function, Lifted) else jit(function, **options)
     return jitted.trace(*args)
 
@@ -587,15 +613,20 @@ def _compiled(stage: Traced | Lowered | Compiled) -> Compiled:
 
 
 def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
-    """Compares the strategies that a function returned."""
+    """Compares the strategies that a function returned.
+
+    Args:
+      arguments: the command line.
+      target: the name of the user's function, for messages.
+      value: the arguments of ``compare``, its result, or a mapping from names to programs.
+    """
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:
-        reports = {
-            # Each by itself, so that one that fails does not end the others.
-            str(name): attempt(partial(_report, arguments, f"{target}, {name},", program))
-            for name, program in value.items()
-        }
+        reports: dict[str, ProgramReport | Failure] = {}
+        for name, program in value.items():
+            make_report = partial(_report, arguments, f"{target}, {name},", program)
+            reports[str(name)] = attempt(make_report)  # a failure does not end the others
         return Comparison(reports)
     if not isinstance(value, tuple) or len(value) < 2 or not isinstance(value[0], Mapping):
         raise UserError(
@@ -603,6 +634,5 @@ def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Co
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(
-            *value, by_module=arguments.by_module, **_options(arguments, target, value[1])
-        )
+        options = _options(arguments, target, value[1])
+        return compare(*value, by_module=arguments.by_module, **options)
