@@ -1,4 +1,8 @@
-"""The arrays of arguments and results: by name, as copies, and how far two of them are apart."""
+"""The arrays of arguments and results: by name, as copies, and how far two of them are apart.
+
+`flatten` takes a pytree with modules apart: into ``leaves``, its arrays and numbers by *slot*, and
+a ``structure``, of which `unflatten` builds it again.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,22 @@ Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
 
 
 def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all arrays in named values by expressions for them; of random keys, their words."""
+    """Returns all arrays in named values by expressions for them; of random keys, their words.
+
+    ``{"model.up.kernel": …, "x": …}`` for ``{"model": model, "x": x}``. An array that is shared has
+    its first name.
+    """
     flat = flatten(dict(named))
     structure, arrays = flat.structure, {}
+    # Where each Variable and bare array is: a path, whose first key is a name, and slots.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        for i, slot in enumerate(location.slots):
-            leaf, (name, *path) = flat.leaves[slot], location.path
-            if len(location.slots) > 1:  # a Variable that holds a pytree
-                path.append(i)
+        name, *path = location.path
+        holds_pytree = len(location.slots) > 1  # a Variable with several arrays
+        for number, slot in enumerate(location.slots):
+            leaf = flat.leaves[slot]
             if isinstance(leaf, jax.Array):
-                arrays[accessor(str(name), tuple(path))] = raw(leaf)
+                keys = (*path, number) if holds_pytree else tuple(path)
+                arrays[accessor(str(name), keys)] = raw(leaf)
     return arrays
 
 
@@ -38,7 +48,13 @@ def raw(x: jax.Array | np.ndarray[Any, Any]) -> Any:
 
 
 def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
-    """Copies arguments to new arrays on no particular device, changed by rounding errors or not."""
+    """Copies arguments to new arrays on no particular device.
+
+    Args:
+      args: a pytree with modules, which are copied as well.
+      rounding: what to change numbers by, up or down at random; None to change nothing.
+      seed: of these signs.
+    """
     flat, random = flatten(args), np.random.default_rng(seed)
 
     def copy_leaf(x: Any) -> Any:
@@ -48,7 +64,8 @@ def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(x))
         if rounding is not None and is_inexact(x):
-            array = array * (1 + random.choice([-1, 1], x.shape) * rounding.relative(x.dtype))
+            signs = random.choice([-1, 1], x.shape)
+            array = array * (1 + signs * rounding.relative(x.dtype))
         # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
         return jnp.array(np.asarray(array, x.dtype))
 
@@ -83,6 +100,7 @@ def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) ->
     """
     num_axes = shards.ndim - x.ndim
     distances = []
+    # For each mesh axis the dimension that it shards, or None: it has replicas.
     for layout in itertools.product([None, *range(x.ndim)], repeat=num_axes):
         whole = _joined(shards, layout)
         if whole.shape[num_axes:] == x.shape:
@@ -91,7 +109,7 @@ def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) ->
 
 
 def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.ndarray[Any, Any]:
-    """Puts shards together.
+    """Puts shards together: (2, 3, 4) with the layout (1,) → (1, 3, 8), an array of (3, 8).
 
     Args:
       shards: of shape (size of each mesh axis…, shape of a shard…).
@@ -123,5 +141,7 @@ def unequal_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> l
 
 def all_equal(arrays: Sequence[Array], others: Sequence[Array]) -> bool:
     """Whether arrays have the same bytes, so that NaN equals itself and 0.0 is not -0.0."""
-    pairs = itertools.zip_longest(map(np.asarray, arrays), map(np.asarray, others))
-    return all(x is not None and y is not None and x.tobytes() == y.tobytes() for x, y in pairs)
+    if len(arrays) != len(others):
+        return False
+    pairs = zip(map(np.asarray, arrays), map(np.asarray, others), strict=True)
+    return all(x.tobytes() == y.tobytes() for x, y in pairs)

@@ -3,6 +3,9 @@
 Those about programs take the result of ``lower(...).compile()`` or its report. The AssertionError
 lists each cause, with its path or the line of your code. An axis that the mesh does not have, a
 size that cannot be read, and a pattern that matches nothing are a ValueError.
+
+Two figures of a collective are meant by "bytes": ``bytes`` is the size of what one device has of
+its result, ``bytes_sent`` what that device sends. `read_bytes` reads ``64 KiB`` as a number.
 """
 
 from __future__ import annotations
@@ -71,9 +74,10 @@ def assert_no_collective(
       ...
     """
     report, wanted, collectives = _collectives(program, axes)
-    allowed = -1 if larger_than is None else read_bytes(larger_than)
+    allowed = -1 if larger_than is None else read_bytes(larger_than)  # of 0 bytes is one, too
     if hits := [each for each in collectives.of(kind) if each.bytes > allowed]:
-        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over(wanted)}"
+        plural = "s" if len(hits) > 1 else ""
+        what = f"{len(hits)} {kind or 'collective'}{plural}{_over(wanted)}"
         remedy = (
             "Change the shardings, or constrain intermediate values "
             "(nnx_sharding.partition.with_sharding_constraint)."
@@ -112,10 +116,12 @@ def assert_collectives(
         form = "{('all-reduce', 'model'): 2}"
         raise TypeError(f"expected must be a mapping such as {form}, got {expected!r}.")
     report, _, collectives = _collectives(program, None)
+    # Summed, as ("data", "model") and ("model", "data") are the same axes.
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
         wanted[kind, _checked(report, axes)] += count
+    # Also for those that are wanted and not there.
     actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
     for collective in collectives:
         over = None if collective.axes is None else frozenset(collective.axes)
@@ -228,7 +234,8 @@ def assert_no_resharding(
         return " ".join(filter(None, places))
 
     if hits := _not_allowed(collectives.resharded, allowed, name):
-        what = f"{len(hits)} array{'s' * (len(hits) > 1)}{_over(wanted)}"
+        plural = "s" if len(hits) > 1 else ""
+        what = f"{len(hits)} array{plural}{_over(wanted)}"
         remedy = "Constrain activations (activation_shardings of jit), or allow it by allowed=..."
         _fail(f"{report.name} reshards {what}:", map(_line, hits), remedy)
 
@@ -266,18 +273,23 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     if report.hlo is None:
         raise ValueError(f"the backend has no text of {report.name}.")
     overlap = Overlap(parse(report.hlo))
-    gathers = [x for x in collectives.of("all-gather") if x.purpose == "parameter"]
-    counts = [(x, overlap.products_beside(Value(x.computation, x.name))) for x in gathers]
-    in_loops = [(x, count) for x, count in counts if count is not None]
+    is_any_in_loop = False
+    lines: list[str] = []
+    for gather in collectives.of("all-gather"):
+        if gather.purpose != "parameter":
+            continue
+        count = overlap.products_beside(Value(gather.computation, gather.name))
+        if count is None:  # it is in no loop
+            continue
+        is_any_in_loop = True
+        # One layer has ``count.of`` / layers products, since an iteration runs several.
+        if count.products * layers < count.of or not count.of:
+            products = f"{count.products} of {count.of} matrix products"
+            lines.append(f"{_line(gather)}\n    independent of {products}")
     head = f"{report.name} cannot gather parameters while it computes"
     remedy = "Pass prefetch=1 to fsdp or to stack."
-    if not in_loops:
+    if not is_any_in_loop:
         _fail(f"{head}: it gathers none in a loop.", (), remedy)
-    lines = [
-        f"{_line(x)}\n    independent of {count.products} of {count.of} matrix products"
-        for x, count in in_loops
-        if count.products * layers < count.of or not count.of
-    ]
     if lines:
         _fail(f"{head}:", lines, remedy)
 
@@ -293,15 +305,15 @@ def assert_gathers_weights(
       allowed: regular expressions; a parameter may stay sharded if one matches in its path.
     """
     report, wanted, collectives = _collectives(program, axes)
-    modules = {row.path for row in report.activations}
-    weights = [
-        row
-        for row in report.parameters
-        if row.used
-        and row.variable is not None
-        and (axes_in(row.spec) if wanted is None else wanted.intersection(axes_in(row.spec)))
-        and any(row.path.startswith((f"{path}.", f"{path}[")) for path in modules)
-    ]
+    # The beginnings of paths in modules that are called: those whose activations are known.
+    in_module = tuple(f"{row.path}{end}" for row in report.activations for end in (".", "["))
+    weights = []
+    for row in report.parameters:
+        axes_of_row = axes_in(row.spec)
+        is_sharded = axes_of_row if wanted is None else wanted.intersection(axes_of_row)
+        is_variable = row.used and row.variable is not None
+        if is_variable and is_sharded and row.path.startswith(in_module):
+            weights.append(row)
     if not weights:
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
     gathered = {
@@ -362,9 +374,11 @@ def assert_sharded(
         raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
     rows, whole = _replicated_rows(model, sharding, mesh)
     large = {id(x) for x in whole if math.prod(x.shape) >= min_size}
+    # Of all rows, since a pattern may match arrays that are sharded.
     others = [x for x in _not_allowed(rows, allowed, lambda row: row.path) if id(x) in large]
     replicated = sorted(others, key=lambda row: -row.bytes_total)
-    held, total = sum(x.bytes_total for x in replicated), sum(x.bytes_total for x in rows)
+    held = sum(row.bytes_total for row in replicated)
+    total = sum(row.bytes_total for row in rows)
     if held > tolerance * total:
         sizes = f"{bytes_text(held)} of {bytes_text(total)} ({held / total:.1%})"
         _fail(
@@ -380,7 +394,13 @@ def assert_sharded(
 def _replicated_rows(
     model: Any, sharding: StateSharding | None, mesh: Mesh | AbstractMesh | None
 ) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
-    """Returns a row for each array of a model, or argument of a program, and those replicated."""
+    """Returns a row for each array of a model, or argument of a program, and those replicated.
+
+    Args:
+      model: a model, or a program.
+      sharding: what to check in place of the shardings that arrays have; None for these.
+      mesh: the mesh of ``sharding``.
+    """
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)
         rows = [row for row in program.parameters if row.used]
@@ -415,7 +435,13 @@ def _report(program: object) -> ProgramReport:
 def _collectives(
     program: object, axes: Axes | None
 ) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """Returns a program's report, axes as a set, and the collectives that may run over them."""
+    """Returns a program's report, axes as a set, and the collectives that may run over them.
+
+    Without ``axes``, the set is None, and the collectives are all.
+
+    Raises:
+      ValueError: collectives cannot be read from the program, or the mesh has no such axis.
+    """
     report = _report(program)
     if report.collectives is None:
         unread = "".join(f"\n  {line[:200]}" for line in parse(report.hlo or "").unread[:10])
@@ -424,11 +450,11 @@ def _collectives(
         raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
     wanted = None if axes is None else _checked(report, axes)
     # Those over unknown axes may run over these.
-    collectives = (
-        x
-        for x in report.collectives
-        if wanted is None or x.axes is None or wanted.intersection(x.axes)
-    )
+    collectives = [
+        collective
+        for collective in report.collectives
+        if wanted is None or collective.axes is None or wanted.intersection(collective.axes)
+    ]
     return report, wanted, Collectives(collectives)
 
 
@@ -452,20 +478,25 @@ def _not_allowed(
       ValueError: an expression is invalid, or matches no item, so nobody would notice a typo.
     """
     names = [name(item) for item in items]
-    found, wrong = [], []
+    patterns: list[re.Pattern[str]] = []
+    wrong: list[str] = []
     for text in [allowed] if isinstance(allowed, str) else allowed:
         try:
-            found.append(re.compile(text))
+            pattern = re.compile(text)
         except re.error as error:
             wrong.append(f"{text!r} is not a regular expression: {error}")
-        else:
-            if not any(map(found[-1].search, names)):
-                example = f" matches no path, such as {names[0]}" if names else " is not needed"
-                wrong.append(f"{text!r}{example}")
+            continue
+        patterns.append(pattern)
+        if not any(map(pattern.search, names)):
+            example = f" matches no path, such as {names[0]}" if names else " is not needed"
+            wrong.append(f"{text!r}{example}")
     if wrong:
         raise ValueError("allowed: " + "; ".join(wrong) + ".")
-    pairs = zip(items, names, strict=True)
-    return [item for item, text in pairs if not any(test.search(text) for test in found)]
+    return [
+        item
+        for item, text in zip(items, names, strict=True)
+        if not any(pattern.search(text) for pattern in patterns)
+    ]
 
 
 def _over(axes: frozenset[str] | None) -> str:
@@ -474,7 +505,10 @@ def _over(axes: frozenset[str] | None) -> str:
 
 
 def _line(collective: Collective) -> str:
-    """Describes a collective, and where in the user's code it comes from."""
+    """Describes a collective: ``all-reduce over model, 128 B, sends 192 B: dot, train.py:3``.
+
+    The end is its operation and the line of the user's code, or its name in the program.
+    """
     axes, count = collective.axes, collective.times
     over = "unknown axes" if axes is None else " and ".join(axes) or "no axes"
     times = {1: "", None: ", in a loop of unknown length"}.get(count, f", {count} times")

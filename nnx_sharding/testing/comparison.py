@@ -1,7 +1,11 @@
 """What differs between a step on one device and on a mesh, and in which module first.
 
-The records of one call of the step are compared in the order in which the modules ran, backwards
-for gradients, so the first difference is where the error is.
+The records of one call of the step (`Outcome`, in `recording.py`) are compared in the order in
+which the modules ran, backwards for gradients, so the first difference is where the error is. A
+*site* is an array that a call of a module takes or returns (``side`` "input" or "output"; "mask" is
+what a dropout keeps). Sites have numbers in the order of execution; ``start`` is the first one of
+the call, and ``axes`` are the Manual mesh axes, along which each device has a value of its own.
+``values`` has those of each device by ``(number, backward)``, where ``backward`` is the gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +32,8 @@ from .recording import RESULT, Outcome
 from .rounding import QUANTILE, SAMPLES, Rounding
 
 _CHANCE = 1e-6  # of equal masks from different keys, below which two masks count as one
+# The index of a shard in its array, and its numbers.
+_Shard: TypeAlias = tuple[Any, np.ndarray[Any, Any]]
 
 
 class _Error(NamedTuple):
@@ -49,25 +55,30 @@ class Spread:
     """How far the arrays and records of rounded runs are from those of an exact one.
 
     For each, the root of the mean square of the largest difference in each run: the estimate of its
-    standard deviation. It is NaN where only one of the runs is NaN.
+    standard deviation. It is NaN where only one of the runs is NaN. Arrays have their names as
+    keys, records (number of the site, backward, number of the call in a loop).
     """
 
     def __init__(self, exact: Outcome, rounded: Iterable[Outcome]):
-        squares: dict[Any, Any] = defaultdict(float)
+        """Compares runs on one device: an exact one, and `SAMPLES` with rounding errors."""
+        self._squares: dict[Any, float] = defaultdict(float)
         for outcome in rounded:
             for name, array in exact.arrays.items():
-                distance = largest_difference(numbers(array), numbers(outcome.arrays[name]))
-                squares[name] += distance**2 / SAMPLES
-            for key, devices in exact.values.items():
-                for calls, others in zip(
-                    devices.values(), outcome.values.get(key, {}).values(), strict=False
-                ):
-                    for index, (x, other) in enumerate(zip(calls, others, strict=False)):
-                        distance = largest_difference(numbers(x), numbers(other))
-                        squares[(*key, index)] += distance**2 / SAMPLES
-        self._squares = squares
+                self._add(name, array, outcome.arrays[name])
+            for (number, backward), devices in exact.values.items():
+                others = outcome.values.get((number, backward), {})
+                # Not strict: a run in which a loop ended earlier has fewer records.
+                for values, other_values in zip(devices.values(), others.values(), strict=False):
+                    for index, pair in enumerate(zip(values, other_values, strict=False)):
+                        self._add((number, backward, index), *pair)
+
+    def _add(self, key: Any, exact: Array, rounded: Array) -> None:
+        """Adds the difference of an array in one of the rounded runs."""
+        distance = largest_difference(numbers(exact), numbers(rounded))
+        self._squares[key] += distance**2 / SAMPLES
 
     def __getitem__(self, key: Any) -> float:
+        """Returns the standard deviation; 0 for what no run has changed."""
         return float(self._squares.get(key, 0.0) ** 0.5)
 
 
@@ -92,6 +103,16 @@ class Comparison:
         rounding: Rounding,
         mesh: Mesh,
     ):
+        """Prepares to compare.
+
+        Args:
+          before: the numbers of all arrays in the arguments before the call, by name.
+          on_device: what one device computes.
+          spread: how far rounding errors move that.
+          on_mesh: what the mesh computes.
+          rounding: the errors of single arrays.
+          mesh: the mesh.
+        """
         self._on_device, self._spread, self._on_mesh = on_device, spread, on_mesh
         self._before, self._rounding, self._mesh = before, rounding, mesh
 
@@ -107,14 +128,14 @@ class Comparison:
         return [self._first_wrong_module(lines), *lines] if lines else []
 
     def _difference(self, name: str, array: jax.Array) -> list[str]:
-        """Describes how an array of the mesh differs from that of one device; empty if not."""
+        """Returns a line if an array of the mesh differs from that of one device, else nothing."""
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
             limit = self._limit(self._on_device.arrays[name], name)
         else:  # only the mesh has it, so it is wrong
             expected, limit = np.array(np.nan), 0.0
         # Each shard is compared, as replicas may differ, of which `np.asarray` shows only one.
-        shards = [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
+        shards = _shards_of(array)
         distance = max(
             largest_difference(shard, expected[index] if expected.ndim else expected)
             for index, shard in shards
@@ -138,25 +159,35 @@ class Comparison:
         """
         # If what the step returns is right, a wrong output on Manual axes is a term of a sum.
         returns_something = any(name.startswith(RESULT) for name in self._on_mesh.arrays)
-        is_result_right = returns_something and not any(
-            line.startswith(f"  {RESULT}") for line in lines
+        is_result_wrong = any(line.startswith(f"  {RESULT}") for line in lines)
+        is_result_right = returns_something and not is_result_wrong
+        return (
+            self._first_wrong_site(backward=False, with_manual=not is_result_right)
+            or self._first_wrong_site(backward=True, with_manual=True)
+            or self._first_wrong_site(backward=False, with_manual=True)
+            or self._first_wrong_owner(lines)
         )
-        for backward, with_manual in ((False, not is_result_right), (True, True), (False, True)):
-            if text := self._first_wrong_site(backward, with_manual):
-                return text
-        # All that modules took and returned is right. So a module changed its own state wrongly, or
-        # computed the wrong gradient of its parameters; if several did, it was the update.
+
+    def _first_wrong_owner(self, lines: list[str]) -> str:
+        """Describes the module whose own arrays differ, if all that modules exchange is right.
+
+        It changed its own state wrongly, or computed the wrong gradient of its parameters; if
+        several did, it was the update.
+
+        Args:
+          lines: what :meth:`differences` has found, each ``  name: how it differs``.
+        """
         text = "is the first module with an array that differs"
         names = {line.split(": ")[0].strip() for line in lines}
         for site in self._on_mesh.sites:
             if names.intersection(site.states):
                 return f"  {site.module} {text}"
-        modules = {site.module: site.module.split(" ")[0] for site in self._on_mesh.sites}
-        owners = set()
+        # By label, "model.up (Linear)", the path.
+        paths = {site.module: site.module.split(" ")[0] for site in self._on_mesh.sites}
+        owners = set()  # the innermost module of each array
         for name in names:
-            if enclosing := [
-                label for label, path in modules.items() if name.startswith(f"{path}.")
-            ]:
+            enclosing = [label for label, path in paths.items() if name.startswith(f"{path}.")]
+            if enclosing:
                 owners.add(max(enclosing, key=len))
         if len(owners) == 1:
             return f"  {owners.pop()} {text}"
@@ -165,6 +196,8 @@ class Comparison:
     def _first_wrong_site(self, backward: bool, with_manual: bool) -> str:
         """Describes the first site with a wrong value, or gradient; empty if there is none.
 
+        A wrong output means that the module is wrong; a wrong input before it, what runs outside.
+
         Args:
           backward: look at gradients, in the order of the backward pass, where what a module
             computes is the gradient of its input.
@@ -172,12 +205,13 @@ class Comparison:
         """
         sites = self._on_mesh.sites
         computed_side = "input" if backward else "output"
-        errors = {}
+        errors: dict[int, _Error] = {}  # by the number of the site, where it is known
         for number in range(len(sites)):
-            if error := self._site_error(number, backward):
+            error = self._site_error(number, backward)
+            if error is not None:
                 errors[number] = error
         wrong = [number for number, error in errors.items() if error.is_wrong]
-        # Calls of modules are named by their first site.
+        # Calls of modules are named by their first site; sites of calls in it are in between.
         checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
         wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
         right_calls = checked_calls - wrong_calls
@@ -185,6 +219,7 @@ class Comparison:
         for number in sorted(wrong, reverse=backward):
             site = sites[number]
             if site.axes:
+                # What a right module computes from it is right, so it is a term of a sum.
                 is_within_right = any(start <= number <= last_site[start] for start in right_calls)
                 if is_within_right or not with_manual:
                     continue
@@ -202,25 +237,30 @@ class Comparison:
 
         A site in a loop has several values. It is unknown if the runs did not record as many.
         """
-        key, site = (number, backward), self._on_mesh.sites[number]
-        if site.side == "mask" or self._on_device.sites[number][:2] != site[:2]:
+        site, on_device = self._on_mesh.sites[number], self._on_device.sites[number]
+        is_same_site = (site.module, site.side) == (on_device.module, on_device.side)
+        if site.side == "mask" or not is_same_site:
             return None
+        key = number, backward
+        # In the order of devices: by their indices along the Manual axes.
         shards = dict(sorted(self._on_mesh.values.get(key, {}).items()))
         expected = [*self._on_device.values.get(key, {}).values()]
         if len(expected) != 1 or not shards:
             return None
-        calls = [expected[0], *shards.values()]
-        if len({*map(len, calls)}) > 1:
+        runs = [expected[0], *shards.values()]  # of one device, and of each of the mesh
+        if len({*map(len, runs)}) > 1:
             return None
         axis_sizes = [index + 1 for index in max(shards)]
         errors = []
-        for index, (x, *parts) in enumerate(zip(*calls, strict=True)):
-            stacked = np.array([*map(numbers, parts)])
+        for index, (x, *parts) in enumerate(zip(*runs, strict=True)):
+            stacked = np.array([*map(numbers, parts)])  # (devices, shape of a shard…)
+            # (size of each Manual axis…, shape of a shard…)
             by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
             distance = distance_of_shards(numbers(x), by_axis)
             if distance is None:
                 return None
             errors.append(_Error(distance, self._limit(x, (number, backward, index))))
+        # The first wrong one, if any.
         return max(errors, key=lambda error: error.is_wrong, default=None)
 
     def has_masks(self) -> bool:
@@ -232,7 +272,8 @@ class Comparison:
         axes_by_module = {}
         for pair in self._mask_pairs():
             kept = np.mean(pair.masks[0])
-            # Masks with different keys are equal with this probability.
+            # Masks with different keys are equal with this probability: that both keep an element,
+            # or both drop it, for each element.
             by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(pair.masks[0])
             if np.array_equal(*pair.masks) and by_chance <= _CHANCE and not pair.has_equal_inputs:
                 axes_by_module[pair.module] = pair.axes
@@ -254,15 +295,19 @@ class Comparison:
         """
         differing = []
         for name, array in dropping.arrays.items():
-            shards = [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
-            if text := _unequal_replicas(array, shards, self._rounding.of_array(array)):
+            text = _unequal_replicas(array, _shards_of(array), self._rounding.of_array(array))
+            if text:
                 differing.append(f"  {name}{text.replace(';', ':')}")
-        pairs = [pair for pair in self._mask_pairs() if pair.has_equal_inputs]
-        pairs = [pair for pair in pairs if not np.array_equal(*pair.masks)]
-        if not differing or not pairs:
+        unequal = [
+            pair
+            for pair in self._mask_pairs()
+            if pair.has_equal_inputs and not np.array_equal(*pair.masks)
+        ]
+        if not differing or not unequal:
             return []
-        axes = " and ".join(map(repr, pairs[0].axes))
-        text = f"  {pairs[0].module} drops other elements of replicas, over {axes}."
+        first = unequal[0]
+        axes = " and ".join(map(repr, first.axes))
+        text = f"  {first.module} drops other elements of replicas, over {axes}."
         remedy = "Give replicas the same key: fold in only the axes over which inputs differ."
         return [f"{text}\n    {remedy}", *differing]
 
@@ -272,7 +317,7 @@ class Comparison:
             site = self._on_mesh.sites[number]
             if backward or site.side != "mask":
                 continue
-            inputs = self._on_mesh.values[number - 1, False]
+            inputs = self._on_mesh.values[number - 1, False]  # recorded right before the mask
             for device, other in itertools.combinations(masks, 2):
                 indices = zip(site.axes, device, other, strict=True)
                 yield _MaskPair(
@@ -283,16 +328,20 @@ class Comparison:
                 )
 
 
-def _unequal_replicas(
-    array: jax.Array, shards: list[tuple[Any, np.ndarray[Any, Any]]], limit: float
-) -> str:
-    """Says so, if devices have different values of the same part of an array.
+def _shards_of(array: jax.Array) -> list[_Shard]:
+    """Returns all shards of an array, replicas as well."""
+    return [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
+
+
+def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> str:
+    """Says so, if devices have different values of the same part of an array; else empty.
 
     Args:
       array: the array.
-      shards: the index and the numbers of each shard.
+      shards: its shards.
       limit: by how much they may differ.
     """
+    # By index as text, as slices have a hash from Python 3.12 on only; of replicas the first stays.
     first = {str(index): shard for index, shard in reversed(shards)}
     distance = max(largest_difference(shard, first[str(index)]) for index, shard in shards)
     if distance <= limit or not isinstance(array.sharding, NamedSharding):
@@ -305,37 +354,41 @@ def _unequal_replicas(
 def _multiple(
     x: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], limit: float, mesh: Mesh
 ) -> str:
-    """Says so, if an array is the right one, multiplied or divided by the sizes of mesh axes."""
+    """Says so, if an array is the right one, multiplied or divided by the sizes of mesh axes.
+
+    Args:
+      x: the array, which is wrong.
+      expected: the right one.
+      limit: by how much they may differ.
+      mesh: the mesh.
+    """
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
         return ""
+    largest = np.abs(expected).max(initial=0)
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    for count in range(1, len(axes) + 1):
+    for count in range(1, len(axes) + 1):  # few axes first: the simplest explanation
         for chosen in itertools.combinations(axes, count):
             factor = int(np.prod([mesh.shape[axis] for axis in chosen]))
             names = " and ".join(map(repr, chosen))
             if largest_difference(x, factor * expected) <= factor * limit:
                 return f"; {factor} times as large: summed once too often over {names}"
-            if (
-                largest_difference(x * factor, expected)
-                <= factor * limit
-                < np.abs(expected).max(initial=0)
-            ):
+            # If the limit is larger than the array, zeros would be a multiple as well.
+            if largest_difference(x * factor, expected) <= factor * limit < largest:
                 return f"; {factor} times too small: not summed over {names}, or divided twice"
     return ""
 
 
 def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
-    """Lists what two runs of one program on one mesh have not in common, bit for bit."""
-    lines = []
+    """Lists what two runs of one program on one mesh have not in common, bit for bit.
+
+    That is the first site that differs, and all arrays that do.
+    """
+    lines = unequal_arrays(first.arrays, second.arrays)
     for number, site in enumerate(first.sites):
         for backward in (False, True):
-            key = number, backward
-            runs = [outcome.values.get(key, {}) for outcome in (first, second)]
-            pairs = [(runs[0][device], runs[1].get(device, [])) for device in runs[0]]
-            if not all(map(all_equal, *zip(*pairs, strict=True))) if pairs else False:
+            values = first.values.get((number, backward), {})  # by device
+            others = second.values.get((number, backward), {})
+            if not all(all_equal(values[device], others.get(device, [])) for device in values):
                 what = "gradient" if backward else site.side
-                lines.append(f"  the {what} of {site.module} differs first")
-                break
-        if lines:
-            break
-    return lines + unequal_arrays(first.arrays, second.arrays)
+                return [f"  the {what} of {site.module} differs first", *lines]
+    return lines

@@ -66,6 +66,7 @@ def launch(
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
     workers, readers = list[Worker](), list[threading.Thread]()
+    # The exit code, and what happened if it is not 0. As of `subprocess`, -n is signal n.
     code, how, start = 0, "timed out", time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
@@ -101,7 +102,10 @@ def launch(
 
 
 def _started(program: Sequence[str], variables: dict[str, str], group: int) -> Worker:
-    """Starts one process, which ends when its standard input is closed."""
+    """Starts one process, which ends when its standard input is closed.
+
+    ``group`` is the process group that it joins; 0 for a new one.
+    """
     return subprocess.Popen(
         [sys.executable, __file__, *program],
         env=variables,
@@ -169,6 +173,7 @@ def _end(workers: Sequence[Worker], grace: float) -> None:
     """Ends the process group of the workers: asks it, then kills what is left."""
     for number in (signal.SIGTERM, signal.SIGKILL) if workers else ():
         deadline = time.monotonic() + grace
+        # The group is gone, or on macOS has only processes that have ended.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(workers[0].pid, number)
         for process in workers:

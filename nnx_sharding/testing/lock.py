@@ -13,6 +13,10 @@ A lock has a line for each figure of the program, modules and arrays in lists fo
 
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
+
+`locked` collects the figures of a report as a ``Lock``, `lock_text` writes it and `_read` reads it
+again; two are compared by `_compared`. `folded` writes the paths of layers in a list as one:
+``model.layers[*].up``.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from ..analysis.by_line import NO_LINE
-from ..analysis.by_module import path_text
+from ..analysis.by_line import NO_LINE, LineRow
+from ..analysis.by_module import ModuleRow, path_text
 from ..analysis.collectives import Collective, axes_text
 from ..analysis.json_codec import file_path
 from ..analysis.names import folded
@@ -40,9 +44,18 @@ from ..transforms.stages import Compiled
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 
-# The figures of a line by their unit; a text has the unit "".
+# The figures of a line by their unit; a text has the unit "": {"": "P('data')", "bytes": 1024}.
 Figures: TypeAlias = dict[str, Value]
 Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
+
+
+class _Group(NamedTuple):
+    """Arrays that have one line."""
+
+    name: str  # with the path of the first, if another group has the same name
+    kind: str
+    rows: list[ParameterRow]
+
 
 TOLERANCE = 0.02
 _UNKNOWN = "unknown"
@@ -83,10 +96,10 @@ def assert_unchanged(
 
     The file is a text for review, of a few kilobytes: memory, flops, the bytes and specs of
     arguments by group, the rule that decides each spec, and collectives by kind, axes and purpose;
-    of a report with ``by_module``
-    also memory and flops by module and line. Commit it. It is written with ``update``, with
-    ``pytest --update-locks`` (``pytest_plugins = "nnx_sharding.testing.pytest_options"`` in the
-    root's ``conftest.py``), and by ``nnx-sharding lock``.
+    of a report with ``by_module`` also memory and flops by module and line. Commit it. It is
+    written with ``update``, with ``pytest --update-locks`` (``pytest_plugins =
+    "nnx_sharding.testing.pytest_options"`` in the root's ``conftest.py``), and by
+    ``nnx-sharding lock``.
 
     Args:
       program: a compiled function, or its report.
@@ -165,24 +178,26 @@ def changes_since(
             "pytest --update-locks, or nnx-sharding lock."
         ) from None
     old, new = _read(text, os.fspath(path)), locked(report)
-    changes = [
-        change
-        for section, part in _SECTIONS.items()
-        if part not in _OPTIONAL or (section in old and section in new)
-        for change in _compared(part, old.get(section, {}), new.get(section, {}))
-        if change.relative is None
-        or abs(change.relative) > (0 if change.name.endswith(_EXACT) else tolerance)
-    ]
-    versions = old.get(_VERSIONS, {}), new[_VERSIONS]
-    pairs = {
-        name: tuple(str(side.get(name, {}).get("", "?")) for side in versions)
-        for name in new[_VERSIONS]
-    }
-    return Changes(changes, {name: (a, b) for name, (a, b) in pairs.items() if a != b})
+    changes: list[Change] = []
+    for section, part in _SECTIONS.items():
+        if part in _OPTIONAL and not (section in old and section in new):
+            continue
+        for change in _compared(part, old.get(section, {}), new.get(section, {})):
+            allowed = 0 if change.name.endswith(_EXACT) else tolerance
+            if change.relative is None or abs(change.relative) > allowed:
+                changes.append(change)
+    old_versions = old.get(_VERSIONS, {})
+    made_with: dict[str, tuple[str, str]] = {}
+    for name, figures in new[_VERSIONS].items():
+        before, after = str(old_versions.get(name, {}).get("", "?")), str(figures[""])
+        if before != after:
+            made_with[name] = before, after
+    return Changes(changes, made_with)
 
 
 def described(changes: Changes, report: ProgramReport) -> str:
     """Writes changes; below each collective, the lines and modules where it is now."""
+    # By the name of its line; a dict, as each is listed once, in order.
     sources: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for collective in report.collectives or ():
         module = f" in {folded(collective.module)}" if collective.module else ""
@@ -201,7 +216,7 @@ def described(changes: Changes, report: ProgramReport) -> str:
 def locked(report: ProgramReport) -> Lock:
     """Collects the figures of a report that its lock file has."""
     versions: dict[str, Figures] = {
-        x: {"": v} for x, v in report.made_with.items() if x != "python"
+        name: {"": version} for name, version in report.made_with.items() if name != "python"
     }
     sizes = {name: getattr(report.memory, name, None) for name in _MEMORY}
     cost = {
@@ -216,52 +231,62 @@ def locked(report: ProgramReport) -> Lock:
             "mesh": {"": mesh},
         },
         # What is zero needs no line; what is unknown has one, or it would pass for zero.
-        "memory": {n: _figure_of("bytes", size) for n, size in sizes.items() if size != 0},
+        "memory": {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
+        # The unit is the first word of the name: "flops", "bytes".
         "cost": {name: _figure_of(name.split()[0], figure) for name, figure in cost.items()},
         "collectives": _of_collectives(report.collectives),
         "arguments": _of_arguments(report.parameters),
     }
     if report.by_module is not None:
-        lock["modules"] = _summed(
-            (
-                folded(path_text(row.path)),
-                {
-                    "flops": row.flops,
-                    "bytes": row.bytes_accessed,
-                    "at the peak": None if row.at_peak is None else sum(row.at_peak.values()),
-                },
-            )
-            for row in report.by_module.rows
-        )
+        lock["modules"] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
-        lock["lines"] = _summed(
-            (
-                f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE,
-                {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak},
-            )
-            for row in report.by_line.rows
-        )
+        lock["lines"] = _summed(map(_of_line, report.by_line.rows))
     rules = [
-        (report.reasons[x.path].rule, x) for x in report.parameters if x.path in report.reasons
+        (report.reasons[row.path].rule, row)
+        for row in report.parameters
+        if row.path in report.reasons
     ]
     if rules:
         lock["rules"] = _of_rules(rules)
-    return {section: {_escaped(n): x for n, x in rows.items()} for section, rows in lock.items()}
+    return {
+        section: {_escaped(name): figures for name, figures in lines.items()}
+        for section, lines in lock.items()
+    }
+
+
+def _of_module(row: ModuleRow) -> tuple[str, dict[str, float | None]]:
+    """Returns the name and the figures of a row by module; None for one that is not known."""
+    at_peak = None if row.at_peak is None else sum(row.at_peak.values())
+    figures = {"flops": row.flops, "bytes": row.bytes_accessed, "at the peak": at_peak}
+    return folded(path_text(row.path)), figures
+
+
+def _of_line(row: LineRow) -> tuple[str, dict[str, float | None]]:
+    """Returns the name and the figures of a row by line; None for one that is not known."""
+    name = f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE
+    return name, {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak}
 
 
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
-    """Sums the figures of rows of one name; leaves out zeros, and says which are not known."""
-    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    """Sums the figures of rows with one name.
+
+    Zeros are left out, and lines without any other figure. Units of which some row does not know
+    the figure are named: ``{"": "unknown flops", "bytes": 64}``.
+    """
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and unit
+    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by name, the units in order
     for name, figures in rows:
         sums[name].update({unit: round(x) for unit, x in figures.items() if x})
         unknown[name].update({unit: None for unit, x in figures.items() if x is None})
-    summed: dict[str, Figures] = {}
+    lines: dict[str, Figures] = {}
     for name, total in sums.items():
-        known: Figures = {unit: x for unit, x in total.items() if unit not in unknown[name]}
-        words = f"{_UNKNOWN} {' and '.join(unknown[name])}"
-        summed[name] = {**({"": words} if unknown[name] else {}), **known}
-    return {name: figures for name, figures in summed.items() if figures}
+        line: Figures = {}
+        if unknown[name]:
+            line[""] = f"{_UNKNOWN} {' and '.join(unknown[name])}"
+        line |= {unit: x for unit, x in total.items() if unit not in unknown[name]}
+        if line:
+            lines[name] = line
+    return lines
 
 
 def _figure_of(unit: str, figure: float | None) -> Figures:
@@ -269,6 +294,7 @@ def _figure_of(unit: str, figure: float | None) -> Figures:
 
 
 def _of_collectives(collectives: Iterable[Collective] | None) -> dict[str, Figures]:
+    """Sums the collectives of one name; None if those of the program are not known."""
     if collectives is None:
         return {"all": {"": _UNKNOWN}}
     groups: defaultdict[str, list[Collective]] = defaultdict(list)
@@ -285,7 +311,10 @@ def _of_collectives(collectives: Iterable[Collective] | None) -> dict[str, Figur
 
 
 def _collective_name(collective: Collective) -> str:
-    """Writes kind, axes, purpose, and the module or the arguments, layers in lists folded."""
+    """Writes kind, axes, purpose, and the arguments or the module, layers in lists folded.
+
+    ``all-reduce over model for sum of model.layers[*].down``.
+    """
     paths = sorted({folded(path) for path in collective.parameters})
     if len(paths) > 2:
         paths = [paths[0], f"{len(paths) - 1} others"]
@@ -299,22 +328,20 @@ def _collective_name(collective: Collective) -> str:
 def _of_arguments(rows: Iterable[ParameterRow]) -> dict[str, Figures]:
     """Groups arrays that differ only in indices, with their types and bytes."""
     figures: dict[str, Figures] = {}
-    for name, kind, group in _grouped((folded(row.path), _kind(row), row) for row in rows):
-        size = sum(row.bytes_per_device for row in group)
-        figures[name] = {"": kind, "bytes": size, "arrays": len(group)}
+    for group in _grouped((folded(row.path), _kind(row), row) for row in rows):
+        size = sum(row.bytes_per_device for row in group.rows)
+        figures[group.name] = {"": group.kind, "bytes": size, "arrays": len(group.rows)}
     return figures
 
 
 def _of_rules(rules: Iterable[tuple[str, ParameterRow]]) -> dict[str, Figures]:
     """Groups arrays by the rule that shards them, and by paths that differ only in indices."""
     rows = ((f"{rule or 'no rule'} for {folded(row.path)}", _spec(row), row) for rule, row in rules)
-    return {name: {"": spec, "arrays": len(group)} for name, spec, group in _grouped(rows)}
+    return {group.name: {"": group.kind, "arrays": len(group.rows)} for group in _grouped(rows)}
 
 
-def _grouped(
-    rows: Iterable[tuple[str, str, ParameterRow]],
-) -> Iterator[tuple[str, str, list[ParameterRow]]]:
-    """Yields the arrays of each name and kind, with a name that no other kind has."""
+def _grouped(rows: Iterable[tuple[str, str, ParameterRow]]) -> Iterator[_Group]:
+    """Groups arrays, each given with a name and a kind, so that no two groups have one name."""
     kinds: defaultdict[str, defaultdict[str, list[ParameterRow]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -323,7 +350,8 @@ def _grouped(
     for name, by_kind in kinds.items():
         for kind, group in by_kind.items():
             # The first path tells apart the groups of a list whose items differ.
-            yield name if len(by_kind) == 1 else f"{name}, as {group[0].path}", kind, group
+            own_name = name if len(by_kind) == 1 else f"{name}, as {group[0].path}"
+            yield _Group(own_name, kind, group)
 
 
 def _spec(row: ParameterRow) -> str:
@@ -379,23 +407,31 @@ def _figure(text: str) -> tuple[str, Value]:
 def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
-    """Yields the figures that differ; of a line that one side lacks, the first figure."""
+    """Yields the figures that differ; of a line that one side lacks, the first figure.
+
+    Args:
+      part: what the section is about.
+      old: the figures of each line before, by its name.
+      new: those after.
+    """
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if before is None or after is None:
             unit, value = next(iter((before or after or {}).items()))
             missing: Value = None if isinstance(value, str) else 0
-            pair = (value, missing) if after is None else (missing, value)
-            yield Change(part, f"{name}: {unit}" if unit else name, *pair)
+            values = (value, missing) if after is None else (missing, value)
+            yield Change(part, f"{name}: {unit}" if unit else name, *values)
             continue
         if _UNKNOWN in (before.get(""), after.get("")) and before != after:
+            # The line has this text alone, so that no unit is on both sides.
             yield Change(part, name, next(iter(before.values())), next(iter(after.values())))
             continue
-        for unit in {**before, **after}:
-            pair = _figure_in(before, unit), _figure_in(after, unit)
-            is_total = part in ("memory", "cost")
-            if pair[0] != pair[1]:
-                yield Change(part, f"{name}: {unit}" if unit and not is_total else name, *pair)
+        for unit in before | after:
+            old_value, new_value = _figure_in(before, unit), _figure_in(after, unit)
+            if old_value != new_value:
+                is_total = part in ("memory", "cost")  # whose names say the unit
+                label = f"{name}: {unit}" if unit and not is_total else name
+                yield Change(part, label, old_value, new_value)
 
 
 def _figure_in(figures: Figures, unit: str) -> Value:

@@ -2,6 +2,10 @@
 
 Callbacks in the program keep what a module takes and returns, and a ``custom_vjp`` keeps the
 gradients. `comparison` compares the records of one device with those of a mesh.
+
+The calls of modules are found by a *handler*: within `with_handler`, a call of a method goes to the
+handler instead. `jit` has one of its own, which constrains activations and keeps the call that runs
+as ``FRAME``, with the expression for the module in ``tag.accessor``.
 """
 
 from __future__ import annotations
@@ -69,8 +73,17 @@ class RecordedStep:
         step: Callable[..., Any],
         mesh: Mesh,
         options: dict[str, Any],
-        is_dropping: bool = False,  # also where devices draw masks of their own
+        is_dropping: bool = False,
     ):
+        """Jits the step for a mesh; nothing is traced yet.
+
+        Args:
+          step: the step.
+          mesh: the mesh.
+          options: those of `jit`.
+          is_dropping: whether dropouts drop also where devices draw masks of their own.
+        """
+
         @functools.wraps(step)
         def recorded_step(*args: Any) -> Any:
             handler_of_jit: Any = current_handler()
@@ -131,32 +144,38 @@ class RecordedStep:
             return outer(module, method, call, args, kwargs)
 
         def recorded_call(*args: Any, **kwargs: Any) -> Any:
-            manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
-            axes = tuple(axis for axis in self._mesh.axis_names if axis in manual)
-            frame: Any = FRAME.get()  # of this call, since it is within the handler of `jit`
-            name = frame.tag.accessor
-            if method != "__call__":
-                name += f".{method}"
-            label = f"{name} ({type(module).__name__})"
-            site = Site(label, "input", axes, len(self._sites), [], [])
-            for x in arrays_in((args, kwargs)):
-                _add_input(site, "", x)
-            for path, variable in own_variables(module):
-                _add_input(site, f"{path_string(path)}: ", _compat.get_value(variable))
-                if not is_parameter(variable):
-                    site.states.append(accessor(frame.tag.accessor, path))
+            site = self._input_site(module, method, args, kwargs)
             args, kwargs = self._record_arrays(site, (args, kwargs))
             out = call(*args, **kwargs)
-            if isinstance(module, nnx.Dropout) and axes:
+            if isinstance(module, nnx.Dropout) and site.axes:
                 # Each device draws its own mask, so the result cannot be that of one device. The
                 # mask is recorded, and the input returned instead.
                 [x] = arrays_in(args[:1] or kwargs["inputs"])
-                if out is not x:
+                if out is not x:  # else it is deterministic
                     self._record_arrays(site._replace(side="mask"), out != 0)
                     out = out if self._is_dropping else x
             return self._record_arrays(site._replace(side="output"), out)
 
         return outer(module, method, recorded_call, args, kwargs)
+
+    def _input_site(
+        self, module: nnx.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Site:
+        """Describes the inputs of a call, within the handler of `jit`: arguments and Variables."""
+        manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
+        axes = tuple(axis for axis in self._mesh.axis_names if axis in manual)
+        frame: Any = FRAME.get()  # of this call
+        path_of_module = frame.tag.accessor
+        name = path_of_module if method == "__call__" else f"{path_of_module}.{method}"
+        label = f"{name} ({type(module).__name__})"
+        site = Site(label, "input", axes, len(self._sites), [], [])
+        for x in arrays_in((args, kwargs)):
+            _add_input(site, "", x)
+        for path, variable in own_variables(module):
+            _add_input(site, f"{path_string(path)}: ", _compat.get_value(variable))
+            if not is_parameter(variable):
+                site.states.append(accessor(path_of_module, path))
+        return site
 
     def _record_arrays(self, site: Site, tree: Any) -> Any:
         """Returns the same tree, whose arrays and their gradients the program records.
@@ -171,31 +190,38 @@ class RecordedStep:
             number = len(self._sites)
             self._sites.append(site)
 
-            def record(x: jax.Array, backward: bool) -> None:
-                def keep(x: Any, *indices: Any) -> None:
-                    device = tuple(map(int, indices))
-                    self._values[number, backward][device].append(np.array(x))
-
-                jax.debug.callback(keep, x, *map(jax.lax.axis_index, site.axes))
-
             def record_value(x: jax.Array) -> jax.Array:
                 x = self._rounded(x)
-                record(x, backward=False)
+                self._record(x, site.axes, (number, False))
                 return x
 
             def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
                 gradient = self._rounded(gradient)
-                record(gradient, backward=True)
+                self._record(gradient, site.axes, (number, True))
                 return (gradient,)
 
-            if not is_inexact(x):
-                record(x, backward=False)
+            if not is_inexact(x):  # it has no gradient, and no rounding errors
+                self._record(x, site.axes, (number, False))
                 return x
             identity = jax.custom_vjp(record_value)
             identity.defvjp(lambda x: (record_value(x), None), record_gradient)
             return identity(x)
 
+        # Modules in the tree are leaves, and stay as they are.
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
+
+    def _record(self, x: jax.Array, axes: tuple[Any, ...], key: tuple[int, bool]) -> None:
+        """Adds a callback to the program that keeps an array of each device in ``values[key]``.
+
+        Along ``axes``, which are Manual, devices have arrays of their own.
+        """
+
+        def keep(x: Any, *indices: Any) -> None:
+            device = tuple(map(int, indices))
+            # Asked for in each call: each call of the step has values of its own.
+            self._values[key][device].append(np.array(x))
+
+        jax.debug.callback(keep, x, *map(jax.lax.axis_index, axes))
 
     def _rounded(self, x: jax.Array) -> jax.Array:
         """Returns an array with the rounding error of this run, if the mesh has one device."""
@@ -211,7 +237,9 @@ class RecordedStep:
 
 
 def _add_input(site: Site, label: str, x: Any) -> None:
-    """Adds the type of an array to ``site.inputs``; anything else is left out.
+    """Adds the type of an array to ``site.inputs``: ``kernel: f32[8,16] P('data')``.
+
+    What is not an array is left out; ``label`` is put in front.
 
     On Auto axes, the compiler decides the spec: it is added when the program is compiled.
     """

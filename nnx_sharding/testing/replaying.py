@@ -67,12 +67,14 @@ def replay(
     """
     if runs < 1:
         raise ValueError(f"replay: expected at least one run, got runs={runs}.")
-    name, parameters = getattr(step, "__name__", "the step"), [*inspect.signature(step).parameters]
-    first: dict[str, np.ndarray[Any, Any]] = {}
+    name = getattr(step, "__name__", "the step")
+    parameters = [*inspect.signature(step).parameters]
+    first: dict[str, np.ndarray[Any, Any]] = {}  # by the expression for it, of the first run
     result = None
     for run in range(1, runs + 1):
         args = restore(checkpoint, into)
         result = step(*args, *batch)
+        # What is restored comes first; the batch, which a step does not change, is left out.
         named = {"the result": result, **dict(zip(parameters, args, strict=False))}
         # Copied now: the next run is restored into the same modules.
         arrays = {key: np.array(array) for key, array in arrays_of(named).items()}

@@ -103,16 +103,17 @@ def assert_same(
     options["in_shardings"] = shardings
     run_on_mesh = RecordedStep(step, mesh, options)
     run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
+    device_options = dict(options)
     for name in {"in_shardings", "out_shardings"} & options.keys():
-        options[name] = jax.tree.map(lambda x: _on_device(x, device), options[name])
+        device_options[name] = jax.tree.map(lambda x: _on_device(x, device), options[name])
+    run_on_device = RecordedStep(step, device_mesh, device_options)
     # Each run changes its own copy, which is its input in the next step.
     device_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
     dropping_args = copied(args)
-    traced = jit(step, mesh=device_mesh, **options).trace(*device_args)
+    traced = jit(step, mesh=device_mesh, **device_options).trace(*device_args)
     rounding = Rounding.of(traced.jaxpr, mesh.size)
     if tolerance is not None:
         rounding = rounding.with_tolerance(tolerance)
-    run_on_device = RecordedStep(step, device_mesh, options)
     rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
@@ -133,8 +134,13 @@ def assert_same(
                     head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
                     raise AssertionError(message(head, lines))
             comparison = Comparison(before, on_device, spread, on_mesh, rounding, mesh)
-            lines = comparison.shared_masks() or comparison.differences()
-            if lines := lines or _masks_of_replicas(comparison, run_dropping, dropping_args):
+            # A cause comes before what follows from it; the last takes another run of the step.
+            lines = (
+                comparison.shared_masks()
+                or comparison.differences()
+                or _masks_of_replicas(comparison, run_dropping, dropping_args)
+            )
+            if lines:
                 head = f"{place} is not the same on {mesh.size} devices:"
                 raise AssertionError(message(head, lines))
 
@@ -151,9 +157,9 @@ def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
 def _sized(
     mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int
 ) -> Mesh | AbstractMesh | Mapping[str, int]:
-    """Returns a mesh, unless it does not take this number of devices."""
-    sizes = [*dict(mesh).values()] if isinstance(mesh, Mapping) else [*mesh.shape.values()]
-    if -1 not in sizes and np.prod(sizes) != devices:
+    """Returns a mesh, or its sizes; raises a ValueError unless it takes this number of devices."""
+    sizes = [*(mesh if isinstance(mesh, Mapping) else mesh.shape).values()]
+    if -1 not in sizes and np.prod(sizes) != devices:  # -1 takes what the others leave
         raise ValueError(
             f"assert_same: devices={devices}, but the axes of the mesh have the sizes {sizes}. "
             "Pass the sizes of the whole mesh by name, as in mesh={'data': 64, 'model': 16}."
@@ -178,7 +184,7 @@ def _masks_of_replicas(
 
 
 def _on_device(sharding: Any, device: jax.Device) -> Any:
-    """Returns the same sharding on a mesh of one device; specs have none."""
+    """Returns the same sharding on a mesh of one device; specs, which have no mesh, unchanged."""
     if isinstance(sharding, StateSharding):
         shardings = [_on_device(x, device) for x in sharding.shardings]
         return StateSharding(

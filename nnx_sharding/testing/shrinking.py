@@ -33,15 +33,19 @@ def shrink(
 
     Args:
       build: makes a jitted step and its arguments from a configuration.
-      config: a mapping, or a dataclass; its positive integers may change.
-      on_change: is told of each number that was made smaller.
+      config: a mapping, or a dataclass; its integers from 3 on may change.
+      on_change: is told of each number that was made smaller: ``width 1024 to 4``.
+
+    Returns:
+      The configuration, of the same type, and lines such as ``width 1,024 → 4``.
     """
     full, wanted = config, _specs(build, config)
+    full_sizes = _sizes(full)
     has_changed = True
     while has_changed:
         has_changed = False
         for name, size in _sizes(config).items():
-            for divisor in _divisors(size, _sizes(full)[name]):
+            for divisor in _divisors(size, full_sizes[name]):  # the smallest that fits
                 smaller = _replaced(config, name, divisor)
                 try:
                     fits = _specs(build, smaller) == wanted
@@ -52,8 +56,12 @@ def shrink(
                     on_change(f"{name} {size} to {divisor}")
                     break
     values = config if isinstance(config, Mapping) else vars(config)
-    pairs = ((name, size, values[name]) for name, size in _sizes(full).items())
-    return config, [f"{name} {size:,} → {small:,}" for name, size, small in pairs if size != small]
+    changes = [
+        f"{name} {size:,} → {values[name]:,}"
+        for name, size in full_sizes.items()
+        if size != values[name]
+    ]
+    return config, changes
 
 
 def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
@@ -61,8 +69,9 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
 
     Nothing is computed, also if ``build`` makes whole arrays. Layers of a list count as one.
     """
-    programs: list[tuple[Any, tuple[Any, ...]]] = []
+    programs: list[tuple[Any, tuple[Any, ...]]] = []  # the one step, with its arguments
 
+    # Within `eval_shape`, arrays are tracers, which are gone after it: their types are kept.
     def make() -> None:
         step, *args = build(config)
         flat = flatten(tuple(args))
@@ -73,6 +82,7 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
     [(step, args)] = programs
     step.eval_shape(*args)
     specs = declared_specs(step, *args)
+    # ``model.layers[0].up`` → ``model.layers[*].up``: their number may change.
     return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
 
 
@@ -90,9 +100,9 @@ def _replaced(config: Any, name: str, value: int) -> Any:
 
 
 def _divisors(size: int, original: int) -> Iterator[int]:
-    least = (
-        4 if original > 128 else 2
-    )  # of a length 2, a shift by one would leave a single position
+    """Yields the divisors that a size may become, ascending; ``original`` is what it was first."""
+    # A large one may be a length, of which 2 would leave one position after a shift by one.
+    least = 4 if original > 128 else 2
     return (divisor for divisor in range(least, size // 2 + 1) if size % divisor == 0)
 
 
@@ -103,6 +113,8 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     flat, random = flatten(args), np.random.default_rng(0)
     structure, leaves = flat.structure, list(flat.leaves)
+    # Each Variable and bare array: the index of its entry in the structure, None for an array, and
+    # the slots of its arrays among the leaves.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         entry = None if location.entry is None else structure.entries[location.entry]
         is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)
@@ -114,7 +126,7 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _value(x: jax.ShapeDtypeStruct, is_state: bool, random: np.random.Generator) -> jax.Array:
-    """Returns values for an abstract array."""
+    """Returns values for an abstract array; zeros for ``is_state``: no parameter."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), x.shape)
     if is_state:
@@ -123,4 +135,5 @@ def _value(x: jax.ShapeDtypeStruct, is_state: bool, random: np.random.Generator)
         return jnp.asarray(random.integers(0, 2, x.shape), x.dtype)
     if len(x.shape) < 2:  # a scale, or a bias
         return jnp.asarray(1 + 0.1 * random.standard_normal(x.shape), x.dtype)
+    # By the number of inputs, (…, inputs, outputs), so that outputs are of size 1.
     return jnp.asarray(x.shape[-2] ** -0.5 * random.standard_normal(x.shape), x.dtype)

@@ -80,7 +80,10 @@ def _environment(count: int) -> dict[str, str]:
 
 
 def _pickled(value: Any) -> bytes:
-    """Pickles functions, modules, arrays, keys, meshes and shardings."""
+    """Pickles functions, modules, arrays, keys, meshes and shardings.
+
+    A mesh and a key hold what belongs to this process: they are rebuilt in the other one.
+    """
     kind: Any = pickle.Pickler
     if _HAS_CLOUDPICKLE:
         import cloudpickle  # type: ignore[import-untyped,unused-ignore]
@@ -88,6 +91,7 @@ def _pickled(value: Any) -> bytes:
         kind = cloudpickle.Pickler
 
     class Pickler(kind):  # type: ignore[misc]
+        # Returns a function and the arguments that make the value, or that it is not special.
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, Mesh):
                 return make_mesh, (dict(value.shape), value.axis_types)
@@ -114,9 +118,10 @@ def answer(path: str) -> None:
         function(*args, **kwargs)
     except BaseException as raised:
         error = raised.with_traceback(None)
-        error.__cause__ = error.__context__ = None
+        error.__cause__ = error.__context__ = None  # these may hold what cannot be sent
     try:
-        pickle.loads(outcome := pickle.dumps(error))
+        outcome = pickle.dumps(error)
+        pickle.loads(outcome)
     except Exception:  # an error of the user's code whose class cannot be sent
         outcome = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     # Renamed at the end, so that half an answer is none.
