@@ -104,12 +104,8 @@ def _check(
 ) -> None:
     """Runs in a process with virtual devices: compares a step on a mesh of these with one device.
 
-    Args:
-      target: the user's function, which makes the step and its arguments.
-      sizes: the sizes of the mesh axes.
-      types: their types.
-      config: the configuration for the function; None to make its default smaller.
-      **options: those of :func:`assert_same`.
+    ``target`` is the user's function, which makes the step and its arguments. ``config`` names the
+    configuration for it; None to make its default smaller. Options are those of `assert_same`.
 
     Raises:
       AssertionError: the numbers differ.

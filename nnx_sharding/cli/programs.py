@@ -39,13 +39,7 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.strategies import compare
 from ..specs.fitting import suggestion
-from ..testing.lock import (
-    TOLERANCE,
-    changes_since,
-    described,
-    lock_text,
-    report_with_rules,
-)
+from ..testing.lock import TOLERANCE, changes_since, described, lock_text, report_with_rules
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
@@ -118,7 +112,7 @@ exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the comm
 def add_commands(subparsers: object) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
-    _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
+    _add_outputs_and_limit(_add_parser(subparsers, "inspect", run_inspect, summary, _INSPECT))
     summary = "show the lines of yours that a function runs, with types, collectives and cost"
     source = _add_parser(subparsers, "source", run_source, summary, _SOURCE)
     source.add_argument("--json", type=output, metavar="FILE", help=_JSON)
@@ -131,7 +125,7 @@ def add_commands(subparsers: object) -> None:
     text = "the change of bytes and flops, up or down, that is none (default: 2%%)"
     check.add_argument("--tolerance", type=percentage, default=TOLERANCE, help=text)
     summary = "compile a function with several strategies and show them in one table"
-    _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
+    _add_outputs_and_limit(_add_parser(subparsers, "compare", run_compare, summary, _COMPARE))
     _add_plan_command(subparsers)
 
 
@@ -139,7 +133,9 @@ def _add_plan_command(subparsers: object) -> None:
     """Adds the parser of ``plan``, whose options are called like the parameters of the function."""
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
-    add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
+    parser = _add_parser(subparsers, "plan", run_plan, summary, _PLAN, devices)
+    _add_outputs_and_limit(parser)
+    add = parser.add_argument
     strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
     strategies += f"with none or some of {', '.join(STYLES)}"
     # Checked here, before anything is imported or compiled.
@@ -166,13 +162,8 @@ def _add_parser(
 ) -> argparse.ArgumentParser:
     """Adds a command that calls a function of the user, with the options for this.
 
-    Args:
-      subparsers: of argparse, which the parser is added to.
-      name: the name of the command.
-      run: runs it; returns the exit code.
-      summary: what it does, for the list of commands and its own help.
-      epilog: examples and exit codes.
-      devices: the help for ``--devices``, if that is not the number of virtual devices.
+    ``run`` runs it and returns the exit code. ``summary`` is what it does, ``epilog`` examples and
+    exit codes, ``devices`` the help for ``--devices``, if that is not the number of virtual ones.
     """
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
     # One summary in both places, so that they agree.
@@ -213,27 +204,16 @@ def _add_lock_command(
     return parser
 
 
-def _add_command(
-    subparsers: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    epilog: str,
-    devices: str = "",
-) -> argparse.ArgumentParser:
-    """Adds a command that makes reports."""
-    parser = _add_parser(subparsers, name, run, summary, epilog, devices)
+def _add_outputs_and_limit(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of commands that make reports."""
     add = parser.add_argument
     limit = "the memory of a device, such as 16GiB (default: that of --hardware, else of the "
     limit += "devices compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
-    modules = (
-        "show memory and cost by module as well (plan: of the best candidate), which compiles "
-    )
-    modules += "each program once more"
+    modules = "show memory and cost by module as well (plan: of the best candidate), which "
+    modules += "compiles each program once more"
     add("--by-module", action="store_true", help=modules)
     add_outputs(parser)
-    return parser
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -246,13 +226,9 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def write(
     arguments: argparse.Namespace, result: Any, title: str | None = None, head: str = ""
 ) -> None:
-    """Prints a result, as JSON for ``--json -``, and writes the files of ``--json``, ``--html``.
+    """Prints a report, a comparison or changes, and writes the files of ``--json`` and ``--html``.
 
-    Args:
-      arguments: the command line.
-      result: a report, a comparison or changes.
-      title: the title of the page; None takes the name in the result.
-      head: text that the page shows before it.
+    ``title`` is that of the page, None for the name in the result; the page shows ``head`` first.
     """
     if arguments.html is not None:
         write_html(arguments.html, result, title, head)
@@ -374,12 +350,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
-    """Returns the options of the command line for the ``jit`` of a user's function.
-
-    Args:
-      arguments: the command line.
-      target: what the user named, for messages.
-      function: what it returned: a function, or something that is jitted already.
+    """Returns the options of the command line for the ``jit`` of what a user's function returned.
 
     Raises:
       UserError: it is jitted already, so that options have no effect.
@@ -405,10 +376,7 @@ def _options(arguments: argparse.Namespace, target: str, function: object) -> di
 def _plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
     """Searches for the mesh and the strategy of a step that the user's function returned.
 
-    Args:
-      arguments: the command line.
-      target: the name of the user's function, for messages.
-      value: ``(step, *arguments)``, a mapping from variants to these, or the result of ``plan``.
+    ``value`` is ``(step, *arguments)``, a mapping from variants to these, or what ``plan`` returns.
     """
     if isinstance(value, PlanningResult):
         return value
@@ -441,17 +409,9 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
 def _called(
     arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, object], T]
 ) -> T:
-    """Calls the user's function, and makes the result of a command of what it returns.
+    """Calls the user's function, and returns what ``make`` makes of what it returns.
 
     Both run in the context of the mesh and the topology of the command line.
-
-    Args:
-      arguments: the command line.
-      make: makes the result; called with the command line, the name of the function, and what it
-        returned.
-
-    Returns:
-      What ``make`` returns.
 
     Raises:
       UsageError: the options do not go together, or there is no such function.
@@ -584,11 +544,8 @@ def _staged(
 ) -> Traced | Lowered | Compiled:
     """Returns the program in what the user's function returned; a function is traced for it.
 
-    Args:
-      arguments: the command line.
-      target: the name of the user's function, for messages.
-      value: ``(function, *arguments)``, a function without arguments, or a stage of a program.
-      others: what else the function may return, for the message.
+    ``value`` is ``(function, *arguments)``, a function without arguments, or a stage of a program;
+    ``others`` says in the message what else it may be.
     """
     function, *args = value if isinstance(value, tuple) and value else (value,)
     options = _options(arguments, target, function)
@@ -615,10 +572,7 @@ def _compiled(stage: Traced | Lowered | Compiled) -> Compiled:
 def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
     """Compares the strategies that a function returned.
 
-    Args:
-      arguments: the command line.
-      target: the name of the user's function, for messages.
-      value: the arguments of ``compare``, its result, or a mapping from names to programs.
+    ``value`` is the arguments of ``compare``, its result, or a mapping from names to programs.
     """
     if isinstance(value, Comparison):
         return value

@@ -309,12 +309,10 @@ class _SpecChooser:
 def _warn_of_unused(
     name: str, pairs: Sequence[tuple[object, object]], matches: Sequence[Sequence[int]]
 ) -> None:
-    """Warns of rules that decide for no Variable.
+    """Warns of rules, each a filter and a spec, that decide for no Variable.
 
-    Args:
-      name: the function that the user called.
-      pairs: the rules, each a filter and a spec.
-      matches: for each Variable, the numbers of the rules that match it; the first one decides.
+    ``matches`` has for each Variable the numbers of the rules that match it; the first one decides.
+    ``name`` is the function that the user called.
     """
     deciding = {numbers[0] for numbers in matches if numbers}
     # A last rule that matches everything is for the rest, of which there may be none.
@@ -541,9 +539,7 @@ _NO_RESULT = object()  # for an array without what is read
 def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
     """Returns the tree with what a function reads from its arrays, such as their specs.
 
-    Args:
-      tree: a pytree of arrays and modules.
-      read: returns what to put in the place of an array, or ``_NO_RESULT``.
+    ``read`` returns what to put in the place of an array, or ``_NO_RESULT``.
 
     Raises:
       ValueError: lists the Variables with an array without a result, or with different results.

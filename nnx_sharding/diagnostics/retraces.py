@@ -516,14 +516,7 @@ class Observer(NamedTuple):
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
-    """Returns the text of the error for a trace that a limit forbids: what it differs in.
-
-    Args:
-      limit: the limit.
-      name: the name of the function.
-      new: the trace.
-      earlier: all traces before it.
-    """
+    """Returns the text of the error for a trace that a limit forbids: what it differs in."""
     option = f"{limit.option}={limit.limit}"
     closest = nearest(new, earlier, {})
     if closest is None:

@@ -219,7 +219,7 @@ class BatchSharding:
         self._treedef: PyTreeDef
         leaves_with_path, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = _names(leaves_with_path)
-        # With errors for leaves that are no arrays; `_check_arrays` raises them, unless passed on.
+        # With errors for those that are no arrays, raised below unless they are passed through.
         arrays = [_host_array(leaf) for _, leaf in leaves_with_path]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
@@ -392,13 +392,8 @@ def _shardings(
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf of a batch; None for a leaf that is passed through.
 
-    A sharding has to divide all dimensions except the rows, whose number `set_size` checks.
-
-    Args:
-      treedef: the structure of the batch.
-      arrays: the leaves; an error for one that is not an array, which is reported later.
-      specs: the user's specs.
-      mesh: the mesh of each ``PartitionSpec``.
+    A sharding has to divide all dimensions except the rows, whose number `set_size` checks. Among
+    the leaves there is an error for one that is not an array, which is reported later.
     """
     # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
     # of rows that any mesh axis divides.
@@ -426,15 +421,10 @@ def _assigned(
     mesh: Mesh | AbstractMesh | None,
     adapt: Callable[[Any, Any], Any],
 ) -> list[Sharding | None]:
-    """Returns the sharding of each array of a tree; None where the spec is None.
+    """Returns the sharding of each array of an abstract tree; None where the spec is None.
 
-    Args:
-      caller: the function that the user called, in messages.
-      name: the name of its argument, in messages.
-      tree: a pytree of abstract arrays.
-      specs: the user's specs, as a prefix of it.
-      mesh: the mesh of each ``PartitionSpec``; None for the one in context.
-      adapt: changes the spec of an array (its other argument) before it has to fit.
+    ``caller`` and ``name`` are the user's function and its argument, in messages. ``adapt`` changes
+    the spec of an array (its other argument) before it has to fit.
     """
     # ``whole``: the compiler is not there to choose the sharding of a dimension.
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}

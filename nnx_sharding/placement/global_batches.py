@@ -131,15 +131,10 @@ class GlobalBatches(Iterator[Loaded]):
         self._dropped += 1
 
     def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
-        """Fills the arrays of a short batch up to ``full`` rows, with copies of their last row.
+        """Fills the arrays of a short batch with copies of their last row: (rows, …) → (full, …).
 
         A batch without rows gets the last row of an earlier one, or zeros if there was none. What
         has no rows, as numbers and what is passed through, stays as it is.
-
-        Args:
-          arrays: the leaves of the batch, those with rows of shape (``rows``, …).
-          rows: the number of rows that were loaded.
-          full: the number of rows of the result.
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves

@@ -233,10 +233,8 @@ def _of_strategy(
 ) -> Iterator[Change]:
     """Yields what changed for one strategy: its outcome, or all figures that are different.
 
-    Args:
-      strategy: its name; empty if two single reports are compared.
-      before: its report, or why it did not compile; None if it was not there.
-      after: likewise.
+    ``strategy`` is its name, empty if two single reports are compared. A report is None if the
+    strategy was not there.
     """
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
         old_outcome, new_outcome = _outcome(before), _outcome(after)

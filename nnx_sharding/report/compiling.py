@@ -280,14 +280,9 @@ def _report(
     *,
     by_module: bool,
 ) -> ProgramReport:
-    """Compiles a program and reports on it; from disk if it has been compiled before.
+    """Compiles a program in a process, None for this one, and reports on it.
 
-    Args:
-      lowered: the program.
-      mesh: the mesh that it is for.
-      process: the process that compiles it; None for this one.
-      cache: the folder with earlier reports; None to keep none.
-      by_module: whether the report has memory and cost by module.
+    If ``cache`` is a folder with earlier reports, one of the same program is read from there.
     """
     path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
     if path is not None:

@@ -255,12 +255,7 @@ class _CheckedRow(NamedTuple):
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
-    """Yields what the rules say about each location of a model; a shared Variable comes once.
-
-    Args:
-      flat: the flattened model.
-      sharding: the rules.
-    """
+    """Yields what the rules say about each location of a model; a shared Variable comes once."""
     structure = flat.structure
     predicates = [to_predicate(filter_) for filter_ in sharding.filters]  # (path, value) -> bool
     # The whole model is one argument, for all of which the sharding is.
@@ -316,13 +311,8 @@ def _rows(
 ) -> Iterator[_CheckedRow]:
     """Yields a row of the report for each array of a Variable.
 
-    Args:
-      flat: the flattened model.
-      decision: which rule decides for the Variable.
-      sharding: all rules.
-      rules: their filters as texts.
-      fit: finds what of a sharding fits a shape.
-      strict: whether a spec that does not divide its array is a fault, not a correction.
+    ``rules`` are the filters of ``sharding`` as texts. ``fit`` finds what of a sharding fits a
+    shape; with ``strict``, a spec that does not divide its array is a fault, not a correction.
     """
     rule = decision.matches[0] if decision.matches else None
     declared = None if rule is None else sharding.shardings[rule]
@@ -365,11 +355,8 @@ def _fit(
 ) -> Fit:
     """Finds the sharding that an array gets: replicated where the declared one cannot be used.
 
-    Args:
-      declared: the spec of the rule; None leaves the choice to JAX.
-      shape: the shape of the array.
-      mesh: the mesh of specs.
-      action: what to do with a spec that does not divide the array.
+    ``declared`` is None where the rule leaves the choice to JAX. ``action`` is for a spec that does
+    not divide the shape.
     """
     declared = declared.sharding if isinstance(declared, Format) else declared  # without layout
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)

@@ -113,10 +113,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
 def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
     """Draws a cell for each slice, in rows and columns.
 
-    Args:
-      cells: the holders of each slice.
-      split: the dimensions that are partitioned, at most two: rows and columns, or columns only.
-      is_matrix: whether the array has several dimensions.
+    ``split`` lists the dimensions that are partitioned: rows and columns, columns only, or none.
     """
     from rich.table import Table
 
@@ -168,13 +165,7 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 def _positions(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Spans, list[str]]]:
-    """Yields each slice of an array on an abstract mesh, with its position on the mesh.
-
-    Args:
-      shape: the shape of the array.
-      spec: its spec, which fits.
-      sizes: the sizes of the mesh axes.
-    """
+    """Yields each slice of an array on an abstract mesh, with its position: ``data=0, model=1``."""
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for indices in itertools.product(*(range(sizes[axis]) for axis in used)):
         position = dict(zip(used, indices, strict=True))  # the index along each axis

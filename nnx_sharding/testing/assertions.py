@@ -396,10 +396,7 @@ def _replicated_rows(
 ) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
     """Returns a row for each array of a model, or argument of a program, and those replicated.
 
-    Args:
-      model: a model, or a program.
-      sharding: what to check in place of the shardings that arrays have; None for these.
-      mesh: the mesh of ``sharding``.
+    ``sharding``, if not None, is checked in place of the shardings that the arrays have.
     """
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)

@@ -153,9 +153,6 @@ class Comparison:
 
         Outputs are looked at first, then gradients. On Manual axes a device may hold a term of a
         sum that comes later, so a wrong value there counts last, and only if nothing else is wrong.
-
-        Args:
-          lines: what :meth:`differences` has found.
         """
         # If what the step returns is right, a wrong output on Manual axes is a term of a sum.
         returns_something = any(name.startswith(RESULT) for name in self._on_mesh.arrays)
@@ -172,10 +169,7 @@ class Comparison:
         """Describes the module whose own arrays differ, if all that modules exchange is right.
 
         It changed its own state wrongly, or computed the wrong gradient of its parameters; if
-        several did, it was the update.
-
-        Args:
-          lines: what :meth:`differences` has found, each ``  name: how it differs``.
+        several did, it was the update. Each line is ``  name: how it differs``.
         """
         text = "is the first module with an array that differs"
         names = {line.split(": ")[0].strip() for line in lines}
@@ -334,13 +328,7 @@ def _shards_of(array: jax.Array) -> list[_Shard]:
 
 
 def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> str:
-    """Says so, if devices have different values of the same part of an array; else empty.
-
-    Args:
-      array: the array.
-      shards: its shards.
-      limit: by how much they may differ.
-    """
+    """Says so, if devices differ by more than a limit in the same part of an array; else empty."""
     # By index as text, as slices have a hash from Python 3.12 on only; of replicas the first stays.
     first = {str(index): shard for index, shard in reversed(shards)}
     distance = max(largest_difference(shard, first[str(index)]) for index, shard in shards)
@@ -354,13 +342,9 @@ def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> s
 def _multiple(
     x: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], limit: float, mesh: Mesh
 ) -> str:
-    """Says so, if an array is the right one, multiplied or divided by the sizes of mesh axes.
+    """Says so, if a wrong array is the right one times, or over, the sizes of mesh axes; or empty.
 
-    Args:
-      x: the array, which is wrong.
-      expected: the right one.
-      limit: by how much they may differ.
-      mesh: the mesh.
+    ``limit`` is by how much it may differ from that.
     """
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
         return ""

@@ -407,13 +407,7 @@ def _figure(text: str) -> tuple[str, Value]:
 def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
-    """Yields the figures that differ; of a line that one side lacks, the first figure.
-
-    Args:
-      part: what the section is about.
-      old: the figures of each line before, by its name.
-      new: those after.
-    """
+    """Yields the figures of a section that differ; of a line that one side lacks, the first one."""
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if before is None or after is None:

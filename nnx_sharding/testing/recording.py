@@ -75,13 +75,9 @@ class RecordedStep:
         options: dict[str, Any],
         is_dropping: bool = False,
     ):
-        """Jits the step for a mesh; nothing is traced yet.
+        """Jits the step for a mesh, with options of `jit`; nothing is traced yet.
 
-        Args:
-          step: the step.
-          mesh: the mesh.
-          options: those of `jit`.
-          is_dropping: whether dropouts drop also where devices draw masks of their own.
+        ``is_dropping`` if dropouts drop also where devices draw masks of their own.
         """
 
         @functools.wraps(step)
@@ -132,13 +128,8 @@ class RecordedStep:
     ) -> Any:
         """Handles the call of a method in the trace: makes ``outer`` record it.
 
-        Args:
-          outer: what handles calls in `jit`, such as by constraining activations.
-          module: a module, or an optimizer, whose calls are not recorded.
-          method: the name of the method.
-          call: the method, bound to the module.
-          args: its arguments.
-          kwargs: its keyword arguments.
+        ``outer`` handles calls in `jit`, such as by constraining activations. ``call`` is the
+        method, bound to the module; a ``module`` may also be an optimizer, which is not recorded.
         """
         if not isinstance(module, nnx.Module):
             return outer(module, method, call, args, kwargs)

@@ -333,15 +333,12 @@ def _batch_names(
     bound: inspect.BoundArguments,
     batch: str | Sequence[str] | None,
 ) -> list[str]:
-    """Finds which arguments of the loss have the rows of the batch: those that are divided.
+    """Returns the names of the arguments of the loss with the rows of the batch, to be divided.
 
     Args:
       gradient: what differentiates the loss, and knows by which arguments.
       bound: the arguments of the call.
       batch: the name, or names, that the user gave; None to find them.
-
-    Returns:
-      The names of these arguments, in the order of the signature or as the user gave them.
 
     Raises:
       ValueError: a name is unknown, or no argument has rows.
