@@ -527,8 +527,10 @@ def get_partition_spec(tree: Any) -> Any:
             return sharding.spec
         # On one device every spec is the same.
         is_single = isinstance(sharding, Sharding) and sharding.num_devices == 1
-        is_known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
-        return PartitionSpec() if is_known and (sharding is None or is_single) else _NO_RESULT
+        is_array_or_number = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
+        if is_array_or_number and (sharding is None or is_single):
+            return PartitionSpec()
+        return _NO_RESULT
 
     return _extracted(tree, read)
 

@@ -83,8 +83,10 @@ def launch(
                 readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
             # Only now: a group that has begun to be waited for may be gone.
             ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
-            for end in as_completed(ends, timeout and min(timeout, threading.TIMEOUT_MAX)):
-                if code := end.result():
+            limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            for end in as_completed(ends, limit):
+                code = end.result()
+                if code:
                     how = f"process {ends[end]} failed with {_reason(code)}"
                     break
         except TimeoutError:

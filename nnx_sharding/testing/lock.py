@@ -386,8 +386,9 @@ def _read(text: str, path: str) -> Lock:
         if not line or line.startswith("#"):
             continue
         name, *texts = line.split(" | ")
-        if line.startswith("[") and not texts:
-            rows = lock[line[1:-1]] = {}
+        if line.startswith("[") and not texts:  # [section]
+            rows: dict[str, Figures] = {}
+            lock[line[1:-1]] = rows
         elif not lock or not texts or name in rows:
             raise ValueError(f"{path}, line {number}: not a line of a lock file: {line!r:.100}")
         else:

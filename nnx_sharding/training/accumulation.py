@@ -165,6 +165,7 @@ class _Accumulation:
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         """Returns the value and the gradient for the arguments of the loss."""
         signature = inspect.signature(self.gradient._fun)
+        # In front, the object of a loss that is a method.
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
         names = _batch_names(self.gradient, bound, self.batch)
         _check_rows(bound.arguments, names)
