@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from absl.testing import parameterized
 from flax import nnx
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit
 from nnx_sharding.errors import UnshardedWarning
-from nnx_sharding.partition import fsdp, override, tensor_parallel
+from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
 from zoo import (
@@ -402,10 +403,15 @@ def test_split_heads_are_noted(attributes, split):
 
     mesh = AbstractMesh((2, 4), ("data", "model"))
     model = nnx.eval_shape(build)
-    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
-    notes = {row.path.split("/")[1]: row.reason for row in rows if row.reason}
-    assert set(notes) == split
-    assert all("heads are split within a head over 'model' (4)" in x for x in notes.values())
+    alone = tensor_parallel(model, mesh=mesh)
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(build(), optax.adam(1e-3), wrt=nnx.Param))
+    both = fsdp(model, mesh=mesh, base=alone, min_size=0)
+    sharded_state = zero1(model, mesh=mesh, base=alone, optimizer=optimizer, min_size=0)
+    for sharding in (alone, both, sharded_state, replicated(model, mesh=mesh, base=both)):
+        rows = check_sharding(model, sharding, mesh).rows
+        notes = {row.path.split("/")[1]: row.reason for row in rows if row.reason}
+        assert set(notes) == split
+        assert all("heads are split within a head over 'model' (4)" in x for x in notes.values())
 
 
 class Unnamed(nnx.Module):

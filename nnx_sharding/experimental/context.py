@@ -26,7 +26,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..activations.calls import Tag
 from ..partition.optimizer import with_optimizer
-from ..partition.strategies import activations_of, base_specs, mesh_and_axes, mesh_and_axis
+from ..partition.strategies import (
+    activations_of,
+    base_specs,
+    mesh_and_axes,
+    mesh_and_axis,
+    notes_of_base,
+)
 from ..partition.variables import NamedVariable, variables
 from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, pad_entries, suggestion
@@ -138,7 +144,9 @@ def context_parallel(
     schedule = OverSequence(method, tuple(options.items()))
     sharded = InOutSharding(spec, input=spec, schedule=schedule)
     entries = {_attends: sharded, nnx.Embed: spec}
-    return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(entries))
+    notes = notes_of_base(base, parameters, specs)
+    activations = activations_of(base).extended(entries)
+    return with_optimizer(specs, parameters, optimizer, activations, notes)
 
 
 def _head_axes(

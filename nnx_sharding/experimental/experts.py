@@ -15,7 +15,13 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import _compat
 from ..errors import raise_listed
 from ..partition.optimizer import with_optimizer
-from ..partition.strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
+from ..partition.strategies import (
+    activations_of,
+    base_specs,
+    mesh_and_axes,
+    notes_of_base,
+    shard_dimension,
+)
 from ..partition.variables import NamedVariable, variables
 from ..specs.filters import to_predicate
 from ..specs.paths import accessor
@@ -99,7 +105,11 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
-    return with_optimizer(specs, parameters, optimizer, activations_of(base).extended(kept=axes))
+    activations, notes = (
+        activations_of(base).extended(kept=axes),
+        notes_of_base(base, parameters, specs),
+    )
+    return with_optimizer(specs, parameters, optimizer, activations, notes)
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:

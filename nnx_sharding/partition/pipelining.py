@@ -27,7 +27,13 @@ from ..transforms.stack import Stack
 from ..transforms.stacked_layers import flatten_layer, layer_differences
 from .optimizer import with_optimizer
 from .pipeline_schedule import NO_PREFETCH, Schedule, parameters_of
-from .strategies import activations_of, base_specs, mesh_and_axis, shard_largest
+from .strategies import (
+    activations_of,
+    base_specs,
+    mesh_and_axis,
+    notes_of_base,
+    shard_largest,
+)
 from .variables import NamedVariable, variables
 
 # The modules whose layers run in stages, by path. A Stack has all layers in its module ``layers``,
@@ -184,7 +190,8 @@ def pipeline(
         called = [(*path, number) for number in range(blocks)] or [path]
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
-    return with_optimizer(specs, parameters, optimizer, activations.extended(filters))
+    notes = notes_of_base(base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations.extended(filters), notes)
 
 
 def _interleaves(schedule: str, repeats: int) -> bool:

@@ -11,8 +11,9 @@ A *strategy* reads the paths, shapes and metadata of a model, never its values, 
 
 A *spec* is a ``PartitionSpec``: for each dimension of an array, an *entry* with the mesh axes that
 shard it. ``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of
-the strategy, for messages. A *note* says why an array stays replicated; ``check_sharding`` shows
-it. A *layer* is one of those that a model stacks in one array (``layers.py``), to loop over them.
+the strategy, for messages. A *note* says why an array stays replicated, or what its spec costs;
+``check_sharding`` shows it. A *layer* is one of those that a model stacks in one array
+(``layers.py``), to loop over them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def replicated(
     """
     parameters = variables(model)
     specs = base_specs("replicated", parameters, base, given_mesh("replicated", mesh))
-    return with_optimizer(specs, parameters, optimizer, activations_of(base))
+    notes = notes_of_base(base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations_of(base), notes)
 
 
 @_compat.api_boundary
@@ -143,7 +145,8 @@ def fsdp(
         )
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
-    notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
+    own = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
+    notes = {**notes_of_base(base, parameters, specs), **own}
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, parameters, optimizer, activations, notes)
 
@@ -198,7 +201,8 @@ def zero1(
     state = optimizer_variables(optimizer, parameters)
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
-    notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
+    own = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
+    notes = {**notes_of_base(base, parameters, specs), **own}
     return from_paths(union(specs, state_specs), activations_of(base), notes)
 
 
@@ -282,6 +286,25 @@ def base_specs(
     head = f"{name}: specs of base do not fit:"
     raise_listed(ValueError, head, mismatches, "Correct these specs.")
     return specs
+
+
+def notes_of_base(
+    base: StateSharding | None, parameters: Iterable[NamedVariable], specs: SpecsByPath
+) -> dict[Path, str]:
+    """Returns the notes of ``base`` that still hold, by path.
+
+    What it says of an array that it shards does, such as that heads are split. Why it leaves one
+    replicated is no longer of interest once ``specs`` shards that array.
+    """
+    notes: dict[Path, str] = {}
+    for variable in parameters if base is not None else ():
+        assert base is not None
+        number, before = base.find(variable.path, variable.variable)
+        note = "" if number is None else getattr(base.filters[number], "note", "")
+        was_sharded = isinstance(before, PartitionSpec) and any(map(axes_of, before.partitions))
+        if note and (was_sharded or specs[variable.path] == before):
+            notes[variable.path] = note
+    return notes
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:
