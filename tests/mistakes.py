@@ -1194,6 +1194,21 @@ def gathered_logits(lib: Library) -> Any:
     return lib.jit(loss, mesh=mesh, in_shardings=shardings)(model, X, np.zeros(8, int))
 
 
+@mistake(
+    "gathered-result",
+    "logits that are returned without a declared sharding",
+    UnshardedWarning,
+    "model: f32[8@data,16], 512 B, over 'model': write P('data', 'model')",
+    "Declare them in out_shardings",
+    "If the first has to be whole, write P('data',).",
+)
+def gathered_result(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    model = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+    shardings = nnx_sharding.tensor_parallel(model, mesh=mesh), P("data")
+    return lib.jit(lambda model, x: model(x), mesh=mesh, in_shardings=shardings)(model, X)
+
+
 class Prefill(nnx.Module):
     def __init__(self) -> None:
         self.k_proj = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
@@ -1204,7 +1219,7 @@ class Prefill(nnx.Module):
 
 @mistake(
     "gathered-cache",
-    "a model that makes a cache itself, as in a prefill, without specs for it",
+    "a cache that a model makes itself, as in a prefill, and that the function uses",
     UnshardedWarning,
     "model.__call__: f32[8@data,2,4,4], 1.00 KiB, over 'model', at ",
     "write P('data', None, 'model')",
@@ -1214,7 +1229,7 @@ def gathered_cache(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     model, x = Prefill(), np.zeros((8, 2, 4), np.float32)
     shardings = nnx_sharding.tensor_parallel(model, mesh=mesh), P("data")
-    return lib.jit(lambda model, x: model(x), mesh=mesh, in_shardings=shardings)(model, x)
+    return lib.jit(lambda model, x: model(x)[:, :1], mesh=mesh, in_shardings=shardings)(model, x)
 
 
 class Constrained(nnx.Module):

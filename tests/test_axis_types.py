@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import re
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from nnx_sharding import (
+    ActivationSharding,
     InOutSharding,
     StateSharding,
     auto_axes,
@@ -769,15 +771,112 @@ def test_caches_that_a_module_makes(columns):
     model = nnx.eval_shape(lambda: WithCache(columns, nnx.Rngs(0)))
     options = {"in_shardings": (tensor_parallel(model, mesh=mesh), P("data")), "mesh": mesh}
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    with pytest.warns(UnshardedWarning, match="typed like its first input") as caught:
-        found = jit(lambda m, x: m.prefill(x), **options).lower(model, tokens).compile()
-    [warning] = caught
-    assert warning.filename == __file__ and f"at {Path(__file__).name}:" in str(warning.message)
     specs = P(), P("data", None, "model"), P(None, "data", None, "model")
-    assert all(f"write {spec}" in str(warning.message) for spec in specs[1:])
-    assert found.collectives().of("all-gather", "model")
-    declared = {"^$": InOutSharding(specs, method="prefill")}
+    declared = {"activation_shardings": {"^$": InOutSharding(specs, method="prefill")}}
+
+    def is_gathered(step, **more):
+        found = jit(step, **options, **more).lower(model, tokens).compile()
+        return bool(found.collectives().of("all-gather"))
+
+    def returned(model, tokens):
+        return model.prefill(tokens)
+
+    def used(model, tokens):
+        return jax.tree.map(lambda x: x * 2, model.prefill(tokens))
+
+    messages = {returned: "these results, whose", used: "typed like its first input"}
+    for step, text in messages.items():
+        with pytest.warns(UnshardedWarning, match=text) as caught:
+            assert is_gathered(step)
+        [warning] = caught
+        assert warning.filename == __file__
+        assert all(f"write {spec}" in str(warning.message) for spec in specs[1:])
+    assert f"at {Path(__file__).name}:" in str(warning.message)
     with warnings.catch_warnings(action="error"):
-        step = jit(lambda m, x: m.prefill(x), **options, activation_shardings=declared)
-        found = step.lower(model, tokens).compile()
-    assert not [x for x in found.collectives().of("all-gather", "model") if x.bytes_sent > 10_000]
+        assert not is_gathered(returned, out_shardings=specs)
+        assert not any(is_gathered(step, **declared) for step in messages)
+
+
+class Cache(nnx.Module):
+    def __init__(self, keys):
+        self.keys = nnx.Cache(keys)
+        self.length = nnx.Variable(jnp.int32(keys.shape[1]))
+
+
+class MakesCache(nnx.Module):
+    """A cache of four heads, of which a layer has as many outputs as its length times features."""
+
+    def __init__(self, name, is_last, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        setattr(self, name, nnx.Linear(32, 32, use_bias=False, rngs=rngs))
+        self.up = nnx.Linear(32, 128, use_bias=False, rngs=rngs)
+        self.name, self.is_last = name, is_last
+
+    def prefill(self, tokens):
+        keys = getattr(self, self.name)(self.embed(tokens)).reshape(*tokens.shape, 4, 8)
+        return keys if self.is_last else keys.swapaxes(1, 2)
+
+    def cached(self, tokens):
+        return Cache(self.prefill(tokens)), tokens.sum()
+
+
+BY_HEADS = P(None, "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_last", "kernel", "remedy"),
+    [
+        ("k_proj", True, BY_HEADS, ": write P('data', None, 'model')"),
+        ("k_proj", False, BY_HEADS, ": write P('data', 'model')"),
+        ("k_proj", True, P(), None),  # its heads are whole anyway
+        ("unknown", True, BY_HEADS, ""),  # two dimensions may be that of heads
+    ],
+)
+def test_which_dimension_of_a_cache_has_the_heads(name, is_last, kernel, remedy):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(lambda: MakesCache(name, is_last, nnx.Rngs(0)))
+    specs = StateSharding(
+        {nnx.PathContains("up"): BY_HEADS, nnx.PathContains(name): kernel, ...: P()},
+        activations=ActivationSharding(infer=True),
+    )
+    step = jit(lambda m, x: m.prefill(x) * 2, in_shardings=(specs, P("data")), mesh=mesh)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        step.lower(model, jax.ShapeDtypeStruct((8, 16), jnp.int32))
+    lines = [line for w in seen for line in str(w.message).split("\n") if ".prefill: " in line]
+    places = [re.fullmatch(r".* over 'model', at [\w.]+:\d+(.*)", line) for line in lines]
+    assert [place and place[1] for place in places] == ([] if remedy is None else [remedy])
+
+
+KEYS_BY_HEADS = {"keys": P("data", None, "model"), "length": P()}
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        StateSharding({nnx.Cache: KEYS_BY_HEADS["keys"], ...: P()}),
+        nnx.State(KEYS_BY_HEADS),
+    ],
+    ids=["filters", "state"],
+)
+@pytest.mark.parametrize("option", ["activation_shardings", "out_shardings"])
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+def test_a_module_with_a_cache_is_declared_by_filters(types, option, specs):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(types, types))
+    model, tokens = MakesCache("k_proj", True, nnx.Rngs(0)), jnp.ones((8, 16), jnp.int32)
+    expected = model.prefill(tokens)
+    options = {"in_shardings": (tensor_parallel(model, mesh=mesh), P("data")), "mesh": mesh}
+    declared = (specs, P())
+    if option == "activation_shardings":
+        declared = {"^$": InOutSharding(declared, method="cached")}
+    step = jit(lambda m, x: m.cached(x), **options, **{option: declared})
+    with warnings.catch_warnings(action="error"):
+        assert not step.lower(model, tokens).compile().collectives().of("all-gather")
+    cache, total = step(model, tokens)
+    np.testing.assert_allclose(cache.keys[...], expected, rtol=1e-5)
+    assert cache.keys[...].sharding.spec[:3] == ("data", None, "model")
+    assert (int(cache.length[...]), int(total)) == (16, 128)
+
+
+def test_shardings_by_filters_of_a_module_hold_specs_of_arrays():
+    with pytest.raises(TypeError, match=r"StateShardings of them, got .*SingleDevice"):
+        InOutSharding(StateSharding({...: jax.sharding.SingleDeviceSharding(jax.devices()[0])}))

@@ -82,6 +82,9 @@ class Model(nnx.Module):
     def stream(self, x):
         return x
 
+    def logits(self, tokens):
+        return self(tokens)
+
     def loss(self, tokens):
         return loss_of(self(tokens), tokens)
 
@@ -341,6 +344,69 @@ def test_only_a_loss_outside_of_the_model_is_warned_of(types):
 def test_no_cache_of_the_users_is_gathered(types):
     cell = Cell("tensor_parallel", types, "own", "method", "whole", False)
     assert ours(cell)[0] == plain(dataclasses.replace(cell, types="auto"), unsaid)
+
+
+class Logits(nnx.Module):
+    """What a function may return logits in."""
+
+    def __init__(self, logits):
+        self.logits = nnx.Variable(logits)
+
+
+def with_logits(model, tokens):
+    logits = model(tokens)
+    return loss_of(logits, tokens), logits
+
+
+# Programs that return logits. Where the rows are in another trace, the logits are gathered first.
+RETURNED = {
+    "alone": lambda model, x: model(x),
+    "in a tuple": lambda model, x: (model(x), x.sum())[:1],
+    "in a module": lambda model, x: Logits(model(x)),
+    "of a method": lambda model, x: model.logits(x),
+    "jit": lambda model, x: jit(lambda m, x: m(x), out_shardings=LOGITS)(model, x),
+}
+MOVED = {
+    "beside a loss": lambda model, x: with_logits(model, x)[1],
+    "has_aux": lambda model, x: value_and_grad(with_logits, has_aux=True)(model, x)[0][1],
+    "remat": lambda model, x: nnx_sharding.remat(lambda m, x: m(x))(model, x),
+    "vmap": lambda model, x: jax.vmap(model)(x),
+    "scan": lambda model, x: jax.lax.map(model, x[None])[0],
+    "cast": lambda model, x: model(x).astype(float),
+}
+LOGITS, LOGITS_CELL = P("data", None, "model"), Cell("", "", "parameters", "", "", False)
+
+
+def jit_of_logits(name, mesh, spec):
+    shardings = tensor_parallel(model_of(LOGITS_CELL), mesh=mesh), P("data")
+    return jit((RETURNED | MOVED)[name], mesh=mesh, in_shardings=shardings, out_shardings=spec)
+
+
+@pytest.mark.parametrize("types", ["explicit", "rows explicit", "columns explicit"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_returned_logits_are_not_gathered(name, types):
+    """With the sharding that the head gives them, a function sends what it sends on Auto axes."""
+
+    def sent_on(types):
+        mesh = mesh_of(TYPES[types])
+        with jax.set_mesh(mesh):
+            lowered = jit_of_logits(name, mesh, LOGITS).lower(model_of(LOGITS_CELL), TOKENS)
+        return sent(lowered.compile(), mesh)
+
+    with warnings.catch_warnings(action="error"):
+        assert sent_on(types) == sent_on("auto")
+
+
+@pytest.mark.parametrize("name", [*RETURNED, *MOVED])
+def test_returned_logits_are_right(name):
+    mesh, model = mesh_of((EXPLICIT, EXPLICIT)), Model(None, nnx.Rngs(0))
+    tokens = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 11
+    expected = model(tokens)
+    with warnings.catch_warnings(action="ignore", category=UnshardedWarning), jax.set_mesh(mesh):
+        for spec in (LOGITS, P("data")):
+            [found] = jax.tree.leaves(jit_of_logits(name, mesh, spec)(model, tokens))
+            assert found.sharding.spec == spec
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def mapped_in(step, types, strategy="tensor_parallel"):

@@ -240,9 +240,19 @@ def in_order_of(
         return None
 
 
+def current_trace() -> Any:
+    """Returns the trace that operations are added to; None where a release does not show it."""
+    return getattr(_trace_ctx, "trace", None)
+
+
+def trace_of(x: object) -> Any:
+    """Returns the trace that an array belongs to; None of an array that is not traced."""
+    return getattr(x, "_trace", None)
+
+
 def _frame() -> Any:
     """Returns what JAX keeps of the current trace; None where a release does not show it."""
-    return getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+    return getattr(current_trace(), "frame", None)
 
 
 def trace_constants() -> list[Any]:
@@ -382,8 +392,7 @@ def _is_same_constant(x: Any, y: Any) -> bool:
 
 def varies_in_vmap(x: Any) -> bool:
     """Whether a value may differ between the elements of the innermost ``vmap``."""
-    trace = getattr(_trace_ctx, "trace", None)
-    return getattr(x, "batch_dim", None) is not None and getattr(x, "_trace", None) is trace
+    return getattr(x, "batch_dim", None) is not None and trace_of(x) is current_trace()
 
 
 def direct_form(stage: Any) -> Any:

@@ -26,7 +26,7 @@ from .. import _compat
 from ..core.constrain import type_spec
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
-from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
+from ..core.retyping import LEFT_AUTO_AXES, AxisTypeChange, RetypedArrays, call_retyped
 from ..specs.activation_sharding import ActivationSharding, InOutSharding
 from ..specs.fitting import axes_of_type, keep_axes, spec_axes
 from ..specs.types import AxisName
@@ -67,8 +67,11 @@ def with_auto_axes(
         rebuild(before._replace(leaves=arrays.inside), before.leaves, foreign=True)
         raise
     leaves, untyped = arrays.leave(before.structure, after)
+    left = LEFT_AUTO_AXES.get()
     for slot, x in untyped.items():
         leaves[slot] = retype(x)
+        if left is not None:
+            left.add(leaves[slot], x)
     return rebuild(after, leaves, foreign=True)
 
 

@@ -39,8 +39,10 @@ from ..core.constrain import (
     type_spec,
     without_unconstrained,
 )
+from ..core.flatten import flatten
 from ..core.plan import Plan
 from ..core.problems import no_mesh
+from ..core.rebuild import rebuild
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Unflattened
@@ -195,7 +197,7 @@ class Scope:
                 kwargs = {}
         out = self._with_uses(named, fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
-        self._whole_outputs.warn(self._transform.name, out, strict=self._transform.strict)
+        self._whole_outputs.warn(self._transform, out)
         return out
 
     def _with_uses(
@@ -443,10 +445,29 @@ class Scope:
             self._mismatches[f"{name}: {error}"] = None
             return tree
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrain_array(x, spec, frame, name), part)
+            self._constrain_by_path(part, spec, frame, name)
+            if isinstance(spec, StateSharding)
+            else jax.tree.map(
+                lambda x, spec=spec: self._constrain_array(x, spec, frame, name), part
+            )
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
+
+    def _constrain_by_path(
+        self, tree: object, rules: StateSharding, frame: Frame, name: str
+    ) -> object:
+        """Constrains the Variables and arrays in a module, or a pytree, by their paths in it."""
+        flat = flatten(tree)
+        root, leaves = flat.structure.root, [*flat.leaves]
+        for location in flat.structure.walk(root, iter(flat.structure.root_slots)):
+            index = location.entry
+            subject = leaves[location.slots[0]] if index is None else flat.objects[index]
+            _, spec = rules.find(location.path, subject)
+            for slot in location.slots:
+                part = accessor(name, location.path)
+                leaves[slot] = self._constrain_array(leaves[slot], spec, frame, part)
+        return rebuild(flat, leaves, foreign=True)
 
     def _constrain_array(
         self, x: AnyArray, spec: PartitionSpec | NamedSharding | None, frame: Frame, name: str

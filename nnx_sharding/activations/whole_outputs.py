@@ -6,28 +6,36 @@ that made them. What the outermost module returns is typed like its first input 
 raises an error for indexing and `top_k` on sharded columns: a loss for integer labels that is right
 on one device would fail, and whether it does is only known when the operation is traced. So an
 operation outside of modules gets whole logits, which is one all-gather more than the same operation
-in a method of the model, unless the function returns them anyway.
+in a method of the model.
 
 Likewise a cache that a model makes itself, as in a prefill, is gathered over the axes that shard
-its heads, also where the function returns it: `out_shardings` come after the gather.
+its heads.
+
+What the function only returns has no such operation. With a declared sharding it goes there right
+from the Auto axes (``core/retyping.py``), and nothing is gathered; without one it is whole, too,
+because callers index it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..core.flatten import flatten
+from ..core.retyping import LEFT_AUTO_AXES, LeftAutoAxes
+from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
 from ..specs.fitting import axes_of, pad_entries, spec_axes
+from ..specs.head_names import KEYS
 from ..specs.types import AxisName
-from .axis_types import arrays_in
-from .calls import Frame, Shape, Tag
+from .calls import Frame, Shape, Tag, VariableSpecs
 from .explanations import exact_path
 from .variables import modules_in
 
@@ -49,35 +57,59 @@ def _axes_of_size(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[Ax
     return [axes_of(entry) for entry, length in pairs if length == size]
 
 
-def sharded_heads(
-    model: object, shape: Shape, sizes: Mapping[AxisName, int]
-) -> tuple[int, frozenset[AxisName]] | None:
-    """Finds the dimension of heads in an array of a model, and the axes that shard heads in it.
+class Heads(NamedTuple):
+    """The heads in an array of a model."""
 
-    It is (…, heads, …, features), and a projection in the model is (…, in, heads, features) or
-    (…, in, heads * features), sharded over heads.
+    dimension: int | None  # None if several may be that of heads
+    axes: frozenset[AxisName]  # that shard them
+
+
+def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) -> Heads | None:
+    """Finds the heads in an array of a model, such as a cache; None if nothing shards them.
+
+    The array is (…, heads, …, features), with the length before or after the heads. Its projection
+    is (…, in, heads, features) or (…, in, heads * features). Other kernels may have as many outputs
+    as length * features, so those named as projections to keys or values decide if there are any.
 
     Args:
       model: the model.
       shape: the shape of the array.
       sizes: the sizes of the axes that can shard heads.
     """
-    tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
-    variables = [variable for tag in tags if tag is not None for variable in tag.specs.values()]
-    *_, features = shape
-    for dimension in range(len(shape) - 2, 0, -1):
-        heads = shape[dimension]
-        for variable in variables:
-            entries = pad_entries(variable.inside, len(variable.shape))
-            axes: tuple[AxisName, ...] = ()
-            if len(variable.shape) > 2 and variable.shape[-2:] == (heads, features):
-                axes = axes_of(entries[-2])
-            elif len(variable.shape) > 1 and variable.shape[-1] == heads * features:
-                axes = axes_of(entries[-1])
-            devices = math.prod(sizes.get(axis, 1) for axis in axes)
-            if devices > 1 and heads % devices == 0:
-                return dimension, frozenset(axis for axis in axes if sizes.get(axis, 1) > 1)
-    return None
+    matches: list[tuple[bool, Heads]] = []
+    for path, module in modules_in(model):
+        tag: Tag | None = _compat.tag_of(module)
+        for key, variable in () if tag is None else tag.specs.items():
+            is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
+            matches += [
+                (is_named, Heads(dimension, axes))
+                for dimension in range(1, len(shape) - 1)
+                if (axes := _axes_of_heads(variable, shape[dimension], shape[-1], sizes))
+                is not None
+            ]
+    named = [heads for is_named, heads in matches if is_named]
+    found = named or [heads for _, heads in matches]
+    axes = frozenset[AxisName]().union(*(heads.axes for heads in found))
+    if not axes:
+        return None
+    [dimension, *others] = {heads.dimension for heads in found}
+    return Heads(None if others else dimension, axes)
+
+
+def _axes_of_heads(
+    variable: VariableSpecs, heads: int, features: int, sizes: Mapping[AxisName, int]
+) -> frozenset[AxisName] | None:
+    """Returns the axes that shard whole heads of a kernel; None if it is not one to these heads."""
+    entries = pad_entries(variable.inside, len(variable.shape))
+    if len(variable.shape) > 2 and variable.shape[-2:] == (heads, features):
+        axes = axes_of(entries[-2])
+    elif len(variable.shape) > 1 and variable.shape[-1] == heads * features:
+        axes = axes_of(entries[-1])
+    else:
+        return None
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+    is_whole = heads % math.prod(sizes[axis] for axis in axes) == 0
+    return frozenset(axes if is_whole else ())
 
 
 class _GatheredOutput(NamedTuple):
@@ -86,17 +118,24 @@ class _GatheredOutput(NamedTuple):
     name: str
     array: jax.Array
     over: str  # the axes over which it is gathered, in words
-    spec: PartitionSpec  # that it has then, or that a cache should have
-    at: str = ""  # where the module is called, and how it is declared, for a cache
+    sharded: PartitionSpec | None  # its spec without the gather; None if it is not known
+    left: LeftAutoAxes | None  # of the function that calls the module
+    at: str = ""  # where the module is called, for a cache
 
-    def __str__(self) -> str:
+    @property
+    def is_result(self) -> bool:
+        """Whether a function within this one has returned it with a declared sharding."""
+        return self.left is not None and id(self.array) in self.left.declared
+
+    def line(self, place: str = "", *, says_spec: bool = True) -> str:
+        """Returns a line about it: what is gathered, over which axes, where, and what to write."""
         # Only a warning needs `analysis`, which takes long to import.
         from ..analysis.units import bytes_text
 
         size = bytes_text(self.array.size * self.array.dtype.itemsize)
         kind = jax.typeof(self.array).str_short(short_dtypes=True)
-        remedy = f", at {self.at}: write {_short(self.spec)}" if self.at else ""
-        return f"  {self.name}: {kind}, {size}, over {self.over}{remedy}"
+        remedy = f": write {_short(self.sharded)}" if says_spec and self.sharded is not None else ""
+        return f"  {self.name}: {kind}, {size}, over {self.over}{place}{remedy}"
 
 
 class WholeOutputs:
@@ -144,7 +183,8 @@ class WholeOutputs:
         axes = axes.difference(spec_axes(spec))  # these still shard it
         if gathered := sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str):
             over = ", ".join(map(repr, gathered))
-            self._gathered.append(_GatheredOutput(name, x, over, spec))
+            sharded = PartitionSpec(*pad_entries(spec, x.ndim)[:-1], _entry(gathered))
+            self._gathered.append(_GatheredOutput(name, x, over, sharded, LEFT_AUTO_AXES.get()))
 
     def _add_cache(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
@@ -152,50 +192,137 @@ class WholeOutputs:
         """Records an output with heads that are gathered; returns whether it is one."""
         match = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
-        if match is None or not match[1].isdisjoint(spec_axes(spec)):
+        if match is None or not match.axes.isdisjoint(spec_axes(spec)):
             return False
-        dimension, axes = match
-        entries = [*pad_entries(spec, x.ndim)]
-        batch = pad_entries(jax.typeof(first).sharding.spec, first.ndim)[0]
-        # A cache of stacked layers, (layers, batch, …), has not the batch in front.
-        if first.shape[0] in x.shape[:dimension] and not any(entries):
-            entries[x.shape.index(first.shape[0])] = batch
-        names = sorted(axes, key=str)
-        entries[dimension] = names[0] if len(names) == 1 else (*names,)
+        names = sorted(match.axes, key=str)
+        sharded = None
+        if match.dimension is not None:
+            entries = [*pad_entries(spec, x.ndim)]
+            batch = pad_entries(jax.typeof(first).sharding.spec, first.ndim)[0]
+            # A cache of stacked layers, (layers, batch, …), has not the batch in front.
+            if first.shape[0] in x.shape[: match.dimension] and not any(entries):
+                entries[x.shape.index(first.shape[0])] = batch
+            entries[match.dimension] = _entry(names)
+            sharded = PartitionSpec(*entries)
         pattern, over = exact_path(frame.tag.path), ", ".join(map(repr, names))
         method = frame.method
         declared = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
         output = _GatheredOutput(
-            f"{frame.tag.accessor}.{method}", x, over, PartitionSpec(*entries), users_line()
+            f"{frame.tag.accessor}.{method}",
+            x,
+            over,
+            sharded,
+            LEFT_AUTO_AXES.get(),
+            users_line(),
         )
         self._caches.setdefault(declared, []).append(output)
         return True
 
-    def warn(self, name: str, result: object, *, strict: bool) -> None:
-        """Warns of caches, and of columns that the function uses without returning them."""
-        for declared, caches in self._caches.items():
-            text = message(
-                f"{name}: on Explicit axes, new arrays that a module returns are typed like its "
-                "first input, so these are gathered over axes that shard their heads:",
-                [*dict.fromkeys(map(str, caches))],
-                f"Declare them, as out_shardings come too late: activation_shardings={declared}, "
-                "where specs is a tuple (or pytree) with a spec for each array that it returns.",
-            )
-            warn_or_raise(UnshardedWarning, text, strict=strict, anchor="gathered-cache")
-        returned = {id(x) for x in arrays_in(result)}
-        used = [output for output in self._gathered if id(output.array) not in returned]
-        if not used:
-            return
-        text = message(
-            f"{name}: on Explicit axes, operations outside of modules get whole arrays, so what "
-            "these modules return is gathered over axes that shard its last dimension:",
-            [*dict.fromkeys(map(str, used))],
-            "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
-            "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
-            f"so: activation_shardings={{'^$': {_short(used[0].spec)}}}; of a module that returns "
-            "several arrays, in a tuple for these.",
-        )
-        warn_or_raise(UnshardedWarning, text, strict=strict, anchor="gathered-output")
+    def warn(self, transform: Sharded, result: object) -> None:
+        """Warns of what is gathered, by what the function does with it.
+
+        Args:
+          transform: that of the function, with the shardings that are declared for its results.
+          result: what the function returned.
+        """
+        declared, undeclared = _results(transform, result)
+
+        def select(outputs: Iterable[_GatheredOutput]) -> list[_GatheredOutput]:
+            """Returns those that are used, and adds to ``returned``."""
+            outputs = [x for x in outputs if id(x.array) not in declared and not x.is_result]
+            returned.extend(x for x in outputs if id(x.array) in undeclared)
+            return [x for x in outputs if id(x.array) not in undeclared]
+
+        returned: list[_GatheredOutput] = []
+        used = select(self._gathered)
+        for pattern, caches in self._caches.items():
+            used_caches = select(caches)
+            if used_caches:
+                _warn(transform, _about_caches(pattern, used_caches), anchor="gathered-cache")
+        if returned:
+            about = _about_results(transform.out_name, returned)
+            _warn(transform, about, anchor="gathered-result")
+        if used:
+            _warn(transform, _about_columns(used), anchor="gathered-output")
+
+
+class _Text(NamedTuple):
+    """The parts of a warning: what happens, a line for each array, what to do."""
+
+    head: str
+    lines: Sequence[str]
+    remedy: str
+
+
+def _warn(transform: Sharded, text: _Text, *, anchor: str) -> None:
+    """Warns of a function, or raises an error where it is strict."""
+    head, lines = f"{transform.name}: on Explicit axes, {text.head}", [*dict.fromkeys(text.lines)]
+    warning = message(head, lines, text.remedy)
+    warn_or_raise(UnshardedWarning, warning, strict=transform.strict, anchor=anchor)
+
+
+def _about_caches(declared: str, caches: Sequence[_GatheredOutput]) -> _Text:
+    """Returns the parts of a warning about caches that the function uses outside of modules."""
+    return _Text(
+        "new arrays that a module returns are typed like its first input, so these are gathered "
+        "over axes that shard their heads:",
+        [x.line(f", at {x.at}") for x in caches],
+        f"Declare them: activation_shardings={declared}, where specs is a tuple (or pytree) with a "
+        "spec for each array that it returns, and a StateSharding for each module.",
+    )
+
+
+def _about_results(option: str, results: Sequence[_GatheredOutput]) -> _Text:
+    """Returns the parts of a warning about results of the function that no spec is declared for."""
+    whole = _short(jax.typeof(results[0].array).sharding.spec)
+    return _Text(
+        "what modules return is whole in the dimensions that they shard, so these results, whose "
+        "shardings are not declared, are gathered:",
+        [x.line() for x in results],
+        f"Declare them in {option}: nothing is gathered then. If the first has to be whole, write "
+        f"{whole}.",
+    )
+
+
+def _about_columns(used: Sequence[_GatheredOutput]) -> _Text:
+    """Returns the parts of a warning about columns that are used outside of modules."""
+    whole = _short(jax.typeof(used[0].array).sharding.spec)
+    return _Text(
+        "operations outside of modules get whole arrays, so what these modules return is gathered "
+        "over axes that shard its last dimension:",
+        [x.line(says_spec=False) for x in used],
+        "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
+        "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
+        f"so: activation_shardings={{'^$': {whole}}}; of a module that returns several arrays, in "
+        "a tuple for these.",
+    )
+
+
+def _results(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
+    """Returns the ids of arrays in a result: with a declared sharding, and without one.
+
+    Where specs are not shardings over Explicit axes, as in a ``shard_map``, all count as declared.
+    """
+    specs = transform.out_specs.tree if transform.passes_shardings else PartitionSpec()
+
+    def is_leaf(x: object) -> bool:
+        return x is None or isinstance(x, nnx.State)  # of specs, for a module
+
+    prefix, treedef = jax.tree_util.tree_flatten(specs, is_leaf=is_leaf)
+    try:
+        parts = treedef.flatten_up_to(result)  # type: ignore[attr-defined]
+    except ValueError:  # another structure, which is an error later
+        return {id(x) for x in flatten(result).leaves}, set()
+    declared, undeclared = set[int](), set[int]()
+    for spec, part in zip(prefix, parts, strict=True):
+        ids = undeclared if spec is None else declared
+        ids.update(id(x) for x in flatten(part).leaves)
+    return declared, undeclared
+
+
+def _entry(axes: Sequence[AxisName]) -> AxisName | tuple[AxisName, ...]:
+    """Returns the entry of a spec for a dimension that is sharded over some axes."""
+    return axes[0] if len(axes) == 1 else (*axes,)
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:

@@ -40,7 +40,7 @@ from .outcome import pack
 from .problems import not_arrays
 from .rebuild import kept_places
 from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from .retyping import RetypedArrays
+from .retyping import RetypedArrays, recorded_leaving
 from .signature import join_call
 from .snapshot import Snapshot
 from .spec_checks import fit_specs
@@ -136,7 +136,8 @@ def call_and_pack(
     transform = plan.transform
     fun_name = name_of(caller.fun)
     name, strict = transform.name, transform.strict
-    output, before = _call_function(plan, caller, arrays, unflattened)
+    with recorded_leaving() as left:
+        output, before = _call_function(plan, caller, arrays, unflattened)
     # Loops return the Variables that they carry; otherwise ``graph_updates=False`` refuses that.
     carried = transform.carried_objects(plan)
     after = _flatten_after(plan, output, unflattened, carried, before)
@@ -147,6 +148,8 @@ def call_and_pack(
         if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
+    if isinstance(transform, Sharded) and transform.passes_shardings:
+        after = left.as_declared(after, specs)
     option = transform.out_name
     # Back to the types of the surrounding trace.
     after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)

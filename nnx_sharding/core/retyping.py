@@ -18,17 +18,17 @@ From other modules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
-from ..specs.fitting import axes_of_type, fit_sharding, spec_and_mesh
+from ..specs.fitting import axes_of_type, fit_sharding, keep_axes, spec_and_mesh
 from ..specs.types import AnyMesh, Arrays, AxisName, Spec
 from .constrain import retype, type_mesh, type_spec
 from .flatten import Flat, flatten
@@ -46,6 +46,64 @@ class PartialSum(NamedTuple):
 
 # By the id of the parameter, as tracers have no hash.
 PARTIAL: ContextVar[dict[int, PartialSum] | None] = ContextVar("PARTIAL", default=None)
+
+
+class LeftAutoAxes:
+    """Arrays of one trace that left Auto axes, each with the array that is still on them.
+
+    Modules of a strategy run on Auto axes, and what they return is typed before anyone knows what
+    the function does with it: whole in the dimensions of columns, as JAX refuses many operations on
+    sharded ones. If the function only returns it, that type would gather what the declared sharding
+    divides again. So a result goes to its declared sharding from the Auto axes.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no arrays, in the current trace."""
+        self._trace = _compat.current_trace()
+        # By the id of the typed array, as tracers have no hash: that array, and the one inside.
+        self._pairs: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self.declared = set[int]()  # the ids of those that are results with a declared sharding
+
+    def add(self, typed: jax.Array, inside: jax.Array) -> None:
+        """Records an array; those of inner traces cannot be results, and JAX would see a leak."""
+        if _compat.trace_of(inside) is self._trace:
+            self._pairs[id(typed)] = typed, inside
+
+    def as_declared(self, after: Flat, specs: Sequence[Spec]) -> Flat:
+        """Returns the graph after a call, with arrays that left Auto axes typed as declared.
+
+        Args:
+          after: the graph.
+          specs: the declared spec of each of its arrays.
+        """
+        leaves = [*after.leaves]
+        for slot, declared in enumerate(specs):
+            typed, inside = self._pairs.get(id(leaves[slot]), (None, None))
+            if typed is None or not isinstance(declared, PartitionSpec | NamedSharding):
+                continue
+            mesh = type_mesh(typed)
+            spec, declared_mesh = spec_and_mesh(declared, mesh) or (PartitionSpec(), mesh)
+            is_same = declared_mesh.axis_names == mesh.axis_names
+            if is_same and not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec:
+                self.declared.add(id(typed))
+                explicit = axes_of_type(mesh, AxisType.Explicit)
+                leaves[slot] = retype(inside, mesh, keep_axes(spec, explicit))
+        return after._replace(leaves=leaves) if self._pairs else after
+
+
+# Of the innermost function of ours that is being traced.
+LEFT_AUTO_AXES: ContextVar[LeftAutoAxes | None] = ContextVar("LEFT_AUTO_AXES", default=None)
+
+
+@contextmanager
+def recorded_leaving() -> Iterator[LeftAutoAxes]:
+    """Records the arrays that leave Auto axes in the block."""
+    left = LeftAutoAxes()
+    token = LEFT_AUTO_AXES.set(left)
+    try:
+        yield left
+    finally:
+        LEFT_AUTO_AXES.reset(token)
 
 
 _MANUAL = AxisType.Manual

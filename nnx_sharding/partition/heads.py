@@ -19,12 +19,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..specs.fitting import axes_of, pad_entries
+from ..specs.head_names import KEYS, QUERIES
 from ..specs.paths import Path
 from ..specs.types import AnyMesh
 from .variables import Listing, NamedVariable, SpecsByPath
 
-_QUERIES = re.compile("query|(to_|w)?q(_proj)?")
-_KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")
 _NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
 _NUM_KEY_HEADS = re.compile("((num|n)_)?(kv|key_value|k|key)_heads?")
 _HEAD_SIZE = re.compile("head_(dim|size|features)")
@@ -74,14 +73,14 @@ def _projection(path: Path, modules: Mapping[Path, object]) -> tuple[str, object
     """Returns the name of a projection to heads, and the module around it; "" for other kernels."""
     for length in (len(path) - 1, len(path) - 2):  # a parameter ``wk``, or ``k_proj/kernel``
         name = str(path[length]) if length >= 0 else ""
-        if _QUERIES.fullmatch(name) or _KEYS.fullmatch(name):
+        if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
             return name, modules.get(path[:length])
     return "", None
 
 
 def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     """Returns the number of heads of a projection with so many outputs, if the module says it."""
-    is_query = bool(_QUERIES.fullmatch(name))
+    is_query = bool(QUERIES.fullmatch(name))
     pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS
     numbers = dict(_numbers(module))
     counts = {n for key, n in numbers.items() if pattern.fullmatch(key)}

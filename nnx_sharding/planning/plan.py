@@ -330,16 +330,18 @@ def plan(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.planning import plan
       >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
       >>> x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-      >>> found = plan(lambda model, x: model(x), model, x, devices=8, memory_limit="5 MiB")
+      >>> options = {"memory_limit": "5 MiB", "out_shardings": P("data")}
+      >>> found = plan(lambda model, x: model(x), model, x, devices=8, **options)
       >>> found.best.name
       'dp + tensor, data 1 × model 8'
       >>> print(found.best.recipe)
       mesh = make_mesh({'data': 1, 'model': 8})
       sharding = tensor_parallel(model, mesh=mesh, axis='model')
-      step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh)
+      step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
     """
     start = time.monotonic()
     where = {"devices": devices, "topology": topology, "num_slices": num_slices}

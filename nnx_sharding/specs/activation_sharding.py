@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
+from .state_sharding import StateSharding
 from .types import AxisName
 
 if TYPE_CHECKING:
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def is_activation_spec(x: object) -> bool:
-    """Whether ``x`` is the spec of one array; None leaves the array unchanged."""
-    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+    """Whether ``x`` is the spec of arrays, or of what is in a module; None leaves all as it is."""
+    return x is None or isinstance(x, PartitionSpec | NamedSharding | StateSharding)
 
 
 class CallSchedule(Protocol):
@@ -86,7 +89,8 @@ class InOutSharding:
 
     Args:
       output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a method that
-        returns several arrays. None leaves the output unchanged.
+        returns several arrays. Where it returns a module, such as a cache, a ``StateSharding`` or
+        an ``nnx.State`` with specs chooses by the paths in it. None leaves the output unchanged.
       input: likewise for the first argument.
       method: the name of the method.
       axis_types: the type that the mesh's Explicit axes have while the method runs:
@@ -121,14 +125,19 @@ class InOutSharding:
             )
         if not isinstance(self.method, str):
             raise TypeError(f"InOutSharding: method must be a name, got {self.method!r}.")
+        for name in ("output", "input"):
+            object.__setattr__(self, name, _with_states_as_filters(getattr(self, name)))
         leaves = jax.tree_util.tree_leaves((self.output, self.input), is_leaf=is_activation_spec)
         # Kept for the hash: weak dictionaries ask for it when JAX may be gone, at exit.
         object.__setattr__(self, "_leaves", tuple(leaves))
-        wrong = [leaf for leaf in leaves if not is_activation_spec(leaf)]
+        inside = [leaf.shardings for leaf in leaves if isinstance(leaf, StateSharding)]
+        specs = [leaf for leaf in leaves if not isinstance(leaf, StateSharding)]
+        wrong = [x for x in itertools.chain(specs, *inside) if not is_activation_spec(x)]
         if wrong:
             got = ", ".join(f"{leaf!r}{suggested_spec(leaf)}" for leaf in wrong)
             raise TypeError(
-                f"InOutSharding: expected partition specs or NamedShardings, got {got}."
+                "InOutSharding: expected partition specs, NamedShardings or StateShardings of "
+                f"them, got {got}."
             )
 
     def __hash__(self) -> int:
@@ -142,6 +151,18 @@ class InOutSharding:
         given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
         given += [f"schedule={self.schedule!r}"] if self.schedule else []
         return f"InOutSharding({', '.join(given)})"
+
+
+def _with_states_as_filters(specs: Any) -> Any:
+    """Returns specs with a ``StateSharding`` in place of each ``nnx.State`` of specs."""
+
+    def convert(x: object) -> object:
+        return StateSharding(x) if isinstance(x, nnx.State) else x
+
+    def is_leaf(x: object) -> bool:
+        return is_activation_spec(x) or isinstance(x, nnx.State)
+
+    return jax.tree_util.tree_map(convert, specs, is_leaf=is_leaf)
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import nnx
 from jax.experimental.layout import Format
@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import raise_listed, shortened
-from .activation_sharding import ActivationSharding
 from .filters import (
     PathPattern,
     Paths,
@@ -29,6 +28,9 @@ from .filters import (
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .paths import Path, path_string
 from .types import Axis
+
+if TYPE_CHECKING:  # which takes shardings of this class
+    from .activation_sharding import ActivationSharding
 
 
 class FilterMatch(NamedTuple):
