@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from configurations import without_cache
 from module_programs import LAYERS, ROWS, WIDTH, Mlp
-from nnx_sharding import jit, planning, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, jit, planning, stack, value_and_grad
 from nnx_sharding.cli.main import main
 from nnx_sharding.experimental import (
     all_gather_attention,
@@ -359,6 +359,35 @@ def test_blocks_of_a_list_move_to_stages_of_tpus(repeats, uncached):
     # Two kernels of eight layers, in bfloat16, and their gradients, in float32.
     held = (2 * 512 * 2048) * 8 // 8
     assert sum(each.bytes for each in moved) == pytest.approx((2 + 4) * held, rel=0.01)
+
+
+@needs_compiler
+def test_peaks_of_the_schedules_of_a_pipeline(uncached):
+    """By hand: a stage keeps the inputs of M + S - 1 microbatches, with 1F1B those of 2S - 1."""
+    stages, microbatches, rows, width = 4, 8, 2**15, 512
+    mesh = planning_mesh("v5e:2x4", {"stage": stages, "data": 2})
+    model = nnx.eval_shape(lambda: stack(nnx.Linear, 8, width, width, remat=True, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    def compiled(schedule, gradient):
+        sharding = pipeline(model, mesh=mesh, microbatches=microbatches, schedule=schedule)
+        step = jit(gradient, in_shardings=(sharding, P("data")), mesh=mesh)
+        return step.lower(model, x).compile()
+
+    all_at_once = compiled("gpipe", value_and_grad(loss))
+    in_turn = compiled("1f1b", accumulate_gradients(loss, steps=microbatches))
+    microbatch = rows // microbatches // 2 * width * 4
+    spared = (microbatches + stages - 1) - (2 * stages - 1)
+    difference = all_at_once.memory().peak - in_turn.memory().peak
+    # Also the batch at the input and at the output of the layers, which 1F1B has in parts.
+    assert spared * microbatch <= difference <= (spared + 3 * microbatches) * microbatch
+    # A device reduces the gradients of its two layers once, where GPipe does in each tick.
+    held = 2 * (width * width + width) * 4
+    reduced = [x for x in in_turn.collectives() if x.axes == ("data",) and x.bytes > 4]
+    assert sum(x.bytes * x.times for x in reduced) == pytest.approx(held, rel=0.01)
 
 
 @needs_compiler
