@@ -13,7 +13,8 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,7 +91,39 @@ def warn_or_raise(
     """Warns, pointing at the user code that led here; with ``strict``, raises a StrictError."""
     if strict:
         raise see(StrictError(message), anchor)
-    warnings.warn(message, category, stacklevel=_users_level())
+    collected = _COLLECTED.get()
+    if collected is None:
+        warnings.warn(message, category, stacklevel=_users_level())
+    else:
+        collected.append((category, message))
+
+
+# Of the thread, instead of filters of `warnings`, which all threads share before Python 3.14.
+_COLLECTED: ContextVar[list[tuple[type[ShardingWarning], str]] | None]
+_COLLECTED = ContextVar("_COLLECTED", default=None)
+
+
+@contextlib.contextmanager
+def warnings_collected() -> Iterator[list[tuple[type[ShardingWarning], str]]]:
+    """Yields a list that gets this thread's warnings of this library instead of the user."""
+    collected: list[tuple[type[ShardingWarning], str]] = []
+    token = _COLLECTED.set(collected)
+    try:
+        yield collected
+    finally:
+        _COLLECTED.reset(token)
+
+
+@contextlib.contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Gives each warning of the block once, at its end: for work that traces a step many times."""
+    collected: list[tuple[type[ShardingWarning], str]] = []
+    try:
+        with warnings_collected() as collected:
+            yield
+    finally:
+        for category, text in dict.fromkeys(collected):
+            warn_or_raise(category, text, strict=False)
 
 
 def shortened(items: Iterable[str], indent: str = "") -> list[str]:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
+import warnings
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+from nnx_sharding import jit
 from nnx_sharding.errors import (
     MAX_LINES,
     MAX_WIDTH,
+    StrictError,
     UnshardedWarning,
     by_kind,
+    each_warning_once,
     listed,
     message,
     warn_or_raise,
 )
+from nnx_sharding.partition import make_mesh, tensor_parallel
 
 words = st.text("abc[].0:, P()", min_size=1, max_size=300)
 items = st.lists(words | st.lists(words, max_size=40).map("\n  ".join), max_size=300)
@@ -84,3 +93,53 @@ def test_warnings_name_the_line_of_the_user(library):
     with pytest.warns(UnshardedWarning) as caught:
         names["call"]()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_each_warning_once():
+    def warn(text):
+        warn_or_raise(UnshardedWarning, text, strict=False)
+
+    with (
+        pytest.warns(UnshardedWarning) as caught,
+        contextlib.suppress(ValueError),
+        each_warning_once(),
+    ):
+        with each_warning_once():
+            for text in ("one", "two", "one"):
+                warn(text)
+        thread = threading.Thread(target=warn, args=("of another thread",))
+        thread.start()
+        thread.join()
+        assert [str(x.message) for x in caught] == ["of another thread"]
+        warn("two")
+        with pytest.raises(StrictError, match="three"):
+            warn_or_raise(UnshardedWarning, "three", strict=True)
+        raise ValueError
+    assert [str(x.message) for x in caught] == ["of another thread", "one", "two"]
+    assert {x.filename for x in caught[1:]} == {__file__}
+
+
+class Logits(nnx.Module):
+    def __init__(self, rngs):
+        self.tokens = nnx.Embed(512, 64, rngs=rngs)
+        self.head = nnx.Linear(64, 512, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.tokens(tokens))
+
+
+@pytest.mark.parametrize("again", ["report", "compile"])
+def test_a_program_that_is_traced_again_repeats_no_warning(again):
+    mesh = make_mesh({"data": 2, "model": 4})
+    model = Logits(nnx.Rngs(0))
+    specs = tensor_parallel(model, mesh=mesh), P("data")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # equal ones of one line once, as for users
+        for _ in range(2):
+            # The mean outside of the model gathers the columns of its output.
+            step = jit(lambda model, x: model(x).mean(), in_shardings=specs, mesh=mesh)
+            compiled = step.lower(model, jnp.ones((4, 8), jnp.int32)).compile()
+            if again == "report":
+                assert compiled.activations()
+                break
+    assert [x.category for x in caught] == [UnshardedWarning]

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from nnx_sharding import StateSharding, experimental, jit, partition, shard_map, stack
 from nnx_sharding.analysis import HARDWARE, Hardware
 from nnx_sharding.analysis.units import read_bytes
+from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
@@ -36,6 +37,7 @@ from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, finger
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients, fetched, offload
 from nnx_sharding.transforms.stages import Compiled
+from test_messages import Logits
 from zoo import MLP, P, layer
 
 # Losses are outside of models, which gathers logits over the axes for layers.
@@ -1072,3 +1074,18 @@ def test_unknown_figures_are_never_best():
     assert best(roofline=None) == best(memory=None) == second
     only = Comparison({first: dataclasses.replace(reports[first], roofline=None, collectives=None)})
     assert PlanningResult(only, found.candidates).best is None
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.filterwarnings("default")
+def test_each_warning_once():
+    model = nnx.eval_shape(lambda: Logits(nnx.Rngs(0)))
+    tokens = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    # On two meshes, both of which gather logits for the loss.
+    options = {"strategies": ["dp + tensor"], "devices": 8, "most": 2, "measure": 1}
+    with pytest.warns(UnshardedWarning) as caught:
+        found = plan(nnx.value_and_grad(loss_of), model, tokens, **options)
+    assert len(found.comparison.compiled) == 2
+    texts = [str(warning.message) for warning in caught]
+    assert len({*texts}) == len(texts) > 0
+    assert {warning.filename for warning in caught} == {__file__}

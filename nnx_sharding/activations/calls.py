@@ -26,6 +26,7 @@ from ..core.declared import abstract, is_committed
 from ..core.flatten import Flat
 from ..core.plan import Plan
 from ..core.unflatten import unflatten
+from ..errors import warnings_collected
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
@@ -215,5 +216,10 @@ class Recorder:
     def _recorded(self) -> tuple[Calls, Any]:
         calls = Calls()
         caller = Caller(self._fun, self._objects)
-        with jax.sharding.use_abstract_mesh(self._mesh), RECORD(calls), called_by(caller):
+        with (
+            jax.sharding.use_abstract_mesh(self._mesh),
+            RECORD(calls),
+            called_by(caller),
+            warnings_collected(),  # the first trace has given them
+        ):
             return calls, self._plan.program.staged.trace(*self.leaves)

@@ -39,7 +39,7 @@ from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes, time_text
 from ..diagnostics.progress import progress
-from ..errors import message, raise_listed
+from ..errors import each_warning_once, message, raise_listed
 from ..experimental.context import METHODS
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..partition.variables import models_unchanged
@@ -212,6 +212,7 @@ def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float 
 
 
 @_compat.api_boundary
+@each_warning_once()  # all candidates are traced, and most give the same ones
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
     *args: Any,

@@ -81,9 +81,10 @@ class Jit(Sharded):
           out_specs: the same for what it returns.
           donated: the positions of donated arguments.
         """
-        with warnings.catch_warnings():
-            if self.device is not None or self.backend is not None:
-                # Of these options; the user has had the warning when he decorated the function.
+        # Only for these options: it makes Python forget which warnings it has shown already.
+        is_deprecated = self.device is not None or self.backend is not None
+        with warnings.catch_warnings() if is_deprecated else contextlib.nullcontext():
+            if is_deprecated:  # the user has had the warning when he decorated the function
                 warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(in_specs, out_specs, donated))
         top_level: Callable[..., Any] = jitted
