@@ -44,11 +44,12 @@ SLOW_WAY = (
             "treedefs.py",
             "static_equality.py",
             "static_parts.py",
+            "static_children.py",
             "hijax_variables.py",
             "snapshot.py",
         ),
     ),
-    Stage("specs", ("argument_specs.py", "arguments.py", "static_arguments.py")),
+    Stage("specs", ("prefixes.py", "argument_specs.py", "arguments.py", "static_arguments.py")),
     Stage("resolve", ("resolve.py", "spec_checks.py")),
     Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(
@@ -66,7 +67,7 @@ SLOW_WAY = (
 LAST = (
     Stage(
         "run",
-        ("call.py", "declared.py", "interrupts.py", "place.py", "constrain.py"),
+        ("call.py", "declared.py", "interrupts.py", "in_flight.py", "place.py", "constrain.py"),
     ),
     Stage("write-back", ("unflatten.py", "rebuild.py")),
 )

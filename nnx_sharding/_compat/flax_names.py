@@ -441,9 +441,18 @@ def variable_operations(
     return operations if metadata is not None else operations[:1]
 
 
-def prefix_state(x: Any) -> tuple[Any, Any] | None:
-    """Returns the function of (path, value) and the State of ``nnx.prefix(..., graph=True)``."""
-    return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
+class PrefixState(NamedTuple):
+    """What ``nnx.prefix(..., graph=True)`` returns."""
+
+    function: Any  # the user's: of a path and a value, returns a spec
+    specs: Any  # a State of what it has returned
+
+
+def prefix_state(x: Any) -> PrefixState | None:
+    """Returns the content of what ``nnx.prefix(..., graph=True)`` made; None for anything else."""
+    if not isinstance(x, extract.TreeState):
+        return None
+    return PrefixState(x.prefix_fn.value, x.state)
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any = None) -> Any:

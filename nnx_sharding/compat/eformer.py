@@ -36,9 +36,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
-from ..core.arguments import Specs, check_specs
 from ..core.constrain import apply_shardings, is_shardable, mesh_in_trace, sharding_of
 from ..core.flatten import flatten
+from ..core.prefixes import Specs, check_specs
 from ..core.rebuild import rebuild
 from ..core.tree_shardings import assign_shardings, warn_of_corrections
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise

@@ -14,14 +14,11 @@ signal could be handled before the results are stored.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -31,6 +28,7 @@ from .call_context import CALLER, Observer
 from .declared import place_as_declared
 from .failures import raise_explained
 from .flatten import Flat
+from .in_flight import is_bounded, wait_for_some
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
@@ -68,6 +66,7 @@ def run(
     if plan.placed_slots:
         leaves, placed = place_as_declared(plan, leaves)
     compiled_plan = None if nested or fun is None else plan
+    # The program deletes donated arrays; a signal before the write-back would lose them.
     defers = plan.donated and not nested
     is_direct = getattr(execute, DIRECT, False)
     # A list, which is filled when the program was started, also if an error or a signal follows.
@@ -121,47 +120,6 @@ def finish(
     return update.write_back(flat.objects, leaves, groups)
 
 
-# On virtual CPU devices, XLA runs all devices of a process on one thread pool, and in a collective
-# each device waits for the others. With many programs queued, all threads may wait for devices that
-# have no thread, and after a while XLA aborts the process: with jax 0.10.2 on 2 cores, 2,000
-# evaluation steps do so. With this limit on the programs in flight they run. With jax 0.12 they run
-# without it, also with 64 devices on one core.
-MAX_IN_FLIGHT = 16
-
-
-@functools.cache
-def is_bounded() -> bool:
-    """Whether the devices are virtual CPU devices, of a JAX that needs the limit."""
-    is_virtual = jax.default_backend() == "cpu" and jax.local_device_count() > 1
-    return is_virtual and jax.__version_info__ < (0, 12)
-
-
-class _InFlight(threading.local):
-    """The number of programs that this thread has started and not waited for."""
-
-    count = 0
-
-
-_IN_FLIGHT = _InFlight()
-
-
-def wait_for_some(groups: Sequence[OutputGroup]) -> None:
-    """Waits for every 16th program on several devices, which ends after all earlier ones."""
-    _IN_FLIGHT.count += 1
-    if _IN_FLIGHT.count >= MAX_IN_FLIGHT and wait(groups):
-        _IN_FLIGHT.count = 0
-
-
-def wait(groups: Sequence[OutputGroup]) -> bool:
-    """Waits for a program, if it runs on several devices; returns whether it does."""
-    # All results of a program are on the same devices, and ready at the same time.
-    first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
-    if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
-        return False
-    jax.block_until_ready(min((x for group in groups for x in group.arrays), key=jnp.size))
-    return True
-
-
 # The attribute of a function of JAX that runs no Python code before its results are stored.
 DIRECT = "nnx_sharding_is_direct"
 
@@ -210,15 +168,18 @@ class Update(NamedTuple):
 
         ``num_arguments`` is the number of the objects of the arguments, which come first.
         """
-        after, root = outcome.structure, outcome.structure.root
+        after = outcome.structure
         if outcome.metadata or outcome.nodes or outcome.statics or outcome.replaced:
             return False
-        has_new = len(after.entries) != num_arguments
-        if has_new or not all(is_leaf_variable(after.entries[index]) for index in outcome.values):
+        has_new_objects = len(after.entries) != num_arguments
+        holds_arrays = all(is_leaf_variable(after.entries[index]) for index in outcome.values)
+        if has_new_objects or not holds_arrays:  # a Variable may also hold a pytree
             return False
         # Where the new array of each changed Variable is among the outputs of the program.
         sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
         written = [(index, *source) for index, source in zip(outcome.values, sources, strict=True)]
+        # Likewise the arrays that the function returned. Objects in its result are the caller's.
+        root = after.root
         root_sources = [outcome.sources[slot] for slot in after.root_slots]
         # JAX builds these containers in C, where no signal is handled.
         is_builtin = root is LEAF or (
@@ -272,7 +233,8 @@ def _write_back(
 ) -> Any:
     """Writes all changes of a call into the caller's objects: arrays, attributes, metadata.
 
-    All new objects are made, and all checks done, before the first old one is changed.
+    All new objects are made, and all checks done, before the first old one is changed: so an error
+    or a signal changes everything or nothing.
 
     Args:
       plan: the plan of the call.
@@ -287,33 +249,46 @@ def _write_back(
       The output of the user's function.
     """
     objects = flat.objects
-    if not flat.updatable:
+    if not flat.updatable:  # else all are known to belong to the current trace
         _check_updatable(plan, objects, outcome)
     after = outcome.structure
-    arrays = outcome.arrays(leaves, groups)
+    arrays = outcome.arrays(leaves, groups)  # by slot after the call
     existing = dict(enumerate(objects))
     for index in outcome.replaced:
         del existing[index]
+    # Makes only what is new: objects, and the containers of the output.
     unflattened = unflatten(after, arrays, existing)
+    # First the arrays that were moved before the program ran, then what it changed.
     operations = _placing_operations(plan, flat, leaves, placed) if placed else []
-    values = [*outcome.values, *outcome.metadata]
     operations += update_operations(
-        after, arrays, unflattened.objects, values, outcome.metadata, outcome.nodes, outcome.statics
+        after,
+        arrays,
+        unflattened.objects,
+        values=[*outcome.values, *outcome.metadata],
+        metadata=outcome.metadata,
+        nodes=outcome.nodes,
+        statics=outcome.statics,
     )
-    perform([*operations, (finished,)])
+    perform([*operations, (finished,)])  # in C, where no signal is handled
     return unflattened.root
 
 
 def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
-    """Raises a ``TraceContextError`` for changed objects that belong to another trace."""
+    """Raises a ``TraceContextError`` for changed objects that belong to another trace.
+
+    The error has the attribute ``objects``, from which the functions around this one can tell
+    which of these they capture.
+    """
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
-    lines, stale = [], []
+    lines: list[str] = []
+    stale: list[Any] = []
     for index in changed:
-        if not _compat.can_update(objects[index]):
-            type_name = getattr(plan.structure.entries[index], "type", object).__name__
-            variable = plan.variables.get(index)
-            lines.append(f"  a {type_name}" if variable is None else f"  {variable.name}")
-            stale.append(objects[index])
+        if _compat.can_update(objects[index]):
+            continue
+        stale.append(objects[index])
+        variable = plan.variables.get(index)  # None for a module, which has no name
+        type_name = getattr(plan.structure.entries[index], "type", object).__name__
+        lines.append(f"  a {type_name}" if variable is None else f"  {variable.name}")
     error = listed_error(
         _compat.TraceContextError,
         "the function changed objects that belong to another trace, where they cannot be updated:",
@@ -322,7 +297,7 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
         anchor="changed-from-outside-its-trace",
     )
     if error is not None:
-        vars(error)["objects"] = stale  # for the functions around this one, which may capture them
+        vars(error)["objects"] = stale
         raise error
 
 

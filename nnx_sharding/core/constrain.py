@@ -212,10 +212,13 @@ def type_as(x: object, target: NamedSharding) -> Any:
 
 
 def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
-    """Gives an array the axis types of a mesh, and a spec over its Explicit axes.
+    """Gives an array in a trace the axis types of a mesh, and a spec over its Explicit axes.
 
-    Without ``spec``, an array keeps its own over axes that stay Explicit. Returned unchanged is
-    then what has no mesh, or one with other axes.
+    Args:
+      x: the array.
+      mesh: has the axis types.
+      spec: the spec; None to keep that of the array, over axes that stay Explicit. An array without
+        a mesh, or with one of other axes, is then returned unchanged.
     """
     present = type_mesh(x)
     wanted = mesh.abstract_mesh
@@ -231,7 +234,7 @@ def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None)
             x = jax.sharding.reshard(x, NamedSharding(present, less_reduced))
         spec = keep_axes(present_spec, explicit)
     elif present == wanted:
-        padded = with_entries(spec, pad_entries(spec, x.ndim))
+        padded = with_entries(spec, pad_entries(spec, x.ndim))  # as types have their specs
         if jax.typeof(x).sharding.spec == padded:
             return x
     # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.

@@ -16,7 +16,7 @@ From other modules:
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -90,7 +90,7 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
     """Moves Variables that are not where ``in_shardings`` say; returns all arrays of the call.
 
     Returns:
-      The arrays, and the positions of those that were moved.
+      The arrays by slot, and the slots of those that were moved.
 
     Raises:
       ValueError: arrays cannot be moved there, or are committed elsewhere.
@@ -103,33 +103,40 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
         pass
     transform = plan.transform
     assert isinstance(transform, Sharded)
-    targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
-    decisions = {
-        slot: decide(leaves[slot], sharding, transform.on_committed)
-        for slot, sharding in targets.items()
-        if not isinstance(leaves[slot], jax.ShapeDtypeStruct)
-    }
-    slots = [slot for slot, decision in decisions.items() if decision != "keep"]
-    if not slots or not _compat.trace_is_clean():
+    arrays: dict[int, DeclaredArray] = {}  # that are elsewhere, by slot
+    refused: list[DeclaredArray] = []  # that must not be moved
+    for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True):
+        if isinstance(leaves[slot], jax.ShapeDtypeStruct):
+            continue
+        decision = decide(leaves[slot], sharding, transform.on_committed)  # keep, place or refuse
+        if decision != "keep":
+            arrays[slot] = DeclaredArray(plan.names[slot], leaves[slot], sharding)
+        if decision == "refuse":
+            refused.append(arrays[slot])
+    if not arrays or not _compat.trace_is_clean():
         return leaves, ()
-    names = [plan.names[slot] for slot in slots]
-    shapes = [jnp.shape(leaves[slot]) for slot in slots]
-    # A later call may have other shapes than the one for which the plan was made.
-    fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
-    arrays = [DeclaredArray(plan.names[slot], leaves[slot], targets[slot]) for slot in slots]
-    obstacles = {x.name: obstacle(x.array, x.declared) for x in arrays}
-    head = f"{transform.name}: these arrays cannot be placed as declared:"
-    lines = [f"  {name}: {reason}" for name, reason in obstacles.items() if reason]
-    raise_listed(ValueError, head, lines)
-    pairs = zip(slots, arrays, strict=True)
-    refused = [array for slot, array in pairs if decisions[slot] == "refuse"]
+    _check_obstacles(plan, arrays)
     if error := committed_elsewhere(transform.name, refused):
         raise error
+    placed = place_arrays([x.array for x in arrays.values()], [x.declared for x in arrays.values()])
     leaves = list(leaves)
-    placed = place_arrays([x.array for x in arrays], [x.declared for x in arrays])
-    for slot, array in zip(slots, placed, strict=True):
+    for slot, array in zip(arrays, placed, strict=True):
         leaves[slot] = array
-    return leaves, slots
+    return leaves, [*arrays]
+
+
+def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
+    """Raises a ``ValueError`` for arrays, by slot, that cannot get their declared shardings."""
+    # A later call may have other shapes than the one for which the plan was made.
+    names = [x.name for x in arrays.values()]
+    shapes = [jnp.shape(x.array) for x in arrays.values()]
+    fit_specs(plan.transform, names, shapes, [plan.specs[slot] for slot in arrays], {})
+    lines = []
+    for name, array, declared in arrays.values():
+        if reason := obstacle(array, declared):  # such as devices of another process
+            lines.append(f"  {name}: {reason}")
+    head = f"{plan.transform.name}: these arrays cannot be placed as declared:"
+    raise_listed(ValueError, head, lines)
 
 
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:

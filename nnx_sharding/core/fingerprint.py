@@ -110,19 +110,23 @@ def values_in(structure: Structure) -> list[Any]:
     call has its own; and so is what never changes, such as numbers and the classes of Flax.
     """
     values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
-    children: list[Child] = [structure.root, *structure.statics]
+    pending: list[Child] = [structure.root, *structure.statics]
     for entry in structure.entries:
         if entry is not None:
             values[id(entry.type)] = entry.type
-            children += children_of(entry)
-    while children:
-        child = children.pop()
+            pending += children_of(entry)
+    while pending:
+        child = pending.pop()
+        classes: Iterable[type] = ()
         if isinstance(child, Static):
             values[id(child)] = child
-        elif isinstance(child, Container | StaticObject):
-            children += (*child.children, *getattr(child, "aux", ()))
-            classes = {child.type} if isinstance(child, StaticObject) else node_types(child.treedef)
-            values |= {id(cls): cls for cls in classes}
+        elif isinstance(child, StaticObject):
+            classes = (child.type,)
+            pending += child.children
+        elif isinstance(child, Container):
+            classes = node_types(child.treedef)
+            pending += (*child.children, *child.aux)
+        values |= {id(cls): cls for cls in classes}
     return [value for value in values.values() if not _is_constant(value)]
 
 

@@ -30,8 +30,8 @@ from .hijax_variables import describe_hijax
 from .problems import no_tree
 from .recording import UNRECORDED, ReadRecorder, comparison_of
 from .snapshot import Snapshot, node_state
-from .static_equality import Static, content_of
-from .static_parts import StaticKind, forget_cached, has_identity, is_fixed
+from .static_children import describe_static, new_static_child
+from .static_equality import Static
 from .structure import (
     LEAF,
     Child,
@@ -87,7 +87,7 @@ class Flattener:
         # Types that hold no tracers; None within a trace, where the answer may be another one.
         self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         # By id, with the value to keep it alive, so that no other object gets its id.
-        self._statics: dict[int, tuple[Static | StaticObject, Any]] = {}
+        self.statics: dict[int, tuple[Static | StaticObject, Any]] = {}
         # Equal layers share what their class, attributes and metadata say: computed once for all.
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._nodes: dict[int, _Described] = {}  # by the id of the form
@@ -136,14 +136,14 @@ class Flattener:
 
     def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
         """Returns the entry of an object; adds its arrays to leaves, their slots to ``slots``."""
-        entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
-        if entry is not None:  # unchanged since the snapshot, except for a Variable's array
-            if isinstance(entry, VariableEntry):
+        known_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
+        if known_entry is not None:  # unchanged since the snapshot, except for a Variable's array
+            if isinstance(known_entry, VariableEntry):
                 self._add_leaf(_compat.get_value(obj), slots)
-            for child in children_of(entry):
+            for child in children_of(known_entry):  # it may link to objects that did change
                 if type(child) is int:
                     self.link_index(child)
-            return entry
+            return known_entry
         recorder = self.recorder
         position = UNRECORDED if recorder is None else recorder.object_positions[index]
         if _compat.is_node(obj):
@@ -155,78 +155,71 @@ class Flattener:
             return VariableEntry(type(obj), metadata, self.pytree_child(value, slots, position))
         if _compat.is_hijax_variable(obj):
             return describe_hijax(self, obj, slots, position)
-        static = self._describe_static(index, obj, position)
-        if static is None:
-            self._add_leaf(obj, slots, position)
-            return RefEntry()
-        return static
+        static = describe_static(self, index, obj, position)
+        if static is not None:
+            return static
+        self._add_leaf(obj, slots, position)  # only a ``jax.Ref`` is left
+        return RefEntry()
 
     def _describe_node(self, node: object, slots: list[int], position: int) -> Entry:
         """Returns the entry of a module; adds its own arrays, and links what it holds."""
         if not self.graph and not _compat.is_pytree_type(type(node)):
             raise no_tree(type(node))
+        # Values are sorted by name; ``form.order`` has the place of each in the ``__dict__``, in
+        # whose order a guard reads them.
         form, values, in_dict = _compat.node_items(node, self._forms, self._no_tracers)
         if in_dict is None:
             self.recorder = None  # not all content is in the ``__dict__``, which a guard reads
         statics = [*compress(values, form.is_static)]
         # Nodes of one form (class and names) with the same statics share what describes these.
         known = self._nodes.get(_compat.identity(form))
-        # ``pending``: the attributes that are still to be described, by number.
         if known is not None and all(map(operator.is_, statics, known.statics)):
-            pending, children, comparisons = form.others, [*known.children], known.comparisons
+            undescribed, children = form.others, [*known.children]
+            comparisons = known.comparisons
         else:
-            pending, children, comparisons = tuple(range(len(values))), [LEAF] * len(values), b""
+            undescribed, children = tuple(range(len(values))), [LEAF] * len(values)
+            comparisons = b""  # not yet known
         positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
         if self.recorder is not None:
             content = in_dict or values
             positions = self.recorder.open_node(position, form.names, content, comparisons)
-        for i in pending:
+        for i in undescribed:
             place = positions[form.order[i]]
             children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
         static_children = compress(children, form.is_static)
         # Links from static attributes have to be counted at each node, so these are not shared.
         if not comparisons and all(type(child) is Static for child in static_children):
-            new = bytearray(len(values))
-            for i in compress(pending, form.is_static):
-                new[form.order[i]] = comparison_of(children[i])
-            self._nodes[_compat.identity(form)] = _Described(children, statics, bytes(new), form)
+            to_share = bytearray(len(values))
+            for i in compress(undescribed, form.is_static):
+                to_share[form.order[i]] = comparison_of(children[i])
+            described = _Described(children, statics, bytes(to_share), form)
+            self._nodes[_compat.identity(form)] = described
         return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
 
     def describe_metadata(self, variable: object, position: int) -> tuple[tuple[str, Child], ...]:
-        """Returns the metadata of a Variable, sorted by name; Variables with the same share it."""
+        """Returns pairs of name and child for the metadata of a Variable, sorted by name.
+
+        Variables with the same values share the result.
+        """
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
         key = (*names, *map(_compat.identity, values))
         known = self._metadata.get(key)
-        positions: Sequence[int] = (UNRECORDED,) * len(values)
+        positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of the dict
         if self.recorder is not None:
             comparisons = b"" if known is None else known.comparisons
             positions = self.recorder.open_metadata(position, names, values, comparisons)
         if known is not None:
             return known.children  # type: ignore[return-value]
-        order = sorted(range(len(names)), key=names.__getitem__)
-        children = tuple([(names[i], self.static_child(values[i], positions[i])) for i in order])
-        by_name = dict(children)
-        if all(type(child) is Static for child in by_name.values()):  # links must be counted
+        by_name: dict[str, Child] = {}
+        for i in sorted(range(len(names)), key=names.__getitem__):
+            by_name[names[i]] = self.static_child(values[i], positions[i])
+        children = tuple(by_name.items())
+        # Links to objects have to be counted at each Variable, so these are not shared.
+        if all(type(child) is Static for child in by_name.values()):
             comparisons = bytes(comparison_of(by_name[name]) for name in names)
             self._metadata[key] = _Described(children, values, comparisons)
         return children
-
-    def _describe_static(self, index: int, obj: object, position: int) -> StaticObject | None:
-        """Returns the entry of a static object, such as a dict of settings; None for a ref."""
-        if self.snapshot is not None:  # what was cached since may be traced, and is not needed
-            forget_cached(obj, self.snapshot.attributes_of(index))
-        content = content_of(obj)
-        if content is None:
-            return None
-        if self.is_kept_alive(obj):
-            self.origins[index] = obj
-        kind, parts = content
-        # Parts that are equal do not make these the same, so a trace is only for this one object.
-        identity = Static(obj, self.is_kept_alive(obj)) if has_identity(kind.type) else None
-        if self.recorder is not None and identity is not None:
-            self.recorder.pin_object(index, obj)
-        return StaticObject(kind, self._static_parts(obj, kind, parts, position), identity)
 
     def _attribute_child(
         self, value: object, is_data: bool | None, slots: list[int], position: int
@@ -245,51 +238,20 @@ class Flattener:
         return self.pytree_child(value, slots, position, all_leaves=all_leaves)
 
     def static_child(self, value: object, position: int = UNRECORDED) -> Child:
-        """Returns the child for a static value: a ``Static``, or the index of a mutable object."""
-        child: Static | StaticObject
+        """Returns the child for a static value (``static_children.py`` says which it is)."""
+        child: Child
         if value is None or type(value) in (str, int, bool):  # nearly all, so tried first
             child = Static.of(value)
-        elif (known := self._statics.get(_compat.identity(value))) is not None:
+        elif (known := self.statics.get(_compat.identity(value))) is not None:
             child = known[0]
             self.has_repeats |= isinstance(child, StaticObject)  # which may hold links
         elif (index := self.index_of.get(_compat.identity(value))) is not None:
             return self.link_index(index, position)
         else:
-            child = Static.of(value, hold=self.is_kept_alive(value))
-            content = content_of(value) if child.by_identity else None
-            if content is None:
-                is_object = self._links_static(value)
-            else:
-                kind, parts = content
-                is_object = not is_fixed(kind)  # what can change has an entry of its own
-            if is_object:
-                return self.link_object(value, position)
-            if content is not None:
-                child = StaticObject(kind, self._static_parts(value, kind, parts, position))
-            # A recorder has to open an immutable object in each place, so that is not kept.
-            if content is None or position == UNRECORDED:
-                self._statics[_compat.identity(value)] = child, value
+            child = new_static_child(self, value, position)
         if position != UNRECORDED and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(position, value, child)
         return child
-
-    def _links_static(self, value: object) -> bool:
-        """Whether a static place links to a module: one with arrays must be data elsewhere, too."""
-        if not _compat.is_graph_object(value):
-            return False
-        is_part = _compat.identity(value) in self.also_data or not _compat.holds_arrays(value)
-        if not is_part:
-            self.left_out.add(_compat.identity(value))
-        return is_part
-
-    def _static_parts(
-        self, obj: object, kind: StaticKind, parts: Sequence[object], position: int
-    ) -> tuple[Child, ...]:
-        """Returns the children for the parts of a static object: its items and attributes."""
-        positions: Iterable[int] = repeat(UNRECORDED)
-        if self.recorder is not None:
-            positions = self.recorder.open_static(position, obj, kind, parts)
-        return tuple(map(self.static_child, parts, positions))
 
     def is_kept_alive(self, value: object) -> bool:
         """Whether the structure keeps alive a static object that is compared by identity."""
@@ -305,11 +267,15 @@ class Flattener:
         link_refs: bool = True,
         is_root: bool = False,
     ) -> Child:
-        """Returns the child for a pytree; adds its arrays to the leaves, their slots to ``slots``.
+        """Returns the child for a pytree: a ``Container``, or the child for its only leaf.
 
-        Without ``all_leaves``, leaves that are not arrays, such as numbers, are static. With
-        ``link_refs``, a ``jax.Ref`` is an object that may be shared, not an array. The objects of
-        the root are described at once, so that all arrays are in its order.
+        Args:
+          tree: any pytree, also a single array.
+          slots: gets the slots of its arrays, which are added to the leaves.
+          position: where a recorder can read it again.
+          all_leaves: False if leaves that are not arrays, such as numbers, are static.
+          link_refs: whether a ``jax.Ref`` is an object that may be shared, not an array.
+          is_root: whether its objects are described at once, so that all arrays are in its order.
         """
         if _compat.is_plain_array(tree):
             return self._add_leaf(tree, slots, position)
@@ -321,7 +287,7 @@ class Flattener:
         elif self.recorder is not None:
             leaf_positions, aux_positions = self.recorder.open_tree(position, tree, treedef)
         children: list[Child] = []
-        for part, place in zip(parts, leaf_positions, strict=False):
+        for part, place in zip(parts, leaf_positions, strict=False):  # `repeat` has no end
             is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
             if is_object or (link_refs and _compat.is_ref(part)):
                 children.append(self.link_object(part, place))

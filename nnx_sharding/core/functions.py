@@ -14,7 +14,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -81,18 +81,18 @@ class _SlotParameter(inspect.Parameter):
 
 def captured_shards(
     fun: Callable[..., Any], constants: Iterable[Any] | None = None
-) -> list[tuple[str, Any]]:
+) -> list[NamedValue]:
     """Returns the sharded arrays that a function captures, with the names that it has for them.
 
     These are all that it may capture, or, of these, the ``constants`` that its trace did capture.
     """
-    pairs: list[tuple[str, Any]] = []
+    arrays: list[NamedValue] = []
     for name, value in captured_values(fun):
-        pairs += _named_arrays(name, value)
+        arrays += _named_arrays(name, value)
     if constants is not None:
-        names = {id(array): name for name, array in reversed(pairs)}  # the first name counts
-        pairs = [(names.get(id(array), "an array"), array) for array in constants]
-    return [(name, x) for name, x in pairs if _is_array(x) and not x.is_fully_replicated]
+        names = {id(array): name for name, array in reversed(arrays)}  # the first name counts
+        arrays = [NamedValue(names.get(id(array), "an array"), array) for array in constants]
+    return [x for x in arrays if _is_array(x.value) and not x.value.is_fully_replicated]
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:
@@ -104,22 +104,32 @@ def closure(fun: types.FunctionType) -> dict[str, Any]:
     return variables
 
 
-def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the bound, closed-over and global values that a function uses, with their names."""
+class NamedValue(NamedTuple):
+    """A value that a function captures, and the expression that names it in messages."""
+
+    name: str
+    value: Any
+
+
+def captured_values(fun: Any) -> Iterator[NamedValue]:
+    """Yields the bound, closed-over and global values that a function uses."""
     while type(fun) is functools.partial:
-        yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fun.args))
-        yield from ((f"partial.keywords[{key!r}]", value) for key, value in fun.keywords.items())
+        for i, value in enumerate(fun.args):
+            yield NamedValue(f"partial.args[{i}]", value)
+        for key, value in fun.keywords.items():
+            yield NamedValue(f"partial.keywords[{key!r}]", value)
         fun = fun.func
-    if _compat.is_graph_object(fun):
-        yield f"the {type(fun).__name__}", fun
-    fun = inspect.unwrap(getattr(fun, "__func__", fun))
+    if _compat.is_graph_object(fun):  # a module with a __call__
+        yield NamedValue(f"the {type(fun).__name__}", fun)
+    fun = inspect.unwrap(getattr(fun, "__func__", fun))  # of a bound method, its function
     code = getattr(fun, "__code__", None)
-    if code is None:
+    if code is None:  # not written in Python
         return
-    yield from closure(fun).items()
+    for name, value in closure(fun).items():
+        yield NamedValue(name, value)
     for name in names_of(code).globals:
         if name in fun.__globals__:
-            yield name, fun.__globals__[name]
+            yield NamedValue(name, fun.__globals__[name])
 
 
 # By type, because isinstance would load the target of a lazy proxy.
@@ -127,21 +137,23 @@ def _is_array(value: object) -> bool:
     return type(value) is _compat.ArrayImpl
 
 
-def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays in a value, with the expressions for them.
+def _named_arrays(name: str, value: Any) -> Iterator[NamedValue]:
+    """Yields the arrays in a value, which ``name`` is the expression for.
 
-    These are the value itself, the arrays of a module, and arrays directly in a container. Arrays
-    further below are left out, since a global may be a large registry.
+    These are the value itself, the arrays of a module, and arrays and modules directly in a
+    container: ``[x, model]`` has ``name[0]`` and ``name[1].kernel``. What is further below is left
+    out, since a global may be a large registry.
     """
     if _is_array(value):
-        yield name, value
+        yield NamedValue(name, value)
     elif _compat.is_graph_object(value):
         flat = flatten(value, keeps_alive=False)
         for path, leaf in zip(flat.structure.paths(), flat.leaves, strict=True):
             if _is_array(leaf):
-                yield accessor(name, path), leaf
-    elif type(value) in (tuple, list, dict):
-        for key, part in value.items() if type(value) is dict else enumerate(value):
+                yield NamedValue(accessor(name, path), leaf)
+    elif type(value) in (tuple, list, dict):  # subclasses may run the user's code
+        items = value.items() if type(value) is dict else enumerate(value)
+        for key, part in items:
             if _is_array(part) or _compat.is_graph_object(part):
                 yield from _named_arrays(accessor(name, (key,)), part)
 
@@ -170,18 +182,23 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
     refused_ids = _refused_objects(error)
     if not refused_ids:
         return
-    modules = [pair for pair in captured_values(fun) if _compat.is_graph_object(pair[1])]
-    for name, module in modules:
-        for path, node in nnx.iter_graph(module):
-            if id(node) in refused_ids:
-                text = (
-                    f"This is {accessor(name, path)}, which {fun_name} captures. Pass what a "
-                    "function changes as one of its arguments."
-                )
-                if text not in str(error):  # an inner function may have named it already
-                    error.args = (f"{error}\n{text}", *error.args[1:])
-                    see(error, anchor="changed-from-outside-its-trace")
-                return
+    # The names of all objects in the modules that the function captures; the first one that was
+    # refused is enough for a message.
+    names = (
+        accessor(captured.name, path)
+        for captured in captured_values(fun)
+        if _compat.is_graph_object(captured.value)
+        for path, node in nnx.iter_graph(captured.value)
+        if id(node) in refused_ids
+    )
+    name = next(names, None)
+    if name is None:
+        return
+    text = f"This is {name}, which {fun_name} captures. Pass what a function changes as one of its "
+    text += "arguments."
+    if text not in str(error):  # an inner function may have named it already
+        error.args = (f"{error}\n{text}", *error.args[1:])
+        see(error, anchor="changed-from-outside-its-trace")
 
 
 def _refused_objects(error: Exception) -> set[int]:

@@ -69,12 +69,16 @@ def _record(
     treedef = _compat.get_treedef(variable)
     leaves = _compat.get_leaves(variable)
     arrays = (flattener.leaves[slot] for slot in slots)
+    # The arrays and objects in the copy, in order: LEAF, or the index of an object.
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
-    # What was read from the copy has to be what a guard reads from the original.
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
-    if [*map(id, values)] != [*map(id, leaves)] or None in map(value_key, aux_of(treedef)):
+    # What was read from the copy has to be what a guard reads from the original.
+    is_same = [*map(id, values)] == [*map(id, leaves)]
+    has_identities = None in map(value_key, aux_of(treedef))
+    if has_identities or not is_same:
         return False
-    for place, part in zip(recorder.open_hijax(position, treedef, leaves), parts, strict=True):
+    positions = recorder.open_hijax(position, treedef, leaves)
+    for place, part in zip(positions, parts, strict=True):
         if type(part) is int:
             recorder.add_object(place, part)
         else:

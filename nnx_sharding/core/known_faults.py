@@ -31,23 +31,23 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
     """
     if mesh is None:
         return
-    # Nothing is divided over other axes, and what is manual XLA does not partition.
-    large = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
-    large -= axes_of_type(mesh, AxisType.Manual)
-    if not large:
+    # The axes over which XLA divides arrays: what is manual it does not partition.
+    divided = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
+    divided -= axes_of_type(mesh, AxisType.Manual)
+    if not divided:
         return
-    auto = large & axes_of_type(mesh, AxisType.Auto)
-    has_groups = False
+    auto = divided & axes_of_type(mesh, AxisType.Auto)
+    has_groups = False  # whether there are convolutions with groups
     lines = list[str]()
-    for *outer, eqn in _equations(_compat.trace_equations()):
+    for *outer, eqn in _equations(_compat.trace_equations()):  # ``outer`` are those around it
         has_groups |= is_grouped(eqn)
         is_product = eqn.primitive.name == "dot_general"
         if is_product and auto and any(x.aval.sharding.spec.reduced for x in eqn.invars):
-            path = path_of([*outer, eqn])
+            path = path_of([*outer, eqn])  # of the module
             place = f"{path}: {_REDUCED}" if path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
-        _compat.replace_equations(Replacements(large).of)
+        _compat.replace_equations(Replacements(divided).of)
     if lines and not nested:  # the outer trace has these operations, too
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)

@@ -126,7 +126,7 @@ def pack(
     Returns:
       What the pure function returns: the groups of outputs, and last the outcome.
     """
-    changes, sources = _compare(plan, leaves, after, specs)
+    changes, sources = _compare(plan, leaves, after, specs)  # sources: of unchanged arrays so far
     group_of_spec = _group_numbers(plan, specs, names)
     outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
     output_names: list[list[str]] = [[] for _ in group_of_spec]
@@ -135,13 +135,15 @@ def pack(
     for slot, leaf in enumerate(after.leaves):
         is_ref = slot in ref_slots and _compat.is_ref(leaf)
         if is_ref and _compat.identity(leaf) in input_slots:
+            # The program changes it in place, so it is the caller's ref in any case.
             sources[slot] = Source(INPUT, input_slots[_compat.identity(leaf)])
-        elif slot not in sources:
+        elif slot not in sources:  # a new or changed array: the next output of its group
             group = group_of_spec[specs[slot]]
             sources[slot] = Source(group, len(outputs[group]))
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
+    # With ``strict``, an output has to use the buffer of each of these.
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
     outcome = Outcome(
@@ -180,23 +182,21 @@ def _compare(
     """
     changes, sources = _Changes(), dict[int, Source]()
     for index, old in enumerate(plan.structure.entries):
-        new = after.structure.entries[index]
+        new = after.structure.entries[index]  # of the same object
         slots = after.structure.slots[index]
         if isinstance(new, NodeEntry) and not plan.updates:
             changes.replaced.append(index)
         if not slots and new == old:
             continue
-        # A tracer that is still the same is an array that the function did not change. It is an
-        # output all the same if its buffer is donated, or if it gets another sharding.
-        unchanged = {
-            slot: Source(INPUT, old_slot)
-            for slot, old_slot in kept_places(plan.structure, after.structure, index).items()
-            if after.leaves[slot] is leaves[old_slot]
-            and old_slot not in plan.donated
-            and specs[slot] == plan.object_specs[old_slot]
-        }
-        sources |= unchanged
-        fresh = {slot for slot in slots if slot not in unchanged}
+        fresh = set(slots)  # the slots of arrays that are outputs
+        for slot, old_slot in kept_places(plan.structure, after.structure, index).items():
+            # A tracer that is still the same is an array that the function did not change. It is an
+            # output all the same if its buffer is donated, or if it gets another sharding.
+            is_same = after.leaves[slot] is leaves[old_slot]
+            keeps_spec = specs[slot] == plan.object_specs[old_slot]
+            if is_same and keeps_spec and old_slot not in plan.donated:
+                sources[slot] = Source(INPUT, old_slot)
+                fresh.discard(slot)
         if isinstance(new, VariableEntry) and new != old:
             changes.metadata.append(index)
         elif isinstance(new, VariableEntry) and fresh:

@@ -244,20 +244,21 @@ def make_plan(
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     if not graph:
         structure.check_tree()
-    arguments = _arguments(transform, parameters, call, structure)  # with the user's specs
+    # The parts of the arguments with the user's specs, then each Variable and array in them.
+    arguments = _arguments(transform, parameters, call, structure)
     check_static_places(structure, named_parts(arguments), signature.static_names)
-    locations = locate(structure, arguments)  # of each Variable and array
-    names = [
-        name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
-    ]
+    locations = locate(structure, arguments)
+    names_found = enumerate(slot_names(len(leaves), locations))
+    names = [name or f"array {slot}" for slot, name in names_found]
     if isinstance(transform, Sharded):
         if error := arguments_not_arrays(names, leaves):
             raise error
         check_mesh(transform, locations, flat.objects, leaves)
+    # One spec for each array, by slot: by the user's filters, by the transform, then by its shape.
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
-    shapes = [shape_of(leaf) for leaf in leaves]
     specs = transform.input_specs(resolved.slots, leaves)
-    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)  # by slot
+    shapes = [*map(shape_of, leaves)]
+    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}
     placed = _placed(transform, structure, shardings, attributes)  # what a call moves
@@ -295,9 +296,8 @@ def _arguments(
     names, option = call.signature.names, transform.in_name
     prefixes = align_specs(transform.in_specs.tree, parameters, call.signature, option)
     positional = [names[i] for i in call.signature.dynamic]
-    return split_arguments(
-        structure, call.tree, prefixes, positional, f"{transform.name}: {option}"
-    )
+    caller = f"{transform.name}: {option}"
+    return split_arguments(structure, call.tree, prefixes, positional, caller)
 
 
 def _donated_slots(

@@ -236,9 +236,10 @@ def _locked(path: Path, name: str) -> Iterator[bool]:
 
 
 def _lock(path: Path, file: Path) -> tuple[int, bool]:
-    """Returns the descriptor of a file, and whether it could be locked.
+    """Opens and locks a file; returns its descriptor, and whether it is locked.
 
-    Another process may delete the file between opening and locking; then this is repeated.
+    It is not on file systems without locks. Another process may delete the file between opening and
+    locking; then this is repeated. A ``FileExistsError`` for ``path`` if another process holds it.
     """
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

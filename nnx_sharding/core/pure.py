@@ -141,6 +141,7 @@ def call_and_pack(
     # Loops return the Variables that they carry; otherwise ``graph_updates=False`` refuses that.
     carried = transform.carried_objects(plan)
     after = _flatten_after(plan, output, unflattened, carried, before)
+    # What was returned or attached, and the name and the spec of each array, by slot.
     locations = _locate_new(plan, output, after.structure)
     names = _names_after(plan, after.structure, locations)
     if not transform.returns_any:
@@ -305,23 +306,25 @@ def _keep_specs(
     Returns:
       The old shapes of arrays of Variables, by slot after the call.
     """
+    before = plan.structure
     old_shapes: dict[int, tuple[int, ...] | None] = {}
     for index in plan.variables:
-        old_slots = plan.structure.slots[index]
+        old_slots = before.slots[index]
         for position, slot in enumerate(after.slots[index]):
             resolved.slots[slot] = resolved.variables[index].spec
-            if not old_slots:
+            if not old_slots:  # it held no array
                 continue
-            # A Variable may hold more arrays than before, in a larger pytree.
+            # Where a Variable holds more arrays than before, the last old one stands for the rest.
             old_slot = old_slots[min(position, len(old_slots) - 1)]
             old_shapes[slot] = shape_of(leaves[old_slot])
             if old_slot in plan.on_indivisible:
                 resolved.on_indivisible[slot] = plan.on_indivisible[old_slot]
     # An array that is an attribute of a module gets the spec of the array that it replaces.
-    for index, slots in enumerate(plan.structure.slots):
-        if not slots or not isinstance(after.entries[index], NodeEntry):
+    for index, old_slots in enumerate(before.slots):
+        is_module = isinstance(after.entries[index], NodeEntry)
+        if not (is_module and old_slots):
             continue
-        for slot, old_slot in kept_places(plan.structure, after, index).items():
-            if resolved.slots[slot] is None:
+        for slot, old_slot in kept_places(before, after, index).items():
+            if resolved.slots[slot] is None:  # no rule for what is new has decided
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes

@@ -82,7 +82,10 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
 
 
 def kept_places(before: Structure, after: Structure, index: int) -> dict[int, int]:
-    """Returns the slots before a call of an object's arrays, by the slots in their places after."""
+    """Returns where an object's arrays were before a call: old slots, by the slots after it.
+
+    Those in a part that has changed otherwise are left out, since nothing was in their places.
+    """
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
         return {after.slots[index][0]: before.slots[index][0]}  # nearly all have no parts
     old_parts = parts_by_key(before, index)
@@ -120,18 +123,19 @@ def _node_operations(
     change: NodeChange, after: Structure, leaves: Arrays, objects: Objects
 ) -> list[Operation]:
     """Returns the operations that change the attributes of one module."""
-    entry: Any = after.entries[change.node]
-    attributes = [
-        (key, assemble(part.child, (leaves[slot] for slot in part.slots), objects))
-        for key, part in change.changed
-    ]
+    index = change.node
+    attributes: list[tuple[Any, Any]] = []  # the new values, by key
+    for key, part in change.changed:
+        arrays = (leaves[slot] for slot in part.slots)
+        attributes.append((key, assemble(part.child, arrays, objects)))
 
-    def all_attributes() -> list[tuple[Any, Any]]:  # for node types that can only be rewritten
-        return assemble_attributes(
-            entry, (leaves[slot] for slot in after.slots[change.node]), objects
-        )
+    def all_attributes() -> list[tuple[Any, Any]]:
+        """Is called for a node type that has no way to set single attributes."""
+        entry: Any = after.entries[index]
+        arrays = (leaves[slot] for slot in after.slots[index])
+        return assemble_attributes(entry, arrays, objects)
 
-    return _compat.node_operations(objects[change.node], attributes, change.removed, all_attributes)
+    return _compat.node_operations(objects[index], attributes, change.removed, all_attributes)
 
 
 def update_operations(
@@ -193,18 +197,23 @@ def rebuild(
     structure, objects = flat.structure, flat.objects
     fresh = {slot for slot, leaf in enumerate(leaves) if leaf is not flat.leaves[slot]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
-    stale = set[str]()
     if not (foreign or flat.updatable):
         stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
-    if stale:
-        raise _compat.TraceContextError(
-            f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
-            "Pass the module as an argument of the function that is traced."
-        )
-    entries = [(i, structure.entries[i]) for i in changed]
-    variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
-    nodes = [node_changes(i, e, structure, fresh) for i, e in entries if isinstance(e, NodeEntry)]
-    changes = [change for change in nodes if change is not None]
+        if stale:
+            raise _compat.TraceContextError(
+                f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
+                "Pass the module as an argument of the function that is traced."
+            )
+    variables: list[int] = []
+    changes: list[NodeChange] = []
+    for index in changed:
+        entry = structure.entries[index]
+        if isinstance(entry, VariableEntry):
+            variables.append(index)
+        elif isinstance(entry, NodeEntry):
+            # Its entry is the same before and after; only arrays that it holds itself are new.
+            change = node_changes(index, entry, structure, fresh)
+            changes += [] if change is None else [change]
     operations = update_operations(structure, leaves, objects, variables, nodes=changes)
     finish()
     perform(operations)

@@ -135,16 +135,17 @@ def resolve(
     conflicts: list[Conflict] = []
     is_inside = False  # whether the rules are for a tuple of modules, but were used for one: a hint
     for place in locations:
+        index, slots = place.location.entry, place.location.slots
         # Step 1: the spec that the user gave for this location, perhaps by a filter.
-        spec, index, slots = place.part.spec, place.location.entry, place.location.slots
+        written = place.part.spec
         if place.argument.name in decided_arguments and decided and index in decided:
-            spec = None
-        elif isinstance(spec, StateSharding):
+            written = None
+        elif isinstance(written, StateSharding):
             # By identity, as comparing filters takes long; uses of equal rules are joined later.
-            use = uses.setdefault(id(spec), FilterUse(spec))
+            use = uses.setdefault(id(written), FilterUse(written))
             subject = place.subject(objects, leaves)
             matches = use.find(place, subject)
-            spec = matches[0].sharding
+            written = matches[0].sharding
             conflicts += _disagreements(place, matches, spec_of)
             if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((place.name, subject))
@@ -152,9 +153,9 @@ def resolve(
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
-        if spec is not None:  # also what a filter returned is as the user wrote it
-            spec = spec_of(spec)
+        spec = None if written is None else spec_of(written)
         # Step 2: the first location with a spec decides; the others have to agree, or have none.
+        # A Variable is known by its index, an array outside of Variables by its slot.
         decisions, key = (arrays, slots[0]) if index is None else (result.variables, index)
         first = decisions.get(key, UNNAMED)
         if first.spec is None:

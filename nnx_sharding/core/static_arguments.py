@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .argument_specs import align_specs
-from .arguments import is_spec
+from .prefixes import is_spec
 from .signature import Parameters, Signature
 from .static_equality import Static
 

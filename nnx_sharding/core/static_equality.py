@@ -81,11 +81,14 @@ def value_key(value: Any) -> Hashable | None:
 
 
 def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
-    """Returns a key for a value of a type that is rare in settings; None to compare by content.
+    """Returns a key for a value of a type that is rare in settings, equal for equal values only.
 
-    Keys are equal for equal values only. The order matters, since a class may be of several kinds:
-    first what is known by its type, then what may have attributes (a subclass of ``float`` may, and
-    then its value is not all of it), then containers and values of C, which have none.
+    None means that the value is not compared by value: it may change, or shows nothing. Each helper
+    below returns a key for values of one kind, or None in the same sense.
+
+    The order of the cases matters, since a class may be of several kinds. First comes what is known
+    by its type. Then what may have attributes, as a subclass of ``float`` may: then its value is
+    not all of it. Last come containers and values of C, which have no attributes.
     """
     if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
@@ -96,20 +99,22 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
         return _array_key(cls, value)
     if cls is _compat.HashableMapping:
         return _mapping_key(cls, value)
+    # Not the user's subclasses of these, which may hold more than their `==` compares.
     if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
         return _library_key(cls, value)
-    # A treedef compares the data of its nodes by `==`, so these get keys of their own.
     if cls is PyTreeDef:
+        # It compares the data of its nodes by `==` (1 == True), so these get keys of their own.
         return _key_of_all(cls, aux_of(value), value)
     if has_state(cls):  # attributes may change, except the fields of frozen dataclasses
         return _fields_key(cls, value)
-    if issubclass(cls, np.generic) and not issubclass(cls, np.void):
+    if issubclass(cls, np.generic) and not issubclass(cls, np.void):  # a void may hold objects
         return cls, value.dtype, value.tobytes()
-    parts = fixed_parts(value)  # of tuples and the like, whose items may still be anything
-    if parts is not None:
-        return _key_of_all(cls, parts)
-    # A container that was not opened may change; without `==`, no other object is equal.
-    if is_builtin(cls) or cls.__eq__ is object.__eq__:
+    items = fixed_parts(value)  # of a tuple and the like, which may be anything; else None
+    if items is not None:
+        return _key_of_all(cls, items)
+    if is_builtin(cls):  # a list or dict, which may change
+        return None
+    if cls.__eq__ is object.__eq__:  # no other object is equal to it
         return None
     return _key_as_pickled(cls, value)
 
@@ -296,18 +301,27 @@ def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
 
 
 def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
-    """Returns the path from a static object to each of its parts: items, then attributes."""
+    """Returns the path from a static object to each of its parts: items, then attributes.
+
+    For ``{"lr": 0.1}`` of a subclass of dict with the attribute ``a``, the children are ``"lr"``,
+    ``0.1`` and the attribute, and the paths ``["lr"].key``, ``["lr"]`` and ``.a``.
+    """
     cls = kind.type
     num_items = len(children) - len(kind.names)
-    paths: Iterable[Path] = [(index,) for index in range(num_items)]
+    paths: list[Path]
     if issubclass(cls, dict):  # its items are keys and values in turns
-        keys = [part.value if isinstance(part, Static) else repr(part) for part in children]
-        keys = [Item(key) if type(key) is str else key for key in keys[:num_items:2]]
-        paths = [path for key in keys for path in ((key, "key"), (key,))]
+        paths = []
+        for child in children[:num_items:2]:
+            key = child.value if isinstance(child, Static) else repr(child)
+            # A plain string in a path would be the name of an attribute.
+            key = Item(key) if type(key) is str else key
+            paths += [(key, "key"), (key,)]
     elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
         paths = [(name,) for name in cls._fields]
     elif issubclass(cls, functools.partial):
         paths = [("func",), *(("args", index) for index in range(num_items - 1))]
     elif issubclass(cls, types.MethodType):
         paths = [("__func__",), ("__self__",)]
+    else:
+        paths = [(index,) for index in range(num_items)]
     return [*paths, *((name,) for name in kind.names)]

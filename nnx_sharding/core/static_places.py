@@ -125,28 +125,29 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
       starts: where the search begins.
       uncopied: the indices of the objects of which a trace gets no copy.
     """
-    seen: set[tuple[int, bool]] = set()
+    seen: set[tuple[int, bool]] = set()  # objects: the index, and whether in a static argument
     pending = [*starts]
     while pending:  # no recursion: statics may be nested deeply
         place = pending.pop()
-        child, in_uncopied = place.child, place.in_uncopied
+        child = place.child
+        below: list[_Place] = []
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield f"  {place.expression}: {type(child.value).__name__} with arrays"
             elif place.in_argument:
                 yield from _arrays_in(place.expression, child.value)
         elif isinstance(child, Container | StaticObject):
-            pending += reversed(_places_below(place, child, in_uncopied=in_uncopied))
+            below = _places_below(place, child, in_uncopied=place.in_uncopied)
         elif isinstance(child, int):
             entry = structure.entries[child]
-            if in_uncopied and not isinstance(entry, StaticObject):
+            if place.in_uncopied and not isinstance(entry, StaticObject):
                 # A module in an object that is not copied would be the caller's own.
                 if entry is not None and _holds_arrays(structure, child):
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
                 seen.add((child, place.in_argument))
                 below = _places_below(place, entry, in_uncopied=child in uncopied)
-                pending += reversed(below)
+        pending += reversed(below)  # it is popped from its end: lines come in the order of places
 
 
 def _holds_arrays(structure: Structure, index: int) -> bool:

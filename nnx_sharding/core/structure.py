@@ -97,6 +97,15 @@ class Location(NamedTuple):
     slots: tuple[int, ...]
 
 
+class _Visit(NamedTuple):
+    """What a walk has to visit."""
+
+    path: Path
+    child: Child
+    slots: Iterator[int]  # of the arrays in the child that are in no object
+    variable: int | None  # the index of the Variable around it
+
+
 @jax.tree_util.register_static  # a pytree without leaves, as a GraphDef is
 @dataclasses.dataclass(slots=True, repr=False)
 class Structure:
@@ -162,12 +171,10 @@ class Structure:
         The walk is depth first, with keys in order, as in Flax. A shared object is yielded once,
         under its first path. ``slots`` are those of the arrays of ``child`` outside of objects.
         """
-        seen: set[int] = set()
-        # No recursion: models may be nested deeply. An item is a path, the child there, the slots
-        # of the arrays in it, and the index of the Variable around it.
-        stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
+        seen: set[int] = set()  # the indices of objects
+        stack = [_Visit((), child, slots, None)]  # no recursion: models may be nested deeply
         while stack:
-            path, child, slots, variable = stack.pop()
+            path, child, slots, variable = stack.pop()  # from the end, so parts are added reversed
             parts: Iterable[tuple[Path, Child]] = ()  # what to visit below
             if child is LEAF:
                 yield Location(path, variable, (next(slots),))
@@ -175,22 +182,20 @@ class Structure:
                 parts = parts_of(child).items() if child.children else ()
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
-                entry, variable, slots = self.entries[child], None, iter(self.slots[child])
+                entry = self.entries[child]
+                variable, slots = None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
-                if value is LEAF:  # nearly all
-                    yield Location(path, child, self.slots[child])
-                elif isinstance(entry, NodeEntry):
-                    pairs = zip(entry.keys, entry.children, strict=True)
-                    parts = [((key,), part) for key, part in pairs if type(part) is not Static]
+                if isinstance(entry, NodeEntry):
+                    parts = parts_of(entry).items()
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
-                    seen.add(value)  # the Variable stands for the ref in it
+                    seen.add(value)  # the Variable stands for the ref that is its value
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
                     variable, parts = child, [((), entry.value)]
-                elif isinstance(entry, (VariableEntry, RefEntry)):
+                elif isinstance(entry, VariableEntry | RefEntry):  # nearly all: only arrays
                     yield Location(path, child, self.slots[child])
             below = [(key, part) for key, part in parts if not isinstance(part, Static)]
-            stack += [(path + key, part, slots, variable) for key, part in reversed(below)]
+            stack += [_Visit(path + key, part, slots, variable) for key, part in reversed(below)]
 
     def paths(self) -> tuple[Path, ...]:
         """Returns the path to each array, by slot: the first one from the root to the Variable."""
@@ -208,10 +213,9 @@ class Structure:
         Short paths come first. A path passes through no object twice, but may end at one of them.
         """
         paths: dict[int, list[Path]] = {}
-        # Breadth first, so that short paths come first.
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
-        while queue:
-            path, child, above = queue.popleft()  # above: the objects that the path passes through
+        while queue:  # breadth first; ``above`` are the objects that the path passes through
+            path, child, above = queue.popleft()
             parts: dict[Path, Child] = {}
             if isinstance(child, Container | StaticObject):
                 parts = parts_of(child)
@@ -219,11 +223,8 @@ class Structure:
                 paths[child].append(path)
                 if child not in above:  # otherwise a cycle
                     parts, above = parts_of(self.entries[child]), above | {child}
-            queue += [
-                (path + key, part, above)
-                for key, part in parts.items()
-                if not isinstance(part, Static)
-            ]
+            below = [(key, part) for key, part in parts.items() if not isinstance(part, Static)]
+            queue += [(path + key, part, above) for key, part in below]
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
@@ -285,15 +286,15 @@ class Structure:
 def count_links(structure: Structure, child: Child) -> Counter[int]:
     """Counts the references to each object below a child, by its index."""
     counts: Counter[int] = Counter()
-    pending: list[Sequence[Child]] = [(child,)]
+    pending = [child]
     while pending:
-        for part in pending.pop():
-            if isinstance(part, int):
-                if part not in counts:
-                    pending.append(children_of(structure.entries[part]))
-                counts[part] += 1
-            elif isinstance(part, Container | StaticObject):
-                pending.append(part.children)
+        part = pending.pop()
+        if isinstance(part, int):
+            if part not in counts:  # what an object holds is counted once
+                pending += children_of(structure.entries[part])
+            counts[part] += 1
+        elif isinstance(part, Container | StaticObject):
+            pending += part.children
     return counts
 
 

@@ -75,6 +75,13 @@ _STATIC_CHANGED = _Misuse(
 )
 
 
+class _Misused(NamedTuple):
+    """An object with a misuse."""
+
+    entry: int  # its index
+    path: Path  # from the object to what is wrong in it; empty for the object itself
+
+
 def check_objects(
     before: Structure,
     after: Flat,
@@ -97,20 +104,20 @@ def check_objects(
     structure = after.structure
     num_before = len(before.entries)
     kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
-    # The objects with each misuse, by index, and the path from the object to what is wrong.
-    places: dict[_Misuse, list[tuple[int, Path]]] = {misuse: [] for misuse in kinds}
+    places: dict[_Misuse, list[_Misused]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
-        old = before.entries[index] if index < num_before else None
+        old = before.entries[index] if index < num_before else None  # None: the object is new
         if old is entry and old is not None:  # most entries, by the snapshot
             continue
-        places[_TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, static_ids))
+        traced_paths = _tracers(entry, static_ids)
+        places[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):
-                places[_CAPTURED_OBJECT].append((index, ()))
+                places[_CAPTURED_OBJECT].append(_Misused(index, ()))
             elif old is not None and old.type is not entry.type:
-                places[_CLASS_CHANGED].append((index, ()))
+                places[_CLASS_CHANGED].append(_Misused(index, ()))
         elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
-            places[_STATIC_CHANGED].append((index, ()))
+            places[_STATIC_CHANGED].append(_Misused(index, ()))
     # One kind of misuse at a time: the others may follow from it.
     misuse = next((misuse for misuse in kinds if places[misuse]), None)
     if misuse is None:
@@ -118,10 +125,10 @@ def check_objects(
     starts = named_parts(arguments)
     names = structure.names([*starts, ("output", structure.root)])
     names.update(before.names(starts))  # the user knows objects by the names of the arguments
-    lines = [
-        f"  {accessor(names.get(index, 'an object'), path)}: {type(after.objects[index]).__name__}"
-        for index, path in places[misuse]
-    ]
+    lines = []
+    for index, path in places[misuse]:
+        expression = accessor(names.get(index, "an object"), path)
+        lines.append(f"  {expression}: {type(after.objects[index]).__name__}")
     raise_listed(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
 
 
@@ -160,23 +167,28 @@ def check_output(
 def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants of the program.
 
-    On Explicit axes an array may be indexed: its type shards what is read. ``leaves`` are the
-    arrays of the arguments, ``name`` is that of the transform in messages. With ``strict``, the
-    warning is an error.
+    An array on Explicit axes may be captured if it is only indexed: its type shards what is read.
+
+    Args:
+      fun: the user's function.
+      leaves: the arrays of its arguments.
+      name: of the transform, in messages.
+      strict: whether the warning is an error.
     """
     # By type: isinstance loads the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
-    arguments = set(map(id, leaves))  # which JAX's checkify makes constants as well
-    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in arguments]
+    argument_ids = set(map(id, leaves))  # JAX's checkify makes arguments constants as well
+    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in argument_ids]
     if not sharded:
         return
-    operations = _compat.operations_on_constants()
+    operations = _compat.operations_on_constants()  # by id of the array, the primitives' names
     lines = []
-    for path, x in captured_shards(fun, sharded):
-        names = operations.get(id(x), set())
-        is_indexed = type_spec(x) is not None and bool(names) and names <= _INDEXING
-        if not is_indexed:
-            lines.append(f"{array_line(path, x)}, {describe(x.sharding)}")
+    for expression, array in captured_shards(fun, sharded):
+        names = operations.get(id(array), set())
+        is_only_indexed = bool(names) and names <= _INDEXING
+        is_on_explicit_axes = type_spec(array) is not None
+        if not (is_only_indexed and is_on_explicit_axes):
+            lines.append(f"{array_line(expression, array)}, {describe(array.sharding)}")
     if lines:
         head = f"{name}: the function captures sharded arrays, which become constants of the"
         remedy = "Pass them as arguments."
@@ -190,17 +202,18 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
     """Yields the paths to Variables and traced arrays among the static values of an object.
 
-    Those whose ids are in ``static_ids`` were there before, and are left out.
+    Those whose ids are in ``static_ids`` were there before the call, and are left out.
     """
+    # Nearly all objects have none, which is much faster to see than with the paths.
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
-    stack = list(parts_of(entry).items())  # no recursion: statics may be nested deeply
-    while stack:
-        path, child = stack.pop()
-        if isinstance(child, Container):
-            stack += [(path, aux) for aux in child.aux]
+    pending = list(parts_of(entry).items())  # no recursion: statics may be nested deeply
+    while pending:
+        path, child = pending.pop()
+        if isinstance(child, Container):  # its leaves are data; only its node data is static
+            pending += [(path, aux) for aux in child.aux]
         elif isinstance(child, StaticObject):
-            stack += [(path + key, part) for key, part in parts_of(child).items()]
+            pending += [(path + key, part) for key, part in parts_of(child).items()]
         elif _is_traced(child) and _compat.identity(_value_of(child)) not in static_ids:
             yield path
 

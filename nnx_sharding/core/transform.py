@@ -27,10 +27,10 @@ from ..specs.fitting import (
     spec_and_mesh,
 )
 from ..specs.types import Arrays, Spec
-from .arguments import Specs
 from .call_context import Caller
 from .constrain import mesh_of_types, type_as, type_mesh
 from .flatten import Flat
+from .prefixes import Specs
 from .problems import no_mesh
 from .retyping import AxisTypeChange, RetypedArrays
 from .signature import Parameters, Signature, SortedCall, sort_call

@@ -29,11 +29,12 @@ from .. import _compat
 from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
 from ..specs.types import AnyArray, Arrays, Spec
-from .arguments import Specs, check_specs, split_argument
+from .arguments import split_argument
 from .constrain import given_mesh, is_shardable, mesh_in_trace, without_unconstrained
 from .flatten import Flat
 from .memory import other_memory
 from .place import obstacle
+from .prefixes import Specs, check_specs
 from .problems import no_mesh
 from .resolve import Resolved, check_filters, locate, resolve, slot_names
 
@@ -163,7 +164,7 @@ class _Fitter:
                 self._not_arrays.append(f"  {name}: a {type(leaf).__name__}")
             return None
         sharding = spec.sharding if isinstance(spec, Format) else spec
-        pair = spec_and_mesh(sharding, self._mesh)
+        pair = spec_and_mesh(sharding, self._mesh)  # None for a sharding that has no spec
         if pair is None and isinstance(spec, PartitionSpec):
             self._without_mesh.append(f"  {name}: {spec}")
             return None
@@ -179,9 +180,11 @@ class _Fitter:
         if pair is None or sharding is not spec:  # not a spec, or a Format, which has a layout
             return spec
         # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
-        is_supported = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types
-        final = fit.sharding
-        if not is_supported:
+        may_be_unconstrained = (
+            isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types
+        )
+        final = fit.sharding  # the spec, or what is left of it
+        if not may_be_unconstrained:
             final = without_unconstrained(final, leaf, mesh)
         return NamedSharding(mesh, final, memory_kind=other_memory(spec))
 
@@ -196,19 +199,25 @@ class _Fitter:
           sharding: its spec or sharding.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """
-        mesh: Any = self._mesh if pair is None else pair[1]
-        if pair is not None and self._places:
-            mesh = mesh_in_trace(mesh)
         action = self._actions.get(slot, self._default_action)
-        declared = sharding if pair is None else pair[0]
-        fit = self._fit_once(declared, mesh, np.shape(leaf), on_indivisible=action)
-        if self._explicit and pair is not None and not fit.problems:
-            fit = fit.refuse(_not_explicit(pair[0], mesh))
-        # Whether an array can be moved depends on the devices, not on the spec.
-        target = sharding if pair is None else NamedSharding(mesh, PartitionSpec())
+        shape = np.shape(leaf)
+        mesh: Any
+        target: Any  # to which the array is moved
+        if pair is None:
+            mesh, target = self._mesh, sharding
+            fit = self._fit_once(sharding, mesh, shape, on_indivisible=action)
+        else:
+            spec, mesh = pair
+            if self._places:
+                mesh = mesh_in_trace(mesh)
+            # Whether an array can be moved depends on the devices, not on the spec.
+            target = NamedSharding(mesh, PartitionSpec())
+            fit = self._fit_once(spec, mesh, shape, on_indivisible=action)
+            if self._explicit and not fit.problems:
+                fit = fit.refuse(_not_explicit(spec, mesh))  # None if all axes are Explicit
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
         if self._moves and isinstance(target, Sharding) and is_concrete:
-            fit = fit.refuse(obstacle(leaf, target))
+            fit = fit.refuse(obstacle(leaf, target))  # None if nothing is in the way
         return fit, mesh
 
     def raise_for_mismatches(self) -> None:

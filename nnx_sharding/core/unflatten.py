@@ -71,19 +71,15 @@ def unflatten(
     # The metadata without links to objects, by the id of the entries' metadata: many share theirs.
     plain_metadata: dict[int, dict[str, Any]] = {}
     trace_state = _compat.new_trace_state()
+    new_entries = [pair for pair in enumerate(structure.entries) if pair[0] not in existing]
     # First all objects without content, since any may refer to any other.
-    objects: list[Any] = [
-        existing[index]
-        if index in existing
-        else _new_object(entry, plain_metadata, trace_state, structure.slots[index], leaves)
-        for index, entry in enumerate(structure.entries)
-    ]
-    # Then their content.
-    for index, entry in enumerate(structure.entries):
-        if index in existing:
-            continue
+    objects: list[Any] = [existing.get(index) for index in range(len(structure.entries))]
+    for index, entry in new_entries:
         slots = structure.slots[index]
-        obj = objects[index]
+        objects[index] = _new_object(entry, plain_metadata, trace_state, slots, leaves)
+    # Then their content.
+    for index, entry in new_entries:
+        slots, obj = structure.slots[index], objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
             has_links = len(plain_metadata[_compat.identity(entry.metadata)]) < len(entry.metadata)

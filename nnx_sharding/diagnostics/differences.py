@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
 from ..core.fingerprint import fingerprint_of
-from ..core.functions import captured_values, closure
+from ..core.functions import NamedValue, captured_values, closure
 from ..core.listing import holds_values, is_constant
 from ..core.problems import shorten, show
 from ..core.signature import Signature
@@ -137,10 +137,10 @@ def _why_unlisted(name: str, value: object) -> str:
     return f"{name}: {_show_safely(value)}, whose content cannot be listed"
 
 
-def _captured_by(fun: object) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of what a function captures; of a bound method the object."""
+def _captured_by(fun: object) -> Iterator[NamedValue]:
+    """Yields what a function captures; of a bound method the object, too."""
     if isinstance(fun, types.MethodType):
-        yield "__self__", fun.__self__
+        yield NamedValue("__self__", fun.__self__)
     yield from captured_values(fun)
 
 

@@ -25,9 +25,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.argument_specs import align_specs
-from ..core.arguments import Argument, Specs, check_specs, split_argument, split_arguments
+from ..core.arguments import Argument, split_argument, split_arguments
 from ..core.constrain import mesh_of_types, retype, type_mesh
 from ..core.flatten import Flat, flatten
+from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line
 from ..core.rebuild import rebuild
 from ..core.resolve import NamedLocation, locate, resolve, slot_names

@@ -7,9 +7,9 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.arguments import Specs, check_specs
 from ..core.constrain import apply_shardings
 from ..core.flatten import flatten
+from ..core.prefixes import Specs, check_specs
 from ..core.problems import check_options
 from ..core.rebuild import rebuild
 from ..core.tree_shardings import assign_shardings

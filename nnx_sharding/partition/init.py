@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..core.arguments import Specs, check_specs
 from ..core.constrain import in_context
+from ..core.prefixes import Specs, check_specs
 from ..core.signature import Roles
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type

@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.arguments import Specs
 from ..core.flatten import flatten
+from ..core.prefixes import Specs
 from ..core.problems import out_of_range, show
 from ..core.tree_shardings import assign_shardings
 from ..core.treedefs import PyTreeDef

@@ -20,8 +20,8 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.arguments import Specs, check_specs
 from ..core.constrain import given_mesh
+from ..core.prefixes import Specs, check_specs
 from ..core.problems import check_options, no_mesh
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Feed

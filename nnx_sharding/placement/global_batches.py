@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ..core.arguments import Specs
+from ..core.prefixes import Specs
 from .batch_sharding import BatchSharding, HostArray, copied, pad_rows
 
 _NAME = "shard_batches"

@@ -43,8 +43,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
 from ..activations.axis_types import output_spec, with_auto_axes
-from ..core.arguments import PathFunction
 from ..core.constrain import retype, type_mesh, type_spec
+from ..core.prefixes import PathFunction
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved

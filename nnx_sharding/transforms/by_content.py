@@ -180,21 +180,22 @@ def _value_of(value: object) -> Hashable:
     Raises:
       _NoContentError: it is not compared by value, such as a function with a closure.
     """
-    jaxpr = getattr(value, "jaxpr", value)
+    jaxpr = getattr(value, "jaxpr", value)  # of a ClosedJaxpr, which has constants besides
     if isinstance(jaxpr, Jaxpr):
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
     if isinstance(value, tuple | list):
         return type(value), *map(_value_of, value)
     if isinstance(value, types.FunctionType) and _is_defined_by_name(value):
         return value.__module__, value.__qualname__
+    # None if it is not compared by value. Not for arrays, of which a key would copy the data.
     key = None if isinstance(value, jax.Array) else value_key(value)
     if key is not None:
         return key
     cls = type(value)
     if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
-    form, parts = open_object(value)  # of JAX's own classes for trees, options, …
-    return form, *map(_value_of, parts)
+    kind, parts = open_object(value)  # of JAX's own classes for trees, options, …
+    return kind, *map(_value_of, parts)
 
 
 def _is_defined_by_name(function: types.FunctionType) -> bool:

@@ -347,12 +347,11 @@ class _Branches:
         other_names = other.names([*starts, ("output", other.root)])
         same = {index: name for index, name in names.items() if other_names.get(index) == name}
         changes += structure_changes(same, first, other)
-        lines = [
-            f"  {change.place}: {change.before} in {self._labels[0]}, "
-            f"{change.after} in {self._labels[number]}"
-            for change in changes
-            if change.before != change.after
-        ]
+        lines = []
+        for place, before, after in changes:
+            if before != after:
+                in_first, in_other = self._labels[0], self._labels[number]
+                lines.append(f"  {place}: {before} in {in_first}, {after} in {in_other}")
         raise_listed(
             ValueError,
             f"{self._name}: the branches return different structures, or change the structure of "

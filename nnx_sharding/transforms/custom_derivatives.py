@@ -184,6 +184,8 @@ def _make(
         # Called with options only, as a decorator.
         return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
+    # A DiffState names an argument of which a filter chooses what is differentiated; a position
+    # one of which nothing is.
     states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
     nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
     positions = [*nondiff, *(x.argnum for x in states)]
@@ -566,6 +568,8 @@ class _CallWithVjp(_Call):
           keeps it, a pytree of the residual arrays.
         """
         forward_rule, _ = self.rules
+        # The arguments and residuals. The pure function that calls the rule returns arrays of the
+        # output alone, so they are noted here.
         notes: list[tuple[Flat, _Residuals]] = []
 
         @functools.wraps(forward_rule, updated=())
@@ -679,8 +683,8 @@ class _CallWithJvp(_Call):
         """
         [rule] = self.rules
         [arrays], [directions] = primals, tangents
-        # The tangents of the output and of the arguments. The pure function that calls the rule
-        # returns arrays of the output alone.
+        # The pure function that calls the rule returns arrays of the output alone, so the tangents
+        # are noted here.
         notes: list[_RuleTangents] = []
 
         @functools.wraps(rule, updated=())
@@ -699,22 +703,27 @@ class _CallWithJvp(_Call):
             return output
 
         outcome, outputs = self.trace(output_of_rule, arrays, rule)
-        d_output, d_args = notes[-1]
+        return outputs, self._tangents_of_outputs(outcome, outputs, notes[-1])
+
+    def _tangents_of_outputs(
+        self, outcome: Outcome, outputs: GroupArrays, noted: _RuleTangents
+    ) -> GroupArrays:
+        """Returns the tangent of each output of JAX's function, in the groups of the outputs."""
+        [rule] = self.rules
+        structure = outcome.structure
         # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
-        structure = outcome.structure
         # What is returned unchanged is not an output of JAX's function, and has no tangent here.
         leaves = [None if group == INPUT else outputs[group][i] for group, i in outcome.sources]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"
-        after = replace_slots(after, form.slots, form.tangents_in(name, d_output))
-        self._take_tangents_of_changes(outcome, d_args, after)
-        by_source = dict(zip(outcome.sources, after, strict=True))
-        d_outputs = [
-            [by_source[Source(group, position)] for position in range(len(arrays))]
+        after = replace_slots(after, form.slots, form.tangents_in(name, noted.output))
+        self._take_tangents_of_changes(outcome, noted.args, after)
+        tangent_of = dict(zip(outcome.sources, after, strict=True))
+        return [
+            [tangent_of[Source(group, position)] for position in range(len(arrays))]
             for group, arrays in enumerate(outputs)
         ]
-        return outputs, d_outputs
 
     def _take_tangents_of_changes(
         self, outcome: Outcome, d_args: object, after: list[object]

@@ -105,23 +105,24 @@ class Differentiable(Inner[P, R]):
         derivatives = list[Any]()
 
         def execute(*leaves: object) -> Any:
+            """Is what `_run` runs as the program of the call: returns the program's outputs."""
             if self._transform.is_reverse:  # cotangents get the types of the arrays
                 leaves = tuple(type_as_in_jit(leaves))
 
-            def pure(arrays: Sequence[object]) -> tuple[list[Any], Any]:
+            def differentiable(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
                 # Groups of new arrays, and what says which array of the result each is.
                 *groups, outcome = outputs = inline(*all_leaves)
-                results = outcome.arrays(all_leaves, groups)
-                output = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
-                return [results[slot] for slot in output], outputs
+                results = outcome.arrays(all_leaves, groups)  # by slot after the call
+                output_slots = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
+                return [results[slot] for slot in output_slots], outputs
 
-            derivative, outputs = derivative_of(pure, [leaves[slot] for slot in slots])
+            derivative, outputs = derivative_of(differentiable, [leaves[slot] for slot in slots])
             derivatives.append(derivative)  # `_run` wants the outputs only
             return outputs
 
-        out = self._run(plan, flat, execute)
-        return out, derivatives[0]
+        returned = self._run(plan, flat, execute)
+        return returned, derivatives[0]
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:

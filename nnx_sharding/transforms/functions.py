@@ -56,15 +56,19 @@ class Functions(FunctionGroup):
         """
         wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
         raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
-        # A callable module is its class's ``__call__``, bound to the module.
+        # Each function without what it is bound to, and the tuple of that.
         pairs = [
+            # A callable module is its class's ``__call__``, bound to the module.
             (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
             for x in functions.values()
         ]
         self.__name__ = name
         self.functions = tuple(function for function, _ in pairs)
-        self.objects = [*{id(x): x for _, bound in pairs for x in bound}.values()]
-        places = {id(x): place for place, x in enumerate(self.objects)}
+        # Each bound object once: several functions may be methods of one module.
+        unique = {id(x): x for _, bound in pairs for x in bound}
+        self.objects = [*unique.values()]
+        places = {key: place for place, key in enumerate(unique)}
+        # Of each function, the places of what it is bound to among the objects.
         self.bound = tuple(tuple(places[id(x)] for x in bound) for _, bound in pairs)
         # The parameters of the first one name the operands in messages and in the program.
         self.__signature__ = _signature(pairs[0], leading, count)

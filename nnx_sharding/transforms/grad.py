@@ -183,10 +183,10 @@ def _make(
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
-    chosen: tuple[_Chosen, ...] = ()
-    for x in [argnums] if is_single else argnums:
-        is_state = isinstance(x, nnx.DiffState)
-        chosen += (_Chosen(x.argnum, x.filter) if is_state else _Chosen(x, wrt),)
+    chosen = tuple(
+        _Chosen(x.argnum, x.filter) if isinstance(x, nnx.DiffState) else _Chosen(x, wrt)
+        for x in ([argnums] if is_single else argnums)
+    )
     keys = [x.argument for x in chosen]
     is_valid = all(isinstance(key, int | str) for key in keys)
     if not is_valid or len({*keys}) < len(keys):
@@ -356,10 +356,15 @@ class ValueAndGrad(Differentiable[P, R]):
         for target in targets:
             for named in target.locations:
                 unique |= dict.fromkeys(named.location.slots)
-        slots = [*unique]
         with_sums = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
-        partial = [slot for slot in slots if slot in with_sums]
-        return PreparedCall(plan, flat, targets, slots, partial, self._transform.is_single)
+        return PreparedCall(
+            plan=plan,
+            flat=flat,
+            targets=targets,
+            slots=[*unique],
+            partial=[slot for slot in unique if slot in with_sums],
+            is_single=self._transform.is_single,
+        )
 
     def value_and_gradients(
         self, prepared: PreparedCall, sums: PartialSums | None = None
@@ -381,20 +386,20 @@ class ValueAndGrad(Differentiable[P, R]):
             "allow_int": transform.allow_int,
         }
 
-        def differentiate(function: Function, arrays: list[object]) -> tuple[Any, Any]:
-            # Parameters have partial sums only where gradients are accumulated.
+        def gradients_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
+            """Returns the gradients and the outputs of a function, as `differentiate` asks."""
             if sums is not None:
                 return _differentiate_with_sums(function, arrays, prepared, sums, options)
 
             def loss(arrays: Sequence[Any]) -> tuple[Any, Any]:
-                [value], outputs = function(arrays)
+                [value], outputs = function(arrays)  # the loss is the only array of the output
                 return value, outputs
 
             derivative = jax.value_and_grad(loss, has_aux=True, **options)
             (_, outputs), gradients = derivative(arrays)
             return gradients, outputs
 
-        return self.differentiate(prepared.plan, prepared.flat, prepared.slots, differentiate)
+        return self.differentiate(prepared.plan, prepared.flat, prepared.slots, gradients_of)
 
     def _check_types(self, prepared: PreparedCall) -> None:
         """Raises a ``TypeError`` for arrays without a derivative, such as integers.
@@ -420,23 +425,21 @@ class ValueAndGrad(Differentiable[P, R]):
     def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
         """Returns the arguments that ``argnums`` names, with what is differentiated in each."""
         arguments = {argument.name: argument for argument in plan.arguments}
-        chosen = self._chosen_filters(call, arguments)
-        locations = {argument: list[NamedLocation]() for argument in chosen}
+        filters = self._chosen_filters(call, arguments)  # by argument, in the order of argnums
+        locations = {name: list[NamedLocation]() for name in filters}
         has_arrays = False
-        for named in self._matching(plan, flat, chosen):
+        for named in self._matching(plan, flat, filters):
             locations[named.argument.name].append(named)
             has_arrays |= bool(named.location.slots)
         if not has_arrays and self._transform.is_chosen:
-            self._refuse_empty(flat, chosen)
+            self._refuse_empty(flat, filters)
         values = _by_name(plan, call.tree)
         targets = []
-        for (name, matches), (_, filter_) in zip(
-            locations.items(), self._transform.wrt, strict=True
-        ):
+        for name, chosen in zip(filters, self._transform.wrt, strict=True):
             # As in Flax, without graph updates a gradient has the form of the whole argument,
-            # unless a filter says which part.
-            is_state = self._modes["updates"] or filter_ is not None
-            targets.append(Target(arguments[name], values[name], matches, is_state))
+            # unless the user gave a filter that says which part.
+            is_state = self._modes["updates"] or chosen.filter is not None
+            targets.append(Target(arguments[name], values[name], locations[name], is_state))
         return targets
 
     def _chosen_filters(
@@ -474,21 +477,23 @@ class ValueAndGrad(Differentiable[P, R]):
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         found = set[int]()  # the Variables so far, by index
         for named in locate(flat.structure, plan.arguments):
-            path, index, slots = named.location
+            path, index, slots = named.location  # the index of a Variable; None for a bare array
             predicate = predicates.get(named.argument.name)
             # As in Flax, what is shared has its gradient only in the first place.
             if predicate is None or index in found:
                 continue
-            # A Variable without arrays, such as one of None, has a gradient without arrays.
+            # A Variable that holds a pytree without arrays has such a gradient. One that holds
+            # something else, such as a static value, has none.
             if not slots and (index is None or pytree_of(flat.structure.entries[index]) is None):
                 continue
-            subject = named.subject(flat.objects, flat.leaves)
-            # The empty path: an argument that is itself a Variable or an array, and so is named by
+            # An argument that is itself a Variable or an array (the empty path) is chosen by
             # argnums. Others match by any path that leads to them.
-            if not path or any(predicate(other, subject) for other in named.paths):
-                yield named
-                if index is not None:
-                    found.add(index)
+            subject = named.subject(flat.objects, flat.leaves)
+            if path and not any(predicate(other, subject) for other in named.paths):
+                continue
+            yield named
+            if index is not None:
+                found.add(index)
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing."""

@@ -26,11 +26,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .. import _compat
 from ..activations.tracing import sharded_activations
-from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
 from ..core.constrain import in_context
 from ..core.declared import as_declared
 from ..core.plan import Plan
+from ..core.prefixes import Specs, check_specs
 from ..core.problems import check_options
 from ..core.signature import Roles
 from ..core.transform import Program, Sharded

@@ -456,7 +456,10 @@ def lift(
 
 
 def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
-    """Splits a method into its function and the object that it is bound to."""
+    """Splits a method into its function and a tuple of what comes before its other arguments.
+
+    That is the module that it is bound to; for a plain function the tuple is empty.
+    """
     # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)

@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
-from ..core.arguments import PathFunction, Specs, leaves_by_path, split_argument
+from ..core.arguments import split_argument
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.plan import Plan
+from ..core.prefixes import PathFunction, Specs, leaves_by_path
 from ..core.resolve import locate, resolve
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
@@ -91,9 +92,9 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
     if isinstance(x, nnx.StateAxes):
         return StateAxes(zip(x.filters, x.axes, strict=True))
     if (prefix := _compat.prefix_state(x)) is not None:  # what `nnx.prefix` returns
-        axes = leaves_by_path(prefix[1], lambda axis: axis is None)
+        axes = leaves_by_path(prefix.specs, lambda axis: axis is None)
         axes = {path: _axis(place, axis) for path, axis in axes.items()}
-        return PathFunction(_AxisOf(place, prefix[0]), axes)
+        return PathFunction(_AxisOf(place, prefix.function), axes)
     raise TypeError(
         f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
         "mapped, Carry (in scan), or StateAxes by NNX filters."
@@ -218,7 +219,10 @@ class Mapped(InnerTransform):
     def _new_variables(
         self, out: object, plan: Plan, unflattened: Unflattened
     ) -> list[tuple[Any, int]]:
-        """Returns the new Variables in the output and the arguments, each with its axis."""
+        """Returns the new Variables in the output and the arguments that are stacked.
+
+        Each is a pair with the axis along which it is.
+        """
         flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
@@ -232,11 +236,12 @@ class Mapped(InnerTransform):
             decided=plan.variables,
             decided_arguments={argument.name for argument in plan.graph_arguments},
         )
-        return [
-            (flat.objects[index], axis.index)
-            for index, (_, axis) in resolved.variables.items()
-            if index >= len(unflattened.objects) and axis.index is not None
-        ]
+        new_variables = []
+        for index, (_, axis) in resolved.variables.items():
+            is_new = index >= len(unflattened.objects)  # the objects of the arguments come first
+            if is_new and axis.index is not None:
+                new_variables.append((flat.objects[index], axis.index))
+        return new_variables
 
 
 def is_mapped(axis: Axis | None) -> bool:

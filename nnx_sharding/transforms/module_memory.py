@@ -102,29 +102,33 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        memory = None
-        shardings = None
+        required = None  # bytes; None if the program does not fit into memory
+        shardings = None  # of its inputs, likewise
         try:
             # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
             with _compat.without_cache(lowered):
                 options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
                 program = compile_with(lowered, options)
             text = program.as_text() or ""
-            memory = memory_of(program.memory_analysis())
+            memory = memory_of(program.memory_analysis())  # None if the backend does not say
+            required = None if memory is None else memory.peak
             shardings = program.input_shardings[0]
         except jax.errors.JaxRuntimeError as error:
             written = [*folder.glob("*after_optimizations.txt")]
             if not _compat.is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
-        module = parse(text)
-        buffers = read_buffers(folder)
+        # The program before it is partitioned: what the last of these passes wrote, if any did.
         sharded = [path for name in _AFTER_SHARDING for path in sorted(folder.glob(name))]
-        whole = parse(sharded[-1].read_text()) if sharded else None
-    required = None if memory is None else memory.peak
-    paths = frozenset(call.path for call in recorder.calls)
-    infos = lowered.args_info[0]
-    return DumpedProgram(module, buffers, required, paths, whole, infos, shardings)
+        return DumpedProgram(
+            module=parse(text),
+            buffers=read_buffers(folder),
+            required=required,
+            paths=frozenset(call.path for call in recorder.calls),
+            whole=parse(sharded[-1].read_text()) if sharded else None,
+            infos=lowered.args_info[0],
+            shardings=shardings,
+        )
 
 
 # The passes that choose the sharding of each value: those of Shardy, and of GSPMD.

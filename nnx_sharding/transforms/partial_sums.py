@@ -80,14 +80,17 @@ class PartialSums:
         # A parameter that is used elsewhere as well has partial sums of its uses in these layers.
         layers = [x for x in objects if _layer_class(x) is not None]
         parameters = {id(variable) for layer in layers for _, variable in own_variables(layer)}
-        result = set[int]()
-        for variable, slots in zip(objects, slots_of_objects, strict=True):
-            if id(variable) in parameters:
-                for slot in slots:
-                    leaf = leaves[slot]
-                    if self._is_replicated(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                        result.add(slot)
-        return result
+        candidates = [
+            slot
+            for variable, slots in zip(objects, slots_of_objects, strict=True)
+            if id(variable) in parameters
+            for slot in slots
+        ]
+        return {
+            slot
+            for slot in candidates
+            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
+        }
 
     def _is_replicated(self, x: jax.Array) -> bool:
         """Whether an array is replicated over the axes of the rows."""
@@ -168,7 +171,7 @@ class PartialSums:
         """
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
-        partials = [self.find(value) for value in values]
+        partials = [self.find(value) for value in values]  # None for a parameter without sums
         mesh = jax.sharding.get_abstract_mesh()
         mesh = self._mesh if mesh.empty else mesh
         # Each parameter is whole on each device, with partial sums or without.
@@ -189,19 +192,20 @@ class PartialSums:
         def call_on_device(
             x: jax.Array, values: Sequence[object], partials: Sequence[jax.Array | None]
         ) -> Any:
+            """Calls the layer with its rows of ``x``, and its slice of each partial sum."""
             local = map(functools.partial(_use_locally, tuple(self.axes)), values, partials)
             with replaced_values(zip(variables, local, strict=True)):
                 return call(x, *args[1:], **kwargs)
 
         rows = PartitionSpec(self.rows)
-        last_dimension = [
+        sums_specs = [  # (*parameter, shards of the rows)
             None if x is None else PartitionSpec(*[None] * (x.ndim - 1), self.rows)
             for x in partials
         ]
         return jax.shard_map(
             call_on_device,
             mesh=mesh,
-            in_specs=(rows, PartitionSpec(), last_dimension),
+            in_specs=(rows, PartitionSpec(), sums_specs),
             out_specs=rows,
             axis_names=self.axes,
         )(args[0], values, partials)

@@ -346,8 +346,9 @@ class _Loop:
         """
 
         def body(state: Any, inputs: Any) -> Any:
-            d_constants, d_carry, ready = state
+            d_constants, d_carry, ready = state  # ``ready``: the whole parameters of this layer
             layer, layer_residuals, d_results = inputs
+            # Gathered while this layer computes. The first layer gathers itself again.
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
             pullback = form.rebuild(
                 layer_residuals, constants=constants, ready=ready, rest=_slice_layer(rest, layer)
@@ -367,10 +368,11 @@ class _Loop:
         d_last, d_results = map(_inexact, cotangents)
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
         first = zeros, d_last, self._gather(shards, self._length - 1)
-        inputs = jnp.arange(self._length), residuals, d_results
+        inputs = jnp.arange(self._length), residuals, d_results  # (layers, …)
         (d_constants, d_carry, _), (d_shards, d_rest) = jax.lax.scan(
             body, first, inputs, reverse=True, unroll=self._unroll
         )
+        # The loop carried cotangents of inexact arrays only; JAX wants a place for each array.
         d_inexact = iter(d_carry)
         d_first = [next(d_inexact) if is_inexact(x) else None for x in cotangents[0]]
         return d_constants, d_first, d_shards, d_rest

@@ -126,13 +126,13 @@ class _Rules:
         jaxpr = call_on_slots(jax.make_jaxpr, function, slots, leaves)
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
-        paths = [path for path in self.called if path]
-        lines = [
-            f"  {filter_!r}{suggestion(filter_, [*paths, *sorted(known)])}"
-            + (glob_hint(filter_) if isinstance(filter_, str) else "")
-            for i, (filter_, _) in enumerate(self.rules)
-            if i not in self.used
-        ]
+        paths = [path for path in self.called if path]  # the module itself has the empty path
+        lines = []
+        for i, (filter_, _) in enumerate(self.rules):
+            if i not in self.used:
+                hint = suggestion(filter_, [*paths, *sorted(known)])
+                hint += glob_hint(filter_) if isinstance(filter_, str) else ""
+                lines.append(f"  {filter_!r}{hint}")
         head = "remat: these match no called module and no name from checkpoint_name:"
         raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
 

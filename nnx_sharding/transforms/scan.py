@@ -288,7 +288,7 @@ class Loop:
 
         Sets ``_mapped``, ``_carried``, ``_others``, and where carried arrays are in objects.
         """
-        structure, specs = plan.structure, plan.specs
+        structure, specs = plan.structure, plan.specs  # a spec is an axis here
         self._mapped = {slot: x.index for slot, x in enumerate(specs) if x.index is not None}
         carry = [slot for slot in structure.root_slots if specs[slot] is CARRY]
         refs = structure.slots_of(RefEntry)
@@ -304,10 +304,12 @@ class Loop:
         for index, slots in enumerate(structure.slots):
             # Without graph updates, only Variables and the carry keep what a step writes.
             is_variable = isinstance(structure.entries[index], VariableEntry)
-            if plan.updates or is_variable or index in carried_objects:
-                for number, slot in enumerate(slots):
-                    if slot not in self._mapped and slot not in refs:
-                        self._places[slot] = _Place(index, number)
+            if not (plan.updates or is_variable or index in carried_objects):
+                continue
+            for number, slot in enumerate(slots):
+                # A step writes to a ref in place, so it need not be carried.
+                if slot not in self._mapped and slot not in refs:
+                    self._places[slot] = _Place(index, number)
         self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
         self._others = [slot for slot in range(len(specs)) if slot not in used]

@@ -28,11 +28,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..activations.tracing import sharded_activations
-from ..core.arguments import Specs, check_specs
 from ..core.call_context import Caller
 from ..core.constrain import mesh_in_trace, type_as
 from ..core.declared import is_committed
 from ..core.plan import Plan
+from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line, check_options
 from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.static_arguments import with_static_values

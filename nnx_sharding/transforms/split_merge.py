@@ -24,7 +24,7 @@ from flax import nnx
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.guard.known import flatten_known
-from ..core.rebuild import node_changes, rebuild, update_operations
+from ..core.rebuild import NodeChange, node_changes, rebuild, update_operations
 from ..core.structure import (
     Container,
     NodeEntry,
@@ -139,26 +139,34 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
 
 def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> Any:
     """Changes the objects of a graph to the content of another structure; returns the graph."""
+    # The index of each object in the new structure, and its index in the old one.
     pairs = _pair_objects(old.structure, structure)
-    existing = {index: old.objects[before] for index, before in pairs.items()}
+    existing = {index: old.objects[old_index] for index, old_index in pairs.items()}
     _refuse_other_traces(existing.values())
     # All is built and checked before anything is changed.
     unflattened = unflatten(structure, leaves, existing, share=True)
-    changes, variables = [], []
-    for index, before in pairs.items():
+    changes: list[NodeChange] = []
+    variables: list[int] = []
+    for index, old_index in pairs.items():
         entry = structure.entries[index]
-        old_entry = old.structure.entries[before]
+        old_entry = old.structure.entries[old_index]
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
             continue
-        # Children are indices into different tables, so all are set and none compared.
+        # Children are indices into different tables, so all are set (None) and none compared.
         change = node_changes(index, None, structure, frozenset())
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
             changes.append(change._replace(removed=removed))
-    perform(
-        update_operations(structure, leaves, unflattened.objects, variables, variables, changes)
+    operations = update_operations(
+        structure,
+        leaves,
+        unflattened.objects,
+        values=variables,
+        metadata=variables,
+        nodes=changes,
     )
+    perform(operations)
     return unflattened.root
 
 
@@ -217,7 +225,9 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
     """
     leaves: list[Any] = [None] * structure.num_leaves
     locations = {location.path: location for location in locations_in(structure)}
-    values = {path: part for group in groups for path, part in _values(group, locations)}
+    values: dict[Path, Any] = {}  # an array, a Variable, or the pytree that a Variable holds
+    for group in groups:
+        values.update(_values(group, locations))
     missing: list[str] = []
     different: list[str] = []
     for path, location in locations.items():
@@ -229,9 +239,10 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
         value = values[path]
         if isinstance(value, nnx.Variable):
             value = value.get_raw_value()
+        # The pytree that the Variable holds; None if it is an array, as nearly always.
         pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
         if pytree is None and isinstance(value, _ARRAYS) and len(location.slots) == 1:
-            leaves[location.slots[0]] = value  # nearly all: no pytree has to be flattened
+            leaves[location.slots[0]] = value  # the fast way: nothing has to be flattened
             continue
         expected = jax.tree_util.tree_structure(0) if pytree is None else pytree.treedef
         arrays, treedef = jax.tree_util.tree_flatten(value)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -172,14 +172,15 @@ class Stack(nnx.Module):
         self._note_use()
         # `range` checks indices like a list, and knows the length of slices.
         numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
-        key = numbers if isinstance(numbers, int) else index
+        key = numbers if isinstance(numbers, int) else index  # a number from 0, or the slice
         flat = flatten_layer(self.layers)
-        parts = {
+        parts = {  # (…) for a number, (layers of the slice, …) for a slice
             slot: _apply(lambda x: _gather_layers(x)[key], flat.leaves[slot])
             for slot in stacked_slots(flat, self.shared)
         }
         layers = with_arrays(flat, parts)
         if isinstance(numbers, int):
+            # Logical axes name each dimension; that of the layers is gone.
             name_axis(nnx.spmd.remove_axis, layers, self.shared)
             return layers
         return Stack(
@@ -195,19 +196,20 @@ class Stack(nnx.Module):
         """Writes the values of a module of the same structure to one layer."""
         number = range(self.length)[operator.index(index)]  # as a list: may be negative, checked
         new = flatten_layer(layer)
-        old_layer = flatten_layer(self[number])
-        _check_equal([old_layer, new], lambda i: f"[{number}]" if i else "the layers")
+        _check_equal(
+            [flatten_layer(self[number]), new], lambda i: f"[{number}]" if i else "the layers"
+        )
+        # The structure of the layers is that of one of them, so slots in both are the same.
         stacked = flatten_layer(self.layers)
-        slots = stacked_slots(stacked, self.shared)
+        slots = stacked_slots(stacked, self.shared)  # of the arrays with a dimension for layers
         old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
+        new_arrays = [new.leaves[slot] for slot in slots]  # (…)
 
         def with_layer(array: jax.Array, layer: jax.Array) -> jax.Array:
             return _gather_layers(array).at[number].set(layer)
 
-        arrays = [
-            compute(with_layer, array, new.leaves[slot])
-            for slot, array in zip(slots, old_arrays, strict=True)
-        ]
+        pairs = zip(old_arrays, new_arrays, strict=True)
+        arrays = [compute(with_layer, old, new) for old, new in pairs]  # (layers, …)
         # On Explicit axes, each array gets back the sharding from which it was gathered. On Auto
         # axes it has kept it.
         shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
@@ -292,9 +294,16 @@ def stack(
     return Stack(layer, len(blocks), shared, **options)
 
 
+class _Stacked(NamedTuple):
+    """Layers as a `Stack` keeps them."""
+
+    layer: Any  # one layer, whose arrays have a first dimension for all layers
+    shared: list[Path]  # of what is the same in all layers, and has no such dimension
+
+
 def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, list[Path]]:
+) -> _Stacked:
     """Makes all layers by one ``vmap``.
 
     Args:
@@ -302,40 +311,39 @@ def _make_layers(
       length: the number of layers.
       args: the positional arguments of ``make``; random streams among them are split.
       kwargs: its keyword arguments, likewise.
-
-    Returns:
-      The layer with stacked arrays, and the paths of what is the same in all layers.
     """
-    arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}  # digits are not names
-    streams = {key: x for key, x in arguments.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
-    def make_one(streams: dict[str, Any]) -> Any:
-        mine = arguments | streams  # of the streams, the part for this layer
-        positional = [mine[str(i)] for i in range(len(args))]
-        return make(*positional, **{key: mine[key] for key in kwargs})
+    def is_stream(x: object) -> bool:
+        return isinstance(x, nnx.Rngs | nnx.RngStream)
+
+    # Only the streams are mapped. They are arguments of the mapped function, all others captured.
+    streams_at = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
+    streams_named = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
+
+    def make_one(streams_at: dict[int, Any], streams_named: dict[str, Any]) -> Any:
+        positional = [streams_at.get(i, x) for i, x in enumerate(args)]
+        return make(*positional, **{**kwargs, **streams_named})
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_no_variable: None, ...: 0})
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
-    layer = make_all({key: x.split(length) for key, x in streams.items()})
+    layer = make_all(streams_at, streams_named)
     flat = flatten_layer(layer)
     outside = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
-    return layer, [location.path for location in outside]
+    return _Stacked(layer, [location.path for location in outside])
 
 
 def _is_no_variable(path: Path, value: object) -> bool:
     return not isinstance(value, nnx.Variable)
 
 
-def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
-    """Returns one layer with the stacked arrays of existing ones, and the paths of what they share.
-
-    What is the same object in all layers is not stacked.
-    """
+def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
+    """Stacks the arrays of existing layers; what is the same object in all stays as it is."""
     flats = [flatten_layer(block) for block in blocks]
-    _check_equal(flats, lambda i: f"layer {i}")
+    _check_equal(flats, lambda i: f"layer {i}")  # so slots are the same in all
     first = flats[0]
-    joined, shared = dict[int, Any](), list[Path]()
+    joined: dict[int, Any] = {}  # by slot, (layers, …)
+    shared: list[Path] = []
     for location in locations_of(first):
         # A single layer shares nothing: its Variables get the dimension, as with two layers.
         if location.slots and len(flats) > 1 and _is_same_in_all(location, flats):
@@ -343,11 +351,11 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
             continue
         for slot in location.slots:
             arrays = [flat.leaves[slot] for flat in flats]
-            joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)  # (layers, …)
+            joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)
     layer = with_arrays(first, joined)
     # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
-    return layer, shared
+    return _Stacked(layer, shared)
 
 
 def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:

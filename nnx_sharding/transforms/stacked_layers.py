@@ -19,7 +19,7 @@ From other modules:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import jax
@@ -108,22 +108,24 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
 
     ``name_of`` returns the expression for a layer by its number.
     """
-    first = flats[0]
     lines = list[str]()
-    # The signature of a function of one argument, whose name is used in messages.
-    signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
     for number, flat in enumerate(flats[1:], start=1):
-        if flat.structure != first.structure:
-            changes = differences((signature, first.structure), (signature, flat.structure))
-            lines += [f"  {name_of(number)}: {change}" for change in changes]
-            continue
-        for location in locations_of(flat):
-            for slot in location.slots:
-                old, new = _type_text(first.leaves[slot]), _type_text(flat.leaves[slot])
-                if old != new:
-                    place = accessor("layer", location.path)
-                    lines.append(f"  {name_of(number)}: {place}: {old} → {new}")
+        lines += [f"  {name_of(number)}: {change}" for change in _differences(flats[0], flat)]
     return lines
+
+
+def _differences(first: Flat, other: Flat) -> Iterator[str]:
+    """Yields the differences of two layers: in structure, or else in the types of arrays."""
+    if other.structure != first.structure:
+        # Compared as the arguments of a function whose only parameter is named so.
+        signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
+        yield from differences((signature, first.structure), (signature, other.structure))
+        return
+    for location in locations_of(other):
+        for slot in location.slots:  # the same in both, as their structures are equal
+            old, new = _type_text(first.leaves[slot]), _type_text(other.leaves[slot])
+            if old != new:
+                yield f"{accessor('layer', location.path)}: {old} → {new}"
 
 
 def _type_text(x: AnyArray) -> str:

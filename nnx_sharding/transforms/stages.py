@@ -40,13 +40,12 @@ from ..core.guard.store import Guards
 from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.signature import SortedCall
-from ..core.static_equality import Static
 from ..core.structure import LEAF, Child, Container, StaticObject, Structure
 from ..core.unflatten import value_at
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
 from ..errors import message, see
-from ..specs.paths import plain_key
+from ..specs.paths import Path, plain_key
 from .out_of_memory import CompileWith, explain_memory
 
 if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
@@ -715,26 +714,26 @@ def user_tree(
         have the values.
     """
 
-    # A child is a pytree, an array outside of objects, something static, or the index of an object.
     def build(child: Child, slots: Iterator[int]) -> Any:
+        """Returns the tree for a child; takes the slots of arrays outside of objects in order."""
         if child is LEAF:
-            slot = next(slots)  # slots of arrays outside of objects are in this order
+            slot = next(slots)
             return values[slot] if keep((slot,)) else None
         if isinstance(child, Container):
             parts = [build(part, slots) for part in child.children]
             return jax.tree_util.tree_unflatten(child.treedef, parts)
-        if isinstance(child, Static | StaticObject):
+        # What is static is described in place, or has an entry of its own if it can change.
+        if not isinstance(child, int) or isinstance(structure.entries[child], StaticObject):
             return None
-        assert isinstance(child, int)
-        if isinstance(structure.entries[child], StaticObject):
-            return None
-        state = {
-            tuple(map(plain_key, location.path)): value_at(structure, location, values)
-            if objects is None or location.entry is None
-            else objects[location.entry]
-            for location in structure.walk(child, slots)
-            if keep(location.slots)
-        }
+        state: dict[Path, Any] = {}
+        for location in structure.walk(child, slots):
+            if not keep(location.slots):
+                continue
+            path = tuple(map(plain_key, location.path))
+            if objects is None or location.entry is None:
+                state[path] = value_at(structure, location, values)
+            else:
+                state[path] = objects[location.entry]
         # A bare Variable has the empty path.
         return state[()] if () in state else nnx.from_flat_state(state)
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from ..core.arguments import leaves_by_path
 from ..core.flatten import Flat, flatten
+from ..core.prefixes import leaves_by_path
 from ..core.structure import Child, Structure
 from ..core.unflatten import unflatten
 from ..errors import raise_listed
@@ -114,27 +114,28 @@ class TangentForm:
           TypeError: some tangents have another shape or dtype than the values.
         """
         flat = flatten(given)
-        positions = slots_by_path(flat.structure)  # of the given arrays
-        expected = self._without(_paths_of_none(given)) if may_omit else self._places
+        given_slots = slots_by_path(flat.structure)
+        value_slots = self._without(_paths_of_none(given)) if may_omit else self._places
         what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
-        lines = [
-            f"  {accessor(what, path)}: {problem}"
-            for path in dict.fromkeys((*expected, *positions))
-            if (problem := _mismatch(expected.get(path), positions.get(path)))
-        ]
+        lines = []
+        for path in dict.fromkeys((*value_slots, *given_slots)):
+            if problem := _mismatch(value_slots.get(path), given_slots.get(path)):
+                lines.append(f"  {accessor(what, path)}: {problem}")
         head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
         raise_listed(ValueError, head, lines)
         tangents: dict[int, Any] = {}  # by the slot of the value
         lines = []
-        for path, slots in expected.items():
-            for slot, position in zip(slots, positions[path], strict=True):
-                tangent, aval = flat.leaves[position], self._types.get(slot)
-                if aval is None:  # integers have no tangent
+        for path, slots in value_slots.items():
+            for slot, given_slot in zip(slots, given_slots[path], strict=True):
+                tangent = flat.leaves[given_slot]
+                tangent_aval = self._types.get(slot)
+                if tangent_aval is None:  # integers have no tangent
                     continue
-                tangents[slot] = as_array(tangent, aval) if _fits(tangent, aval) else None
-                if tangents[slot] is None:
-                    found, expected_type = type_text(tangent), aval.str_short()
-                    lines.append(f"  {accessor(what, path)}: {found}, expected {expected_type}")
+                if _fits(tangent, tangent_aval):
+                    tangents[slot] = as_array(tangent, tangent_aval)
+                else:
+                    types = f"{type_text(tangent)}, expected {tangent_aval.str_short()}"
+                    lines.append(f"  {accessor(what, path)}: {types}")
         head = f"{name}: these tangents have other types than their values:"
         raise_listed(TypeError, head, lines)
         return [tangents.get(slot) for slot in self._types]
@@ -149,6 +150,7 @@ class TangentForm:
 
 
 def _paths_of_none(tree: object) -> list[Path]:
+    """The paths where None stands for an object or a pytree."""
     leaves = leaves_by_path(tree, lambda x: x is None or _compat.is_graph_object(x))
     return [path for path, leaf in leaves.items() if leaf is None]
 

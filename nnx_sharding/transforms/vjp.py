@@ -226,22 +226,24 @@ class _AtPoint(Differentiable[..., Any]):
           primals: its arguments, without what it is bound to.
           differentiate: uses ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``.
         """
-        arguments = (*self._bound, *primals)
-        call, flat = self._split(arguments, {})
+        call, flat = self._split((*self._bound, *primals), {})
         plan, _ = self._plan(call, flat)
         primal_form = self._primal_form(primals)
 
-        def differentiate_inexact(function: Function, arrays: list[object]) -> tuple[Any, Any]:
-            # JAX's transforms want a derivative of each output; integers and keys have none.
+        def derivative_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
+            """Returns the derivative of a function and its outputs, as `self.differentiate` asks.
+
+            JAX's transforms want a derivative of each output, but integers and keys have none. So
+            these are left out.
+            """
+
             def inexact_function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
-                outputs, others = function(arrays)
-                return [x for x in outputs if tangent_type(x) is not None], others
+                output_arrays, outputs = function(arrays)
+                return [x for x in output_arrays if tangent_type(x) is not None], outputs
 
             return differentiate(inexact_function, [*map(as_array, arrays)], primal_form)
 
-        returned, derivative = self.differentiate(
-            plan, flat, primal_form.slots, differentiate_inexact
-        )
+        returned, derivative = self.differentiate(plan, flat, primal_form.slots, derivative_of)
         output, *aux = returned if self._transform.has_aux else (returned,)
         flat_output = flatten(output)
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
@@ -252,7 +254,9 @@ class _AtPoint(Differentiable[..., Any]):
         # Flattened once more, so that the form keeps static objects alive: the pullback may be
         # called when the caller has dropped them.
         flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])
-        root: Any = flat.structure.root  # its children are the arguments
+        # The children of the root are the leaves of all arguments. Each bound object is one leaf,
+        # and they come first; the rest are the leaves of the primals.
+        root: Any = flat.structure.root
         treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
         differentiated = Container(treedef, root.children[len(self._bound) :])
         return TangentForm(flat, slots_by_path(flat.structure, differentiated))

@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..core.arguments import Specs
 from ..core.call_context import Caller, called_by, current_caller
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.plan import Plan
+from ..core.prefixes import Specs
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.types import BROADCAST, CARRY

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from ... import _compat
 from ...specs.types import Arrays, Objects
-from ..call import DIRECT, MAX_IN_FLIGHT, finish, is_bounded, mark_direct, wait
+from ..call import DIRECT, finish, mark_direct
 from ..call_context import CALLER
 from ..failures import raise_explained
 from ..flatten import Flat
+from ..in_flight import MAX_IN_FLIGHT, is_bounded, wait
 from ..interrupts import deferred_handlers, deliver_signals
 from ..plan import Plan
 from .native import FastestWalk

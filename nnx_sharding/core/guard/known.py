@@ -29,8 +29,20 @@ class _Known:
     """What is remembered of one model."""
 
     misses: int = 0  # the number of calls in which it was new or changed
+    # How to recognize it, and its structure then; None until a walk was recorded.
     guard: tuple[Walk, Structure] | None = None
     references: tuple[weakref.ref[Any], ...] = ()  # weak ones, whose callbacks forget the model
+
+    def is_worth_recording(self) -> bool:
+        """Counts a miss; returns whether to record the walk.
+
+        To record takes longer than to flatten. It is wasted on a model that is passed once, and on
+        one that always changes: after 16 misses, only each 64th is recorded.
+        """
+        self.misses += 1
+        if self.misses > _MAX_MISSES:
+            return self.misses % 64 == 0
+        return self.misses > 1
 
 
 # By the id of the model. No entry keeps its model alive.
@@ -43,8 +55,8 @@ def flatten_known(tree: object) -> Flat:
     The structure keeps no static object alive. Within a trace nothing is known, since the objects
     may hold its tracers.
     """
-    is_module = _compat.is_node(tree) and type(tree).__weakrefoffset__
-    if not (is_module and _compat.trace_is_clean()):
+    has_weak_references = bool(type(tree).__weakrefoffset__)  # else it could not be forgotten
+    if not (_compat.is_node(tree) and has_weak_references and _compat.trace_is_clean()):
         return flatten(tree)
     key = _compat.identity(tree)
     known = _MODELS.get(key)
@@ -53,18 +65,24 @@ def flatten_known(tree: object) -> Flat:
         known.references = (*_watch((tree,), key),)
         make_room(_MODELS, _MAX_MODELS)
     if known.guard is not None:
-        flat = check(*known.guard, (tree,))
+        flat = check(*known.guard, (tree,))  # None if the model has changed
         if flat is not None:
             return flat
-    known.misses += 1
-    # To record takes longer than to flatten, which is wasted on a model that is passed once.
-    if known.misses == 1 or (known.misses > _MAX_MISSES and known.misses % 64):
-        return flatten(tree)
-    flat = flatten(tree, keeps_alive=False, recorder=WalkRecorder((tree,), [0], []))
-    recorder: Any = flat.recorder
-    walk = None if recorder is None else make_walk(recorder, (tree,), type(tree).__name__)
+    return _flatten_recorded(tree, key, known) if known.is_worth_recording() else flatten(tree)
+
+
+def _flatten_recorded(tree: object, key: int, known: _Known) -> Flat:
+    """Flattens a module, and records how, so that it is recognized the next time."""
+    # The walk has one argument, which is dynamic, and no static ones.
+    recorder = WalkRecorder((tree,), dynamic=[0], static=[])
+    flat = flatten(tree, keeps_alive=False, recorder=recorder)
+    if not isinstance(flat.recorder, WalkRecorder):  # dropped: some of it cannot be compared
+        return flat
+    walk = make_walk(flat.recorder, (tree,), type(tree).__name__)
     if walk is not None:
-        known.references = (*_watch((tree, *recorder.identities.values()), key),)
+        # The recipe has the ids alone of these objects, so it is void when one is collected.
+        by_identity = flat.recorder.identities.values()
+        known.references = (*_watch((tree, *by_identity), key),)
         known.guard = walk, flat.structure
     return flat
 

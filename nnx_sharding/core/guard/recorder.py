@@ -177,11 +177,11 @@ class WalkRecorder:
         """Records a pytree, level by level; returns the positions of what it holds."""
         if is_leaf_treedef(treedef):
             return TreePositions([position], [])
-        if tree is None:
+        if tree is None:  # a pytree without leaves
             self._comparisons[position] = Comparison.BY_VALUE
             return TreePositions([], [])
-        items = _compat.own_items(tree)
-        if items is None:  # a pytree of a type that only JAX can open
+        items = _compat.own_items(tree)  # the tuple, list or dict that holds the children, or None
+        if items is None:  # a pytree of a type that only JAX can open: leaves, then node data
             opened = self._open(Opcode.TREE, position, treedef, open_tree(tree)[0])
             return TreePositions(opened[: treedef.num_leaves], opened[treedef.num_leaves :])
         if not isinstance(items, dict):
@@ -190,10 +190,10 @@ class WalkRecorder:
         opcode = Opcode.DICT if tree is items else Opcode.STATE
         opened = self._open(opcode, position, (*items,), items.values())
         position_of = dict(zip(items, opened, strict=True))
-        keys = sorted(items)  # as JAX has them in the treedef
-        return self._open_trees(
-            [position_of[key] for key in keys], [items[key] for key in keys], treedef.children()
-        )
+        # A guard reads a dict in its own order. JAX has the children sorted by key in the treedef.
+        keys = sorted(items)
+        positions = [position_of[key] for key in keys]
+        return self._open_trees(positions, [items[key] for key in keys], treedef.children())
 
     def _open_trees(
         self, positions: Iterable[int], trees: Iterable[Any], treedefs: Iterable[PyTreeDef]
@@ -247,16 +247,19 @@ class WalkRecorder:
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
         order = self._order()
+        # Positions below are new ones: of items in the order of a walk.
         stream, moved = order.stream, order.new_position
         size = len(stream)
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
         leaves, traces = moved[self.leaf_positions], moved[self._traces]
+        opened = order.steps[:, 1]  # the field ``position`` of each step
         types: list[type | None] = [None] * size
-        for position in (*order.steps[:, 1].tolist(), *leaves.tolist()):  # opened items and arrays
+        for position in (*opened.tolist(), *leaves.tolist()):
             types[position] = type(stream[position])
-        rules, pins = np.zeros((2, size), int)
+        rules = np.zeros(size, int)  # a `Rule` for each item: how it is compared
+        pins = np.zeros(size, int)  # its number among ``frozen`` or ``mentions``
         rules[[kind is not None for kind in types]] |= Rule.TYPED
         rules[traces] |= Rule.OF_TRACE
         for rule, positions in ((Rule.FROZEN, frozen), (Rule.MENTION, mentions)):

@@ -152,7 +152,7 @@ class Guards:
         self._templates: dict[_Form, _GuardList] = {}  # may match other modules of these types
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
-        """Returns the plan that serves a call, and its flat arguments; None if no guard holds."""
+        """Returns the plan and the flat arguments of a call; None if no guard or template fits."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
@@ -166,7 +166,9 @@ class Guards:
                     self._move_to_front(guards, guard)
                     return guard.plan, flat
         templates = self._templates.get(key.form)
-        return self._match(key, templates.guards, arguments) if templates is not None else None
+        if templates is None:
+            return None
+        return self._match(key, templates.guards, arguments)
 
     def _move_to_front(self, guards: _GuardList, guard: Guard) -> None:
         """Makes a guard that held the first one to be tried, also by the extension."""
@@ -191,11 +193,11 @@ class Guards:
             matched = match(template.walk, template.plan.structure, arguments)
             if matched is None:
                 continue
-            flat, recipe = matched
+            flat, recipe = matched  # the recipe is for these modules
             if self._plan_key(flat.leaves) != template.key:
                 continue
             if self._guards_of(key).count_miss(is_new=False):
-                # The references of a template are to these alone. None has been collected, as the
+                # The objects of which the recipe has the ids alone. None has been collected: the
                 # template would be gone.
                 identities = [reference() for reference in template.references]
                 self._add_guard(key, FastestWalk(recipe), template.plan, flat, identities)
@@ -284,13 +286,13 @@ class Guards:
     ) -> Guard:
         """Returns the guard for a walk of the arguments that a plan is for.
 
-        ``names`` are those of keyword arguments; ``references`` are weak ones, which drop the guard
-        when one of its objects is gone.
+        ``names`` are those of keyword arguments, ``leaves`` the arrays by slot. ``references`` are
+        weak ones, which drop the guard when one of its objects is gone.
         """
-        # Each call compares these arrays: arrays that it may have to place, or the shapes of all.
+        # A call looks at these arrays: those that it may have to place, or all if shapes matter.
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
-        targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))
-        avals = [getattr(leaves[slot], "aval", None) for slot in slots]
+        targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))  # by slot
+        avals = [getattr(leaves[slot], "aval", None) for slot in slots]  # None for a NumPy array
         key = self._plan_key(leaves)
         return Guard(
             walk=walk,
@@ -299,11 +301,11 @@ class Guards:
             key=key,
             donates=bool(plan.donated),
             context_of=_compat.context_mesh if self._reads_context else None,
-            context=key[0],
+            context=key[0],  # `Transform.key` has the mesh in context first
             slots=pack_int32(slots),
             shardings=[targets.get(slot) for slot in slots],
             avals=avals if self._reads_shapes else [],
-            known=[None] * len(slots),
+            known=[None] * len(slots),  # `call.c` notes here which arrays fit
             references=references,
         )
 

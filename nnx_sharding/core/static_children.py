@@ -1,0 +1,95 @@
+"""How the walk over a graph describes static values: in places that hold no arrays.
+
+A static value is described by one of these children (``static_equality.py`` has the rule):
+
+    compared by value, or by identity alone       a ``Static``
+    compared by content, and cannot change        a ``StaticObject``, with children for its parts
+    compared by content, and can change           the index of an entry, which is a ``StaticObject``
+    a module without arrays, or also met as data  the index of its entry, as if it were data
+
+The functions are parts of a :class:`~.flattener.Flattener`, which gives values their indices, keeps
+what was described, and tells a recorder at which *position* a guard can read each value again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from .. import _compat
+from .recording import UNRECORDED
+from .static_equality import Static, content_of
+from .static_parts import StaticKind, forget_cached, has_identity, is_fixed
+from .structure import Child, StaticObject
+
+if TYPE_CHECKING:  # it calls the functions below
+    from .flattener import Flattener
+
+
+def new_static_child(flattener: Flattener, value: object, position: int) -> Child:
+    """Returns the child for a static value that a walk meets first; keeps it for later ones."""
+    static = Static.of(value, hold=flattener.is_kept_alive(value))
+    content = content_of(value) if static.by_identity else None
+    if content is None:  # not compared by content
+        if _is_part_of_graph(flattener, value):
+            return flattener.link_object(value, position)
+        flattener.statics[_compat.identity(value)] = static, value
+        return static
+    kind, parts = content
+    if not is_fixed(kind):
+        return flattener.link_object(value, position)
+    child = StaticObject(kind, _children(flattener, value, kind, parts, position))
+    if position == UNRECORDED:  # a recorder has to open it in each place, so it is not kept
+        flattener.statics[_compat.identity(value)] = child, value
+    return child
+
+
+def _is_part_of_graph(flattener: Flattener, value: object) -> bool:
+    """Whether a static place links to a module: one with arrays must be data elsewhere, too.
+
+    The flattener notes others as left out, since they may be met as data later.
+    """
+    if not _compat.is_graph_object(value):
+        return False
+    key = _compat.identity(value)
+    is_part = key in flattener.also_data or not _compat.holds_arrays(value)
+    if not is_part:
+        flattener.left_out.add(key)
+    return is_part
+
+
+def describe_static(
+    flattener: Flattener, index: int, obj: object, position: int
+) -> StaticObject | None:
+    """Returns the entry of an object that can change, such as a dict of settings; None for a ref.
+
+    ``index`` is that of the object in the table.
+    """
+    if flattener.snapshot is not None:
+        # What a cached_property has stored since may be traced, and is not needed.
+        forget_cached(obj, flattener.snapshot.attributes_of(index))
+    content = content_of(obj)
+    if content is None:
+        return None
+    is_kept_alive = flattener.is_kept_alive(obj)
+    if is_kept_alive:
+        flattener.origins[index] = obj
+    kind, parts = content
+    identity = None
+    if has_identity(kind.type):
+        # Equal parts do not make two such objects equal, so a trace is only for this one.
+        identity = Static(obj, is_kept_alive)
+        if flattener.recorder is not None:
+            flattener.recorder.pin_object(index, obj)
+    return StaticObject(kind, _children(flattener, obj, kind, parts, position), identity)
+
+
+def _children(
+    flattener: Flattener, obj: object, kind: StaticKind, parts: Sequence[object], position: int
+) -> tuple[Child, ...]:
+    """Returns the children for the parts of a static object: its items, then its attributes."""
+    positions: Iterable[int] = repeat(UNRECORDED)
+    if flattener.recorder is not None:
+        positions = flattener.recorder.open_static(position, obj, kind, parts)
+    return tuple(map(flattener.static_child, parts, positions))
