@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -34,6 +34,14 @@ from .reasons import Reason
 from .units import bytes_text, without_address
 
 _MOST_OVERRIDDEN = 3  # rules that are named
+
+
+class _Declared(NamedTuple):
+    """What the user declared for an array."""
+
+    spec: Any  # None for nothing
+    rule: str  # by which: an option, a filter, or that of a strategy; empty for none
+    facts: list[str]  # sentences that say so
 
 
 class ArgumentReasons:
@@ -59,7 +67,7 @@ class ArgumentReasons:
         """Says why one array, as the program has it, is sharded as it is."""
         index, mesh = self._indices[row.path], self._plan.transform.context
         location, *others = self._locations[index]
-        declared, rule, facts = self._declared(location)
+        declared, rule, facts = self._declared(location)  # facts: sentences, to which more come
         if others:
             names = ", ".join(other.name for other in others)
             facts.append(f"It is the same Variable as {names}, so all of them have one sharding.")
@@ -75,26 +83,23 @@ class ArgumentReasons:
         facts += _dividing(row, unused)
         return Reason(_subject(row), tuple(facts), _override(location, row, unused), rule)
 
-    def _declared(self, location: NamedLocation) -> tuple[Any, str, list[str]]:
-        """Returns the declared spec, the rule that declares it, and the sentences that say so."""
+    def _declared(self, location: NamedLocation) -> _Declared:
+        """Finds what the user declared for an array, and says so in sentences."""
         rules, option = location.part.spec, self._plan.transform.in_name
         name = accessor(location.argument.name, location.part.keys)
         if rules is None:
-            return (
-                None,
-                "",
-                [
-                    f"{option} has nothing for {name}: it keeps the sharding of the array that was "
-                    "passed, or else the compiler chooses."
-                ],
+            fact = (
+                f"{option} has nothing for {name}: it keeps the sharding of the array that was "
+                "passed, or else the compiler chooses."
             )
+            return _Declared(None, "", [fact])
         if not isinstance(rules, StateSharding):
-            return rules, option, [f"{option} has {_spec_text(rules)} for {name}."]
+            return _Declared(rules, option, [f"{option} has {_spec_text(rules)} for {name}."])
         subject = location.subject(self._objects, self._leaves)
         match = rules.find_below(location.part.below, location.paths[0], subject)
-        first, declared = match.number, match.sharding
+        first, declared = match.number, match.sharding  # the rule that decides, by its number
         if first is None:
-            return None, "", [f"No rule of {option} for {name} matches."]
+            return _Declared(None, "", [f"No rule of {option} for {name} matches."])
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
         if note := getattr(rules.filters[first], "note", ""):
             is_whole = isinstance(declared, PartitionSpec) and not any(declared.partitions)
@@ -112,7 +117,7 @@ class ArgumentReasons:
             facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
         is_listed = isinstance(rules.filters[first], Paths)
         rule = "strategy" if is_listed else without_address(rules.names[first])
-        return declared, rule, facts
+        return _Declared(declared, rule, facts)
 
 
 def _subject(row: ParameterRow) -> str:

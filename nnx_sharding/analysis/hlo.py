@@ -279,13 +279,15 @@ def parse(text: str) -> Module:
     """
     computations: list[Computation] = []
     head: list[str] = []  # what comes before the first computation
-    skipped: list[str] = []
-    instructions: list[Instruction] | None = None
-    depth: int | None = None  # of open brackets at the end of the last instruction
+    skipped: list[str] = []  # lines that are not understood, for which figures are unknown
+    instructions: list[Instruction] | None = None  # of the open computation; None outside of one
+    # Of open brackets at the end of the last instruction; None if not counted, as for nearly all.
+    depth: int | None = None
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None and instructions:  # perhaps the next line of the last one
-            *_, last = instructions
+            last = instructions[-1]
+            # ``rest`` is what follows the bracket before the operands, so one is open already.
             depth = 1 + nesting(last.rest) if depth is None else depth
             if depth > 0 and len(last.rest) < _LONGEST:
                 depth += nesting(line)
@@ -293,7 +295,7 @@ def parse(text: str) -> Module:
                 continue
         if match:
             depth = None
-            if instructions is None:
+            if instructions is None:  # a part of a module, without a header
                 instructions = []
                 computations.append(Computation("", False, instructions))
             root, name, shape, opcode, rest = match.groups()
@@ -307,11 +309,12 @@ def parse(text: str) -> Module:
             head.append(line)
         elif line.strip():
             skipped.append(line.strip())
+    if instructions is not None and computations[-1].name:  # the text was cut off
+        skipped.append(f"the end of {computations[-1].name}")
+    # Two abbreviations of the compiler, which what reads a module need not know.
     if "xla_megascale" in text:
         for computation in computations:
             computation.instructions[:] = with_exchanges(computation.instructions)
-    if instructions is not None and computations[-1].name:
-        skipped.append(f"the end of {computations[-1].name}")
     if any(f" {kind}-start(" in text for kind in ABBREVIATED):
         computations += [made for computation in [*computations] for made in spell_out(computation)]
     before = "\n".join(head)

@@ -293,20 +293,23 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     if module.entry is None or root is None:
         return {}
     by_name = module.within[module.entry.name]
-    codes = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
-    names = root.operand_names if root.opcode == "tuple" else (root.name,)
-    paths = updated if len(updated) == len(names) else [None] * len(names)
-    pending: list[tuple[str, str | None]] = [*zip(names, paths, strict=True)]
+    opcodes_in = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
+    results = root.operand_names if root.opcode == "tuple" else (root.name,)
+    # The Variable that each result updates, if there is one for each.
+    paths = updated if len(updated) == len(results) else [None] * len(results)
+    pending: list[tuple[str, str | None]] = [*zip(results, paths, strict=True)]
     returned: dict[str, tuple[str, ...]] = {}
     while pending:
         name, path = pending.pop()
         new = () if path is None else (path,)
-        if name not in by_name or (name in returned and {*new} <= {*returned[name]}):
+        is_known = name in returned and {*new} <= {*returned[name]}
+        if name not in by_name or is_known:
             continue
         returned[name] = (*returned.get(name, ()), *new)
         instruction = by_name[name]
-        opcodes = {instruction.opcode}.union(*(codes.get(x, _UNKNOWN) for x in instruction.callees))
-        opcodes -= {"fusion"}
+        # Of a fusion, what is fused.
+        inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
+        opcodes = {instruction.opcode}.union(*inside) - {"fusion"}
         operands = [by_name[x] for x in instruction.operand_names if x in by_name]
         if instruction.opcode.endswith("-done") or opcodes <= _SAME:
             pending += [(operand.name, path) for operand in operands]

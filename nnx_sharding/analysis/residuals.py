@@ -98,20 +98,21 @@ def residual_of(
 ) -> Residual | None:
     """Follows an output of a jaxpr back to the operation that computes it; None for a constant.
 
+    An operation that is itself a call, such as a nested ``jit``, is followed into its jaxpr.
+
     Args:
       var: the output.
       jaxpr: the jaxpr.
       names: the expression for each of its inputs.
       fun_name: the source of what no module computes.
-
-    Returns:
-      The residual.
     """
     aval: Any = var.aval
     memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
-    calls: list[tuple[Jaxpr, JaxprEqn]] = []  # that lead inside: each in its jaxpr
+    # The calls that lead from the outermost jaxpr to ``jaxpr``, each with the jaxpr that it is in.
+    calls: list[tuple[Jaxpr, JaxprEqn]] = []
 
     def residual(operation: str, *innermost: JaxprEqn, source: str = "") -> Residual:
+        """Describes the array; the module is that of the calls around, and of ``innermost``."""
         path = path_of([*(call for _, call in calls), *innermost])
         return Residual(source or path or fun_name, operation, aval.shape, aval.dtype, memory)
 
@@ -136,7 +137,7 @@ def residual_of(
         if inside:  # go into the call; all branches of a `cond` return the same, so the first
             calls.append((jaxpr, equation))
             jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]
-        elif equation.primitive.name in _MARKS:
+        elif equation.primitive.name in _MARKS:  # which compute nothing
             var = equation.invars[0]
         else:
             return residual(equation.primitive.name, equation)

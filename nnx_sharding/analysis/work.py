@@ -456,12 +456,14 @@ def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence
 
 def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
     """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
-    parts: dict[int, int | None] = dict.fromkeys(range(count), 0)
-    views: dict[str, int] = {}  # the operand whose bytes an instruction of the fusion has
+    parts: dict[int, int | None] = dict.fromkeys(range(count), 0)  # by operand; None: all of it
+    # The instructions of the fusion that are an operand, perhaps in another shape, by name.
+    views: dict[str, int] = {}
     for user in callee.instructions:
         if user.opcode == "parameter" and user.number is not None:
             views[user.name] = user.number
             continue
+        # At which places it uses operands of the fusion, and which.
         used = [(i, views[name]) for i, name in enumerate(user.operand_names) if name in views]
         if not used:
             continue
@@ -523,16 +525,17 @@ def _written(
     elif instruction.opcode == "scatter":
         parts = _updates_of_scatter(instruction, by_name)
     elif callee := module.fused(instruction):
+        # As much of each result as the instruction in the fusion writes that makes it.
         inner = module.within[callee.name]
         root = module.roots.get(callee.name)
         results: Sequence[str] = ()
         if root is not None:
             results = root.operand_names if root.opcode == "tuple" else (root.name,)
         for name in results:
-            made = inner.get(name)
-            while made is not None and made.opcode == "bitcast":
-                made = inner.get(made.operand_names[0])
-            written = [] if made is None else _written(made, inner, module)
+            maker = inner.get(name)
+            while maker is not None and maker.opcode == "bitcast":
+                maker = inner.get(maker.operand_names[0])
+            written = [] if maker is None else _written(maker, inner, module)
             parts += [part for _, part in written] or [None]
     return list(zip(instruction.results, parts or [None] * len(instruction.results), strict=False))
 
