@@ -157,7 +157,8 @@ bench: $(VENV)/.installed-bench  ## run the benchmarks
 MODELS_VENV := $(VENV)-models
 MODELS_ARGS ?=
 models:  ## measure public models, and write docs/models.md
-	$(MAKE) VENV=$(MODELS_VENV) $(MODELS_VENV)/.installed-bench,models,tpu
+	$(MAKE) VENV=$(MODELS_VENV) $(MODELS_VENV)/.installed-bench,models,tests,tpu
+	$(MODELS_VENV)/bin/python -m pytest -n 0 -m "" tests/test_match_published.py -k "of_tunix or of_bonsai"
 	$(MODELS_VENV)/bin/python -m benchmarks.public $(MODELS_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
