@@ -129,9 +129,10 @@ class PlanningResult(Pictured):
             return
         yield f"best: {self.best.name}"
         if (seconds := self.comparison.measured.get(self.best.name)) is not None:
-            estimate = time_text(self.comparison.figures[self.best.name]["roofline"])
+            estimate = self.comparison.figures[self.best.name]["roofline"]
+            other = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
             least_of = f"the least of {len(self.comparison.measured)}"
-            yield f"measured: {time_text(seconds)}, {least_of}; by its roofline {estimate}"
+            yield f"measured: {time_text(seconds)}, {least_of}{other}"
         if self.gap == 0:
             yield "bound: no other candidate is faster"
         elif self.gap is not None:
