@@ -225,7 +225,8 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     target = ["train_for_lock.py:step", "--mesh", "data=4"]
     assert main(["check", *target]) == 2
-    assert "no lock file step.lock" in capsys.readouterr().err
+    write = "nnx-sharding lock train_for_lock.py:step, with the same options"
+    assert f"no lock file step.lock; write it: {write}" in capsys.readouterr().err
     assert main(["lock", *target]) == 0
     assert "wrote step.lock" in capsys.readouterr().out
     assert "all-reduce over data" in (tmp_path / "step.lock").read_text()
@@ -234,6 +235,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert main(["check", *target[:-1], "data=4,model=2"]) == 1
     shown = capsys.readouterr().out
     assert "mesh: data 4 → data 4 × model 2" in shown and "x: float32[8,64] P('data'" in shown
+    assert f"write step.lock again: {write}" in shown
     assert main(["lock", *target, "--file", "other.lock", "--by-module"]) == 0
     assert "[lines]\n" in (tmp_path / "other.lock").read_text()
 

@@ -302,14 +302,21 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Shows what changed since a lock file was written; returns the exit code."""
     file = _lock_file(arguments)
     if not file.exists():  # before the program is compiled
-        raise UsageError(f"there is no lock file {file}; write it with the command lock")
+        raise UsageError(f"there is no lock file {file}; write it: {_lock_command(arguments)}")
     report = _called(arguments, _report)
     try:
         changes = changes_since(file, report, arguments.tolerance)
     except ValueError as error:
         raise UsageError(str(error)) from None
     say(described(changes, report))
+    if changes:
+        say(f"If this is wanted, write {file} again: {_lock_command(arguments)}.")
     return int(bool(changes))
+
+
+def _lock_command(arguments: argparse.Namespace) -> str:
+    """Returns the command that writes the lock file, for messages."""
+    return f"nnx-sharding lock {arguments.target}, with the same options"
 
 
 def _lock_file(arguments: argparse.Namespace) -> Path:
