@@ -377,6 +377,9 @@ MOVED = {
 LOGITS, LOGITS_CELL = P("data", None, "model"), Cell("", "", "parameters", "", "", False)
 
 
+TOKENS_OF_ROWS = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 11
+
+
 def jit_of_logits(name, mesh, spec):
     shardings = tensor_parallel(model_of(LOGITS_CELL), mesh=mesh), P("data")
     return jit((RETURNED | MOVED)[name], mesh=mesh, in_shardings=shardings, out_shardings=spec)
@@ -400,13 +403,33 @@ def test_returned_logits_are_not_gathered(name, types):
 @pytest.mark.parametrize("name", [*RETURNED, *MOVED])
 def test_returned_logits_are_right(name):
     mesh, model = mesh_of((EXPLICIT, EXPLICIT)), Model(None, nnx.Rngs(0))
-    tokens = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 11
+    tokens = TOKENS_OF_ROWS
     expected = model(tokens)
     with warnings.catch_warnings(action="ignore", category=UnshardedWarning), jax.set_mesh(mesh):
         for spec in (LOGITS, P("data")):
             [found] = jax.tree.leaves(jit_of_logits(name, mesh, spec)(model, tokens))
             assert found.sharding.spec == spec
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [P("data"), LOGITS], ids=["whole", "sharded"])
+def test_what_is_declared_for_the_head_holds_for_the_model(spec):
+    """The model returns the array of its head, and operations after it get that."""
+    mesh, model = mesh_of((EXPLICIT, EXPLICIT)), Model(None, nnx.Rngs(0))
+    seen = []
+
+    def used(model, tokens):
+        logits = model(tokens)
+        seen.append(jax.typeof(logits).sharding.spec)
+        return (logits**2).mean()
+
+    shardings = tensor_parallel(model, mesh=mesh), P("data")
+    expected = used(model, TOKENS_OF_ROWS)
+    options = {"in_shardings": shardings, "activation_shardings": {"head": spec}, "strict": True}
+    with jax.set_mesh(mesh):
+        found = jit(used, mesh=mesh, **options)(model, TOKENS_OF_ROWS)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert seen[-1] == P(*spec, *[None] * (3 - len(spec)))
 
 
 def mapped_in(step, types, strategy="tensor_parallel"):

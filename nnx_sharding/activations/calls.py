@@ -101,11 +101,13 @@ class Frame:
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self.is_strict = False  # whether it is an error if they do not fit
         self.is_by_strategy = False  # whether a strategy chose the types of the output
-        self.is_outermost = FRAME.get() is None
+        self._outer = FRAME.get()  # the call of the module around it
+        self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
         # A list, since tracers have no hash; with the arrays, since ids of dead arrays are used
         # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
+        self._declared_within: list[tuple[jax.Array, NamedSharding]] = []
 
     def note_sharding(self, x: jax.Array, sharding: NamedSharding) -> None:
         """Records the sharding that was chosen for an array."""
@@ -114,6 +116,20 @@ class Frame:
     def sharding_of(self, x: jax.Array) -> NamedSharding | None:
         """Returns the sharding that was chosen for an array, or None."""
         return next((sharding for array, sharding in self._chosen if array is x), None)
+
+    def note_declared(self, x: jax.Array, sharding: NamedSharding) -> None:
+        """Records in the calls around this one what the user declares for an array of it.
+
+        A model often returns what its head returns: what is declared for that holds for the model.
+        """
+        outer = self._outer
+        while outer is not None:
+            outer._declared_within.append((x, sharding))
+            outer = outer._outer
+
+    def declared_within(self, x: jax.Array) -> NamedSharding | None:
+        """Returns what the user declares for an array of a call in this one, or None."""
+        return next((declared for y, declared in self._declared_within if y is x), None)
 
     def record(self, out: object) -> None:
         """Adds the arrays that the call returns to the record, if the trace is made for one."""

@@ -372,8 +372,9 @@ class Scope:
     ) -> jax.Array:
         """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
 
-        The sharding is the one that was chosen for the array; otherwise the sharding of the columns
-        of a layer; otherwise that of an input of its shape and dtype, or of the first one.
+        The sharding is the one that was chosen for the array, here or by the user for a module in
+        this one; otherwise the sharding of the columns of a layer; otherwise that of an input of
+        its shape and dtype, or of the first one.
 
         Args:
           frame: the call of the module.
@@ -383,16 +384,17 @@ class Scope:
           x: the output.
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        known = frame.sharding_of(x)
+        chosen = frame.sharding_of(x)
+        known = chosen or frame.declared_within(x)
         like = input_like(x, inputs)
         assert like is not None  # or no axis of the module would be Auto
         spec = opened(type_spec(x)) if known is None else keep_axes(known.spec, explicit)
         if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
             spec = keep_axes(columns, explicit)
         new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
-        if known is not None:
+        if chosen is not None:
             frame.note_sharding(new, jax.typeof(new).sharding)
-        elif frame.is_outermost:
+        elif known is None and frame.is_outermost:
             sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
             self._whole_outputs.add(frame, new, like, sizes)
         return new
@@ -496,6 +498,8 @@ class Scope:
         sharding = NamedSharding(mesh, fitted)
         [new] = apply_shardings([x], [sharding])
         frame.note_sharding(new, sharding)
+        if frame.is_strict:
+            frame.note_declared(new, sharding)
         return new
 
     def _check(self) -> None:
