@@ -45,6 +45,7 @@ ROUNDING = 1e-5
 class TransformerTest(parameterized.TestCase):
     CONFIG = transformer.Config(context=16, features=32, layers=1, batch=8)
 
+    @pytest.mark.gate
     def test_losses_match_one_device(self):
         mesh = mesh_of((2, 4), ("data", "model"))
         model, optimizer, losses = transformer.train_sharded(self.CONFIG, 20, mesh)
