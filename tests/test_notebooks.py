@@ -45,7 +45,6 @@ ONE_LINE = {
     "Retrace",
     "ShardingRow",
     "ValueType",
-    "_GatheredOutput",
 }
 
 

@@ -18,6 +18,7 @@ because callers index it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -227,22 +228,22 @@ class WholeOutputs:
         """
         declared, undeclared = _results(transform, result)
 
-        def select(outputs: Iterable[_GatheredOutput]) -> list[_GatheredOutput]:
-            """Returns those that are used, and adds to ``returned``."""
-            outputs = [x for x in outputs if id(x.array) not in declared and not x.is_result]
-            returned.extend(x for x in outputs if id(x.array) in undeclared)
-            return [x for x in outputs if id(x.array) not in undeclared]
+        def is_used(output: _GatheredOutput) -> bool:
+            """Whether operations of the function get it: it is not only a result."""
+            return not output.is_result and id(output.array) not in declared | undeclared
 
-        returned: list[_GatheredOutput] = []
-        used = select(self._gathered)
+        def is_undeclared(output: _GatheredOutput) -> bool:
+            """Whether it is a result for which no sharding is declared."""
+            return not output.is_result and id(output.array) in undeclared
+
         for pattern, caches in self._caches.items():
-            used_caches = select(caches)
-            if used_caches:
+            if used_caches := [x for x in caches if is_used(x)]:
                 _warn(transform, _about_caches(pattern, used_caches), anchor="gathered-cache")
-        if returned:
-            about = _about_results(transform.out_name, returned)
+        outputs = [*self._gathered, *itertools.chain(*self._caches.values())]
+        if results := [x for x in outputs if is_undeclared(x)]:
+            about = _about_results(transform.out_name, results)
             _warn(transform, about, anchor="gathered-result")
-        if used:
+        if used := [x for x in self._gathered if is_used(x)]:
             _warn(transform, _about_columns(used), anchor="gathered-output")
 
 

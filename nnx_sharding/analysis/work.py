@@ -73,12 +73,20 @@ class Work(NamedTuple):
 
     def cost(self, stage: str = COMPILED) -> Cost:
         """Returns the figures, None for unknown ones."""
-        flops, transcendentals, accessed, int8, fp8, host = (
-            None if self.unknown_runs else float(min(figure, _MOST)) for figure in self[:6]
+
+        def known(figure: int, *, is_of_flops: bool = False) -> float | None:
+            is_unknown = self.unknown_runs or (is_of_flops and self.unknown_flops)
+            return None if is_unknown else float(min(figure, _MOST))
+
+        return Cost(
+            flops=known(self.flops, is_of_flops=True),
+            bytes_accessed=known(self.bytes_accessed),
+            transcendentals=known(self.transcendentals, is_of_flops=True),
+            stage=stage,
+            host_bytes=known(self.host_bytes),
+            int8_flops=known(self.int8_flops, is_of_flops=True),
+            fp8_flops=known(self.fp8_flops, is_of_flops=True),
         )
-        if self.unknown_flops:
-            flops = transcendentals = int8 = fp8 = None
-        return Cost(flops, accessed, transcendentals, stage, None, host, int8, fp8)
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
