@@ -530,6 +530,17 @@ def test_a_crash_ends_one_compiler(uncached):
         process.close()
 
 
+def test_a_closed_compiler_starts_no_process():
+    """A thread may still be about to start one when a search ends."""
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    process = CompilerProcess(8)
+    process.close()
+    with pytest.raises(CompilerCrash, match="the search had ended"):
+        process.compile(low, None)
+    assert process._process is None
+
+
 def test_a_pipeline_is_a_candidate_for_a_stack():
     def found(model, **options):
         x = jax.ShapeDtypeStruct((rows, width), "float32")

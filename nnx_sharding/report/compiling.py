@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
@@ -355,6 +356,8 @@ class CompilerProcess:
         self._devices = devices
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
+        # A thread may be about to start the process when another one closes this.
+        self._lock, self._is_closed = threading.Lock(), False
 
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; it cannot be called."""
@@ -367,6 +370,8 @@ class CompilerProcess:
 
     def close(self) -> None:
         """Ends the process."""
+        with self._lock:
+            self._is_closed = True
         self._errors.close()
         if self._process is not None:
             self._process.kill()  # it may be in the middle of a program
@@ -378,12 +383,15 @@ class CompilerProcess:
         The process is started for the first request, and again after a crash.
 
         Raises:
-          CompilerCrash: the process ended.
+          CompilerCrash: the process ended, or this was closed.
           JaxRuntimeError: the compiler refused the program.
         """
-        if self._process is None:
-            self._process = self._started()
-        process = self._process
+        with self._lock:
+            if self._is_closed:
+                raise CompilerCrash("the search had ended")
+            if self._process is None:
+                self._process = self._started()
+            process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump(request, process.stdin)
