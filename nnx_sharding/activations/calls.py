@@ -108,6 +108,7 @@ class Frame:
         # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
         self._declared_within: list[tuple[jax.Array, NamedSharding]] = []
+        self._trace = _compat.current_trace()
 
     def note_sharding(self, x: jax.Array, sharding: NamedSharding) -> None:
         """Records the sharding that was chosen for an array."""
@@ -124,7 +125,9 @@ class Frame:
         """
         outer = self._outer
         while outer is not None:
-            outer._declared_within.append((x, sharding))
+            # It cannot return arrays of inner traces, and JAX would see a leak.
+            if _compat.trace_of(x) is outer._trace:
+                outer._declared_within.append((x, sharding))
             outer = outer._outer
 
     def declared_within(self, x: jax.Array) -> NamedSharding | None:
