@@ -16,14 +16,14 @@ from typing import Any, Literal, Self, TypeAlias
 from ..analysis.by_module import path_text
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
-from ..analysis.parameters import ParameterRow, spec_text
+from ..analysis.parameters import ParameterRow, axes_in, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
 
 Part: TypeAlias = Literal[
-    "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter", "rule"
+    "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter"
 ]  # fmt: skip
 Value: TypeAlias = float | str | None
 
@@ -153,7 +153,6 @@ _TITLES: dict[Part, str] = {
     "module": "modules",
     "line": "lines",
     "parameter": "arguments",
-    "rule": "rules",
 }
 
 
@@ -291,7 +290,7 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
         "roofline": roofline,
         "collective": collectives,
         "module": _of_modules(report),
-        "parameter": {row.path: _described(row) for row in report.parameters},
+        "parameter": {row.path: array_text(row) for row in report.parameters},
     }
 
 
@@ -310,9 +309,11 @@ def _of_modules(report: ProgramReport) -> dict[str, Value]:
     return figures
 
 
-def _described(row: ParameterRow) -> str:
+def array_text(row: ParameterRow) -> str:
     """Writes what is compared of an argument: ``float32[8,16] P('data') pinned_host donated``."""
-    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    spec = "no spec" if row.spec is None else spec_text(row.spec)
+    spec = "replicated"
+    if row.spec is None or isinstance(row.spec, str) or axes_in(row.spec):
+        spec = "no spec" if row.spec is None else spec_text(row.spec)
     memory = "" if row.memory_kind in (None, "device") else row.memory_kind
-    return " ".join(filter(None, (kind, spec, memory, *row.marks)))
+    parts = f"{row.dtype}[{','.join(map(str, row.shape))}]", spec, memory, *row.marks
+    return " ".join(filter(None, parts))

@@ -3,13 +3,11 @@
 A lock has a line for each figure of the program, modules and arrays in lists folded:
 
     [arguments]
-    model.layers[*].up.kernel | float32[32,128] P(None, 'model') | 12,288 bytes | 3 arrays
+    model.layers[*].up.bias | float32[128] P('model') | rule strategy | 1,536 bytes | 3 arrays
+    x | float32[8,32] P('data', None) | rule in_shardings | 512 bytes | 1 array
 
     [collectives]
     all-reduce over model for sum of model.layers[*].down | 18,432 bytes | 3 runs | 3 instructions
-
-    [rules]
-    PathRegex('up') for model.layers[*].up.kernel | P(None, 'model') | 3 arrays
 
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
@@ -28,18 +26,18 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..analysis.by_line import NO_LINE, LineRow
 from ..analysis.by_module import ModuleRow, path_text
 from ..analysis.collectives import Collective, axes_text
 from ..analysis.json_codec import file_path
 from ..analysis.names import folded
-from ..analysis.parameters import ParameterRow, axes_in, spec_text
+from ..analysis.parameters import ParameterRow
 from ..analysis.program import ProgramReport
 from ..analysis.units import printable
 from ..core.publishing import write_file
-from ..report.changes import Change, Changes, Part, Value
+from ..report.changes import Change, Changes, Part, Value, array_text
 from ..transforms.stages import Compiled
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
@@ -47,15 +45,6 @@ __tracebackhide__ = True  # pytest shows the line of the test that failed
 # The figures of a line by their unit; a text has the unit "": {"": "P('data')", "bytes": 1024}.
 Figures: TypeAlias = dict[str, Value]
 Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
-
-
-class _Group(NamedTuple):
-    """Arrays that have one line."""
-
-    name: str  # with the path of the first, if another group has the same name
-    kind: str
-    rows: list[ParameterRow]
-
 
 TOLERANCE = 0.02
 _UNKNOWN = "unknown"
@@ -68,7 +57,7 @@ _HEAD = """\
 """
 _VERSIONS = "made with"
 # Sections that are compared only if both sides have them: reports need not have these tables.
-_OPTIONAL: tuple[Part, ...] = ("module", "line", "rule")
+_OPTIONAL: tuple[Part, ...] = ("module", "line")
 _SECTIONS: dict[str, Part] = {
     "program": "program",
     "memory": "memory",
@@ -77,8 +66,9 @@ _SECTIONS: dict[str, Part] = {
     "arguments": "parameter",
     "modules": "module",
     "lines": "line",
-    "rules": "rule",
 }
+# The unit of the rule that decides a spec; reports need not have rules, either.
+_RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
 _EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
 _SINGULAR = ("array", "instruction", "run", "byte", "flop")
@@ -95,7 +85,7 @@ def assert_unchanged(
     """Fails if a program costs more, or less, than its lock file says.
 
     The file is a text for review, of a few kilobytes: memory, flops, the bytes and specs of
-    arguments by group, the rule that decides each spec, and collectives by kind, axes and purpose;
+    arguments by group with the rule that decides, and collectives by kind, axes and purpose;
     of a report with ``by_module`` also memory and flops by module and line. Commit it. It is
     written with ``update``, with ``pytest --update-locks`` (``pytest_plugins =
     "nnx_sharding.testing.pytest_options"`` in the root's ``conftest.py``), and by
@@ -235,19 +225,12 @@ def locked(report: ProgramReport) -> Lock:
         # The unit is the first word of the name: "flops", "bytes".
         "cost": {name: _figure_of(name.split()[0], figure) for name, figure in cost.items()},
         "collectives": _of_collectives(report.collectives),
-        "arguments": _of_arguments(report.parameters),
+        "arguments": _of_arguments(report),
     }
     if report.by_module is not None:
         lock["modules"] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
         lock["lines"] = _summed(map(_of_line, report.by_line.rows))
-    rules = [
-        (report.reasons[row.path].rule, row)
-        for row in report.parameters
-        if row.path in report.reasons
-    ]
-    if rules:
-        lock["rules"] = _of_rules(rules)
     return {
         section: {_escaped(name): figures for name, figures in lines.items()}
         for section, lines in lock.items()
@@ -325,45 +308,26 @@ def _collective_name(collective: Collective) -> str:
     return _escaped(f"{collective.kind} over {axes} for {collective.purpose or 'unknown'}{of}")
 
 
-def _of_arguments(rows: Iterable[ParameterRow]) -> dict[str, Figures]:
-    """Groups arrays that differ only in indices, with their types and bytes."""
+def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
+    """Groups arrays that differ only in indices: type and spec, the rule that decides, bytes."""
+    groups: defaultdict[str, defaultdict[str, list[ParameterRow]]]  # by folded path and type
+    groups = defaultdict(lambda: defaultdict(list))
+    for row in report.parameters:
+        groups[folded(row.path)][array_text(row)].append(row)
     figures: dict[str, Figures] = {}
-    for group in _grouped((folded(row.path), _kind(row), row) for row in rows):
-        size = sum(row.bytes_per_device for row in group.rows)
-        figures[group.name] = {"": group.kind, "bytes": size, "arrays": len(group.rows)}
-    return figures
-
-
-def _of_rules(rules: Iterable[tuple[str, ParameterRow]]) -> dict[str, Figures]:
-    """Groups arrays by the rule that shards them, and by paths that differ only in indices."""
-    rows = ((f"{rule or 'no rule'} for {folded(row.path)}", _spec(row), row) for rule, row in rules)
-    return {group.name: {"": group.kind, "arrays": len(group.rows)} for group in _grouped(rows)}
-
-
-def _grouped(rows: Iterable[tuple[str, str, ParameterRow]]) -> Iterator[_Group]:
-    """Groups arrays, each given with a name and a kind, so that no two groups have one name."""
-    kinds: defaultdict[str, defaultdict[str, list[ParameterRow]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for name, kind, row in rows:
-        kinds[name][kind].append(row)
-    for name, by_kind in kinds.items():
-        for kind, group in by_kind.items():
+    for path, by_type in groups.items():
+        for type_text, rows in by_type.items():
             # The first path tells apart the groups of a list whose items differ.
-            own_name = name if len(by_kind) == 1 else f"{name}, as {group[0].path}"
-            yield _Group(own_name, kind, group)
-
-
-def _spec(row: ParameterRow) -> str:
-    spec = row.spec
-    return spec_text(spec) if axes_in(spec) or isinstance(spec, str) else "replicated"
-
-
-def _kind(row: ParameterRow) -> str:
-    memory = [] if row.memory_kind in (None, "device") else [row.memory_kind]
-    return " ".join(
-        [f"{row.dtype}[{','.join(map(str, row.shape))}]", _spec(row), *memory, *row.marks]
-    )
+            name = path if len(by_type) == 1 else f"{path}, as {rows[0].path}"
+            reasons = [report.reasons[row.path] for row in rows if row.path in report.reasons]
+            rules = sorted({reason.rule or "none" for reason in reasons})
+            figures[name] = {
+                "": type_text,
+                **({_RULE: _escaped(" and ".join(rules))} if rules else {}),
+                "bytes": sum(row.bytes_per_device for row in rows),
+                "arrays": len(rows),
+            }
+    return figures
 
 
 def _escaped(name: str) -> str:
@@ -372,8 +336,10 @@ def _escaped(name: str) -> str:
 
 def _texts(figures: Figures) -> Iterator[str]:
     for unit, value in figures.items():
-        shown = unit.removesuffix("s") if value == 1 else unit
-        yield f"{value:,} {shown}" if isinstance(value, int | float) else printable(value, "×")
+        if isinstance(value, int | float):
+            yield f"{value:,} {unit.removesuffix('s') if value == 1 else unit}"
+        else:
+            yield f"{unit} {printable(value, '×')}".lstrip()  # a text without a unit, or a rule
 
 
 def _read(text: str, path: str) -> Lock:
@@ -400,7 +366,8 @@ def _figure(text: str) -> tuple[str, Value]:
     """Reads a figure: its unit and value."""
     match = _NUMBER.fullmatch(text)
     if match is None:
-        return "", text
+        is_rule = text.startswith(f"{_RULE} ")
+        return (_RULE, text.removeprefix(f"{_RULE} ")) if is_rule else ("", text)
     unit = f"{match[2]}s" if match[1] == "1" and match[2] in _SINGULAR else match[2]
     return unit, int(match[1].replace(",", ""))
 
@@ -422,6 +389,8 @@ def _compared(
             yield Change(part, name, next(iter(before.values())), next(iter(after.values())))
             continue
         for unit in before | after:
+            if unit == _RULE and not (unit in before and unit in after):
+                continue
             old_value, new_value = _figure_in(before, unit), _figure_in(after, unit)
             if old_value != new_value:
                 is_total = part in ("memory", "cost")  # whose names say the unit
