@@ -109,7 +109,7 @@ CHANGES = {
     "layers": ({"count": 4}, [r"model.layers\[\*\].up.kernel: arrays: 3 → 4 \(\+33.3%\)"]),
     "specs": (
         {"strategy": False},
-        [r"up.kernel: float32\[16,64\] P\(None, 'data'\) → float32\[16,64\] replicated"],
+        [r"up.kernel: float32\[16,64\] P\(None, 'data'\) → float32\[16,64\] P\(None, None\)"],
     ),
 }
 

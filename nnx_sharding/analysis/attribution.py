@@ -55,7 +55,6 @@ From other modules:
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,48 +98,59 @@ class Owner(NamedTuple):
 UNKNOWN = Place(None, False)
 
 
+class CompiledProgram(NamedTuple):
+    """A compiled program, and what is known of it besides its text."""
+
+    module: Module
+    buffers: Buffers | None  # what it keeps in memory; None if the compiler does not say
+    required: int | None  # bytes that have to be free for a call; None for those of all buffers
+    collectives: Collectives | None  # None if they are unknown
+    hardware: Hardware | None  # for estimates of times; None for none
+    mesh: MeshDescription | None
+
+
+class Measured(NamedTuple):
+    """What a profile has measured."""
+
+    module: Module  # the program that ran
+    seconds: Mapping[str, float]  # by the name of the instruction
+
+
 def module_table(
-    module: Module,
-    buffers: Buffers | None,
+    program: CompiledProgram,
     rows: Sequence[ParameterRow],
     paths: Iterable[str],
-    *,
-    required: int | None = None,
-    collectives: Collectives | None = None,
-    hardware: Hardware | None = None,
-    mesh: MeshDescription | None = None,
+    measured: Measured | None = None,
 ) -> ModuleTable:
     """Sums memory and cost of a program by module.
 
     Args:
-      module: the program.
-      buffers: what it keeps in memory; None if the compiler did not say.
+      program: the program, with the modules in the names of its operations.
       rows: its arguments.
       paths: the paths of all modules that were called.
-      required: the bytes that have to be free for a call; None for those of all buffers.
-      collectives: what it sends, if known.
-      hardware: for the roofline of each module; None for none.
-      mesh: where its devices are.
+      measured: the times of its instructions; None without a profile.
     """
-    attribution = Attribution(module, rows, paths)
-    figures, phases, reasons = figures_by_place(
-        attribution, module, buffers, collectives, hardware, mesh
-    )
+    attribution = Attribution(program.module, rows, paths)
+    seconds = None if measured is None else seconds_by_place(attribution, measured)
+    figures, phases, reasons = figures_by_place(attribution, program, measured=seconds)
     table = []
-    for place, (cost, own_sent, seconds, held) in figures.items():
+    for place, (cost, own_sent, estimate, held, time) in figures.items():
         is_known = own_sent is not None and not own_sent.has_unknown_times
         row = ModuleRow(
             *place,
             flops=None if cost is None else cost.flops,
             bytes_accessed=None if cost is None else cost.bytes_accessed,
             bytes_sent=own_sent.bytes_sent if own_sent is not None and is_known else None,
-            seconds=seconds,
+            seconds=estimate,
             at_peak=None if held is None else dict(held.most_common()),
+            measured=time,
         )
-        if cost is not None or own_sent or row.at_peak:
+        if cost is not None or own_sent or row.at_peak or time:
             table.append(row)
+    why = "; ".join(reasons) or None
+    buffers, required = program.buffers, program.required
     if buffers is None:
-        return ModuleTable(ordered(table), why="; ".join(reasons))
+        return ModuleTable(ordered(table), why=why)
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
     in_use = max(buffers.in_use())
@@ -151,7 +161,7 @@ def module_table(
         reserved=max(required - in_use, 0),
         unattributed=in_use - sum((x.at_peak or Counter()).total() for x in figures.values()),
         over_time=MemoryOverTime(phases),
-        why="; ".join(reasons) or None,
+        why=why,
     )
 
 
@@ -160,8 +170,9 @@ class PlaceFigures(NamedTuple):
 
     cost: Cost | None
     collectives: Collectives | None
-    seconds: float | None
+    seconds: float | None  # the estimate
     at_peak: Counter[MemoryUse] | None
+    measured: float | None  # seconds; None without a profile
 
 
 class FiguresByPlace(NamedTuple):
@@ -174,24 +185,19 @@ class FiguresByPlace(NamedTuple):
 
 def figures_by_place(
     attribution: Attribution,
-    module: Module,
-    buffers: Buffers | None,
-    collectives: Collectives | None,
-    hardware: Hardware | None,
-    mesh: MeshDescription | None,
+    program: CompiledProgram,
     places: Iterable[Place] = (),
+    measured: Mapping[Place, float] | None = None,
 ) -> FiguresByPlace:
     """Sums what a program computes, sends and holds in memory by place: a module and a pass.
 
     Args:
       attribution: says which place an instruction or array belongs to.
-      module: the compiled program.
-      buffers: what the compiler assigns memory to; None if it does not say.
-      collectives: the collectives of the program; None if they are unknown.
-      hardware: the device, for the time that each place takes; None to leave that out.
-      mesh: the mesh of the program.
+      program: the program.
       places: places that are listed even if nothing belongs to them.
+      measured: the seconds that a profile has measured by place; None without one.
     """
+    module, buffers, collectives = program.module, program.buffers, program.collectives
     parts = {} if module.unread else executed_work(module)
     work = None if module.unread else _work_by_place(module, parts, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
@@ -199,32 +205,32 @@ def figures_by_place(
         sent[attribution.place_of_collective(collective)].append(collective)
     held, phases = ({}, ()) if buffers is None else _memory_by_place(attribution, buffers)
     figures = {}
-    for place in dict.fromkeys([*places, *(work or {}), *sent, *held]):
+    # What has no cost may still take time, such as a copy.
+    for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
         cost = None if work is None else work.get(place, Work()).cost()
         own_sent = None if collectives is None else Collectives(sent.get(place, ()))
-        roofline = None if hardware is None else roofline_of(cost, own_sent, hardware, mesh)
-        seconds = None if roofline is None else roofline.seconds
-        at_peak = None if buffers is None else held.get(place, Counter())
-        figures[place] = PlaceFigures(cost, own_sent, seconds, at_peak)
+        roofline = None
+        if program.hardware is not None:
+            roofline = roofline_of(cost, own_sent, program.hardware, program.mesh)
+        figures[place] = PlaceFigures(
+            cost,
+            own_sent,
+            seconds=None if roofline is None else roofline.seconds,
+            at_peak=None if buffers is None else held.get(place, Counter()),
+            measured=None if measured is None else measured.get(place, 0.0),
+        )
     reasons = why_unknown(module, parts)
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)
 
 
-def seconds_by_place(
-    attribution: Attribution, module: Module, seconds: Mapping[str, float]
-) -> dict[Place, float]:
-    """Sums measured times by place.
-
-    Args:
-      attribution: says which place an instruction belongs to.
-      module: the program.
-      seconds: the time of each of its instructions, by name.
-    """
+def seconds_by_place(attribution: Attribution, measured: Measured) -> dict[Place, float]:
+    """Sums measured times by the places to which instructions belong."""
+    module = measured.module
     homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
     sums = defaultdict[Place, float](float)
-    for name, time in seconds.items():
+    for name, time in measured.seconds.items():
         home, instruction = homes[name]
         fused = module.fused(instruction)
         # A product takes most of the time of what is fused with it.
@@ -232,33 +238,6 @@ def seconds_by_place(
         places = [attribution.place(x) for x in (*products, instruction)]
         sums[next(filter(None, places), attribution.place_around(home))] += time
     return sums
-
-
-def measured_modules(
-    table: ModuleTable,
-    module: Module,
-    rows: Sequence[ParameterRow],
-    paths: Iterable[str],
-    seconds: Mapping[str, float],
-) -> ModuleTable:
-    """Returns the table with the seconds that a profile has measured for each module and pass.
-
-    Args:
-      table: the modules of the program.
-      module: the program, with the modules in the names of its operations.
-      rows: its arguments.
-      paths: the paths of all modules that were called.
-      seconds: the time of each instruction, by name.
-    """
-    sums = seconds_by_place(Attribution(module, rows, paths), module, seconds)
-    known = {Place(row.path, bool(row.backward)): row for row in table.rows}
-    # What has no cost in the table may still take time, such as a copy.
-    places = [*known, *(place for place in sums if place not in known)]
-    measured = [
-        dataclasses.replace(known.get(place, ModuleRow(*place)), measured=sums.get(place, 0.0))
-        for place in places
-    ]
-    return dataclasses.replace(table, rows=tuple(measured))
 
 
 def _work_by_place(

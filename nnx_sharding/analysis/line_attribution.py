@@ -44,19 +44,18 @@ from ..specs.paths import enclosing_paths
 from .attribution import (
     UNKNOWN,
     Attribution,
+    CompiledProgram,
+    Measured,
     Owner,
     Place,
     figures_by_place,
     seconds_by_place,
 )
-from .buffers import Buffers
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
 from .collectives import Collective, Collectives, users_frame
 from .compiler_shardings import read_sharding
-from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction
-from .meshes import MeshDescription
 from .names import module_of, operations
 from .parameters import ActivationRow, full_spec
 
@@ -229,43 +228,37 @@ class _LineAttribution(Attribution):
 
 
 def line_table(
+    program: CompiledProgram,
     made: Sequence[MadeValue],
     modules: Collection[str],
-    module: Module,
-    buffers: Buffers | None,
-    *,
-    collectives: Collectives | None,
-    hardware: Hardware | None,
-    mesh: MeshDescription | None,
     whole: Module | None,
+    measured: Measured | None = None,
 ) -> LineTable:
     """Sums types, cost and memory of a compiled program by line.
 
     Args:
+      program: the program.
       made: the values of its trace.
       modules: the paths of the modules that it calls.
-      module: the program.
-      buffers: what it keeps in memory; None if the compiler did not say.
-      collectives: what it sends, if known.
-      hardware: for the roofline of each line; None for none.
-      mesh: where its devices are.
       whole: the program before it is partitioned, with the sharding of each value; None if unknown.
+      measured: the times of the instructions of a program of this trace; None without a profile.
     """
-    attribution = _LineAttribution(module, [value.line for value in made if value.line])
-    figures, _, reasons = figures_by_place(
-        attribution, module, buffers, collectives, hardware, mesh, attribution.all_places()
-    )
-    if mesh is not None:
-        made = compiled_values(made, modules, module, whole, mesh.axes)
+    code_lines = [value.line for value in made if value.line]
+    attribution = _LineAttribution(program.module, code_lines)
+    times = None
+    if measured is not None:
+        times = seconds_by_place(_LineAttribution(measured.module, code_lines), measured)
+    figures, _, reasons = figures_by_place(attribution, program, attribution.all_places(), times)
+    if program.mesh is not None:
+        made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     typed = {(row.file, row.line): row for row in typed_table(made).rows}
-    held = {place: figure.at_peak for place, figure in figures.items()}
-    if buffers is not None:  # the rest is of arguments, or of what the compiler made
-        lines = (sizes.total() for place, sizes in held.items() if sizes and place.path)
-        rest = max(buffers.in_use()) - sum(lines)
+    rest = None  # bytes of arguments, or of what the compiler made
+    if program.buffers is not None:
+        of_lines = (x.at_peak.total() for place, x in figures.items() if x.at_peak and place.path)
+        rest = max(program.buffers.in_use()) - sum(of_lines)
     rows = []
-    for place, (cost, sent, seconds, sizes) in figures.items():
+    for place, (cost, sent, seconds, held, time) in figures.items():
         line = attribution.lines.get(place.path or "", (None, None))
-        at_peak = None if sizes is None else sizes.total() if place.path else rest
         rows.append(
             dataclasses.replace(
                 typed.get(line, LineRow(*line)),
@@ -273,32 +266,11 @@ def line_table(
                 flops=None if cost is None else cost.flops,
                 bytes=None if cost is None else cost.bytes_accessed,
                 seconds=seconds,
-                at_peak=at_peak,
+                at_peak=held.total() if held is not None and place.path else rest,
+                measured=time,
             )
         )
-    why = "; ".join(reasons) or None
-    return LineTable(_ordered(rows), why, _remark(made))
-
-
-def measured_lines(
-    table: LineTable, module: Module, made: Iterable[MadeValue], seconds: Mapping[str, float]
-) -> LineTable:
-    """Returns the table with the seconds that a profile has measured for each line.
-
-    Args:
-      table: the lines of the program.
-      module: the program that the profile ran.
-      made: the values of the trace, with their lines.
-      seconds: the time of each instruction, by name.
-    """
-    attribution = _LineAttribution(module, [value.line for value in made if value.line])
-    sums = defaultdict[tuple[str | None, int | None], float](float)
-    for place, time in seconds_by_place(attribution, module, seconds).items():
-        sums[attribution.lines.get(place.path or "", (None, None))] += time
-    rows = (
-        dataclasses.replace(row, measured=sums.get((row.file, row.line), 0.0)) for row in table.rows
-    )
-    return dataclasses.replace(table, rows=tuple(rows))
+    return LineTable(_ordered(rows), "; ".join(reasons) or None, _remark(made))
 
 
 def typed_table(made: Sequence[MadeValue]) -> LineTable:

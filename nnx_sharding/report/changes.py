@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeAlias
 from ..analysis.by_module import path_text
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
-from ..analysis.parameters import ParameterRow, axes_in, spec_text
+from ..analysis.parameters import ParameterRow, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
@@ -311,9 +311,7 @@ def _of_modules(report: ProgramReport) -> dict[str, Value]:
 
 def array_text(row: ParameterRow) -> str:
     """Writes what is compared of an argument: ``float32[8,16] P('data') pinned_host donated``."""
-    spec = "replicated"
-    if row.spec is None or isinstance(row.spec, str) or axes_in(row.spec):
-        spec = "no spec" if row.spec is None else spec_text(row.spec)
+    spec = "no spec" if row.spec is None else spec_text(row.spec)
     memory = "" if row.memory_kind in (None, "device") else row.memory_kind
     parts = f"{row.dtype}[{','.join(map(str, row.shape))}]", spec, memory, *row.marks
     return " ".join(filter(None, parts))

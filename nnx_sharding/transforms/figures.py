@@ -23,6 +23,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..analysis.argument_reasons import ArgumentReasons
+from ..analysis.attribution import Measured, module_table
 from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
 from ..analysis.collective_reasons import CollectiveReasons, Shape
@@ -36,7 +37,6 @@ from ..analysis.line_attribution import (
     inferred_activations,
     line_table,
     made_values,
-    measured_lines,
 )
 from ..analysis.measured import Profile, measured_seconds
 from ..analysis.memory import Memory, memory_of
@@ -104,34 +104,27 @@ class Figures:
         self, depth: int | None, hardware: Hardware | str | None, profile: Profile | None
     ) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
-        mesh = self._mesh
-        peak = self._hardware(hardware)
-        if peak not in self._module_tables:
-            self._module_tables[peak] = self.dumped.table(self._arguments, mesh, peak)
-        table = self._module_tables[peak]
-        if profile is not None:
-            seconds = measured_seconds(profile, self.module)
-            # The program of the profile, whose instructions are called alike.
-            table = self.dumped.with_measured(table, self._arguments, seconds)
+        peak, dumped = self._hardware(hardware), self.dumped
+        table = self._module_tables.get(peak) if profile is None else None
+        if table is None:
+            measured = None
+            if profile is not None:
+                # The program of the profile, whose instructions are called alike.
+                measured = dumped.measured(measured_seconds(profile, self.module))
+            program = dumped.known(self._arguments, self._mesh, peak)
+            table = module_table(program, self._arguments, dumped.paths, measured)
+            if profile is None:
+                self._module_tables[peak] = table
         return table if depth is None else table.at_depth(depth)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
         """See :meth:`Compiled.by_line`."""
-        mesh, program = self._mesh, self.dumped
-        made = made_values(self._compiled._recorder.traced, program.paths)
-        lines = line_table(
-            made,
-            program.paths,
-            program.module,
-            program.buffers,
-            collectives=collectives_of(program.module, mesh, self._arguments),
-            hardware=self._hardware(hardware),
-            mesh=None if mesh is None else MeshDescription.of(mesh),
-            whole=program.whole,
-        )
-        if profile is None:
-            return lines
-        return measured_lines(lines, self.module, made, measured_seconds(profile, self.module))
+        dumped, measured = self.dumped, None
+        if profile is not None:
+            measured = Measured(self.module, measured_seconds(profile, self.module))
+        made = made_values(self._compiled._recorder.traced, dumped.paths)
+        program = dumped.known(self._arguments, self._mesh, self._hardware(hardware))
+        return line_table(program, made, dumped.paths, dumped.whole, measured)
 
     def activations(self, rows: ActivationTable, *, exactly: bool = False) -> ActivationTable:
         """See :meth:`Compiled.activations`; ``rows`` are from the trace.

@@ -26,9 +26,8 @@ from jax.sharding import Mesh, Sharding
 
 from .. import _compat
 from ..activations.calls import Recorder
-from ..analysis.attribution import measured_modules, module_table
+from ..analysis.attribution import CompiledProgram, Measured
 from ..analysis.buffers import Buffers, read_buffers
-from ..analysis.by_module import ModuleTable
 from ..analysis.collectives import collectives_of
 from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
@@ -54,26 +53,22 @@ class DumpedProgram(NamedTuple):
     # Of the arguments, None for an unused one; None for all if the compiler failed.
     shardings: Sequence[Sharding | None] | None
 
-    def table(
+    def known(
         self, rows: Sequence[ParameterRow], mesh: Mesh | None, hardware: Hardware | None
-    ) -> ModuleTable:
-        """Attributes memory and cost to modules; ``rows`` are the arguments of the program."""
-        return module_table(
+    ) -> CompiledProgram:
+        """Returns what tables of memory and cost are made of; ``rows`` are the arguments."""
+        return CompiledProgram(
             self.module,
             self.buffers,
-            rows,
-            self.paths,
-            required=self.required,
+            self.required,
             # Of this module: operations of the program for calls have other names.
-            collectives=collectives_of(self.module, mesh, rows),
-            hardware=hardware,
-            mesh=None if mesh is None else MeshDescription.of(mesh),
+            collectives_of(self.module, mesh, rows),
+            hardware,
+            None if mesh is None else MeshDescription.of(mesh),
         )
 
-    def with_measured(
-        self, table: ModuleTable, rows: Sequence[ParameterRow], seconds: Mapping[str, float]
-    ) -> ModuleTable:
-        """Adds times that were measured for the program for calls, by instruction.
+    def measured(self, seconds: Mapping[str, float]) -> Measured:
+        """Joins times that were measured for the program for calls, by instruction, to this one.
 
         Raises:
           ValueError: the compiler made other instructions this time.
@@ -87,7 +82,7 @@ class DumpedProgram(NamedTuple):
                 f"{len(missing) - 1} others), so that the profile cannot be joined to modules. "
                 "by_line(profile=...) can join it to lines."
             )
-        return measured_modules(table, self.module, rows, self.paths, seconds)
+        return Measured(self.module, seconds)
 
 
 def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram:

@@ -50,6 +50,7 @@ def _explanation(
     error: Exception, plan: Plan, recorder: Recorder, compile_with: CompileWith
 ) -> Exception:
     """Returns the error with what holds the memory, by module; compiles the program once more."""
+    from ..analysis.attribution import module_table
     from ..analysis.parameters import mesh_of
     from .module_memory import argument_rows, dump_program
 
@@ -61,7 +62,8 @@ def _explanation(
         for sharding, leaf in zip(plan.shardings, recorder.leaves, strict=True)
     ]
     rows = argument_rows(plan, program.infos, program.shardings or shardings, shardings)
-    return _with_remedies(error, program.table(rows, mesh_of(shardings), None), rows)
+    known = program.known(rows, mesh_of(shardings), None)
+    return _with_remedies(error, module_table(known, rows, program.paths), rows)
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
