@@ -22,9 +22,9 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         # Where it is in the checkpoint, and whether it fits.
         stored = opened("restore", folder)
         finder = _Finder(stored, given.rename)
-        targets = [_Target(array, finder.source(array), shardings[array.slot]) for array in arrays]
+        targets = [finder.target(array, shardings[array.slot]) for array in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         operation.agree(arrays=names.digest(arrays))  # before anything is read
         values = load(stored, _wanted(stored, targets), operation)
@@ -135,19 +135,13 @@ class _Piece(NamedTuple):
     layer: tuple[int, ...] = ()  # its index in the leading dimensions; () for all of the array
 
 
-class _Source(NamedTuple):
-    """Where an array is: one piece, or several that are stacked in these leading dimensions."""
-
-    pieces: Sequence[_Piece]
-    stacked: tuple[int, ...] = ()
-
-
 class _Target(NamedTuple):
     """One array to restore, and where it is in the checkpoint."""
 
     array: NamedArray
-    source: _Source
     sharding: Sharding | None  # None for the default device, and for the host
+    pieces: Sequence[_Piece]
+    stacked: tuple[int, ...]  # the leading dimensions of the pieces; () for a single piece
 
 
 class _Finder:
@@ -187,65 +181,62 @@ class _Finder:
         head = f"restore: these rules of rename match no path in {stored.folder}:"
         raise_listed(ValueError, head, unused)
 
-    def source(self, array: NamedArray) -> _Source:
-        """Finds an array; for a missing one, returns a piece with a name that does not exist."""
-        name = array.name if array.name in self._names else array.plain_name
-        return self._find(name, array.leaf, 0) or _Source([_Piece(array.plain_name)])
-
-    def _find(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """Finds an array, or the part of it below its first ``levels`` dimensions of layers."""
-        if name in self._names:
-            return _Source([_Piece(self._names[name])])
-        return self._find_list(name, leaf, levels) or self._find_stack(name, leaf, levels)
-
-    def _find_list(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """Finds the layers of a stacked array of the model that the checkpoint has as a list.
-
-        ``blocks/layers/kernel`` becomes ``blocks/0/kernel``, ``blocks/1/kernel``, …; for nested
-        stacks, each of these is searched in the same way.
-        """
-        for place in (i for i, key in enumerate(name) if key == _LAYERS):
-            # One layer stands for what all of them may share.
-            count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
-            layers = [(*name[:place], str(i), *name[place + 1 :]) for i in range(count)]
-            sources = [self._find(layer, leaf, levels + 1) for layer in layers]
-            present = next((source for source in sources if source is not None), None)
-            if present is None:
+    def target(self, array: NamedArray, sharding: Sharding | None) -> _Target:
+        """Finds an array; a missing one is a piece whose name the checkpoint does not have."""
+        name, leaf = array.plain_name, array.leaf
+        if array.name in self._names:
+            name = array.name
+        if piece := self._piece(name, leaf):
+            return _Target(array, sharding, [piece], ())
+        # `blocks/layers/kernel` may be stored as `blocks/0/kernel`, `blocks/1/kernel`, …
+        for places in _subsets(i for i, key in enumerate(name) if key == _LAYERS):
+            first = self._piece(_replaced(name, dict.fromkeys(places, "0")), leaf, len(places))
+            if first is None:
                 continue
-            has_first = sources[0] is not None and not present.stacked
-            if has_first and self._extra(present.pieces[0], leaf, levels) >= 0:
-                return present  # it has the dimension of layers itself: all layers share it
-            pieces: list[_Piece] = []
-            for layer, source in zip(layers, sources, strict=True):
-                # A missing one is kept under its name, for the error.
-                pieces += [_Piece(layer)] if source is None else source.pieces
-            return _Source(pieces, (count, *present.stacked))
-        return None
+            # Layers share an array that has no dimension for them: the first one has it.
+            count = min(len(places), -self._extra_dimensions(first, leaf))
+            stacked = np.shape(leaf)[: max(count, 0)]
+            pieces = []
+            for index in np.ndindex(*stacked):
+                numbers = itertools.chain(map(str, index), itertools.repeat("0"))
+                layer = _replaced(name, dict(zip(places, numbers, strict=False)))
+                pieces.append(self._piece(layer, leaf, len(places)) or _Piece(layer))
+            return _Target(array, sharding, pieces, stacked)
+        return _Target(array, sharding, [_Piece(name)], ())
 
-    def _find_stack(self, name: Name, leaf: Any, levels: int) -> _Source | None:
-        """Finds the stored stack of which an array of the model, in a list, is one layer.
+    def _piece(self, name: Name, leaf: Any, levels: int = 0) -> _Piece | None:
+        """Finds a stored array, or the stored stack that has it as a layer.
 
-        ``blocks/3/kernel`` is layer 3 of ``blocks/layers/kernel``. In nested stacks, several keys
-        are indices of layers; those of other lists stay as they are.
+        ``blocks/3/kernel`` may be layer 3 of ``blocks/layers/kernel``. In nested stacks, several
+        keys are indices of layers; those of other lists stay as they are. The first ``levels``
+        dimensions of the leaf are not those of the piece.
         """
-        numbers = [i for i, key in enumerate(name) if key.isdecimal()]
-        for count in range(1, len(numbers) + 1):
-            for replaced in itertools.combinations(numbers, count):
-                stack = tuple(_LAYERS if i in replaced else key for i, key in enumerate(name))
-                if stack not in self._names:
-                    continue
-                stored_name = self._names[stack]
-                layer = _Piece(stored_name, tuple(int(name[i]) for i in replaced))
-                # Without a dimension of layers, all layers share the array.
-                is_shared = self._extra(layer, leaf, levels) < 0
-                return _Source([_Piece(stored_name) if is_shared else layer])
+        for places in _subsets(i for i, key in enumerate(name) if key.isdecimal()):
+            stored_name = self._names.get(_replaced(name, dict.fromkeys(places, _LAYERS)))
+            if stored_name is not None:
+                # Layers share an array that has no dimension for them.
+                count = self._extra_dimensions(_Piece(stored_name), leaf, levels)
+                layer = tuple(int(name[i]) for i in places)
+                return _Piece(stored_name, layer[: max(count, 0)])
         return None
 
-    def _extra(self, piece: _Piece, leaf: Any, levels: int) -> int:
-        """Counts the dimensions that a piece has beyond those that the model needs."""
+    def _extra_dimensions(self, piece: _Piece, leaf: Any, levels: int = 0) -> int:
+        """Counts the dimensions that a piece has beyond those of a leaf without its first ones."""
         entry = self._entries[piece.name]
         shape, _ = _type_of(leaf, entry)
         return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
+
+
+def _subsets(places: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Yields all choices of some of these places, the empty one first."""
+    every = tuple(places)
+    for count in range(len(every) + 1):
+        yield from itertools.combinations(every, count)
+
+
+def _replaced(name: Name, keys: Mapping[int, str]) -> Name:
+    """Returns a name with other keys at some places."""
+    return tuple(keys.get(i, key) for i, key in enumerate(name))
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:
@@ -259,37 +250,6 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     return tuple(leaf.shape), leaf.dtype
 
 
-class _Misfits:
-    """Collects how arrays of a checkpoint differ from those to restore, for one error of all."""
-
-    def __init__(self) -> None:
-        self.missing: dict[str, str] = {}  # lines by path in the model
-        self.shapes = list[str]()
-        self.dtypes = list[str]()
-        # Which layers of each stored array are wanted: indices into its leading dimensions.
-        self.layers: dict[Name, set[tuple[int, ...]]] = {}
-
-    def compare(self, stored: Stored, target: _Target, piece: _Piece, *, cast: bool) -> None:
-        """Compares one piece of a target, both without the dimensions of layers of one side."""
-        leaf, levels = target.array.leaf, len(target.source.stacked)
-        entry = stored.entries.get(piece.name)
-        path = path_string(piece.name) if levels else target.array.path
-        # A stored stack may have fewer layers than the model.
-        if entry is None or any(map(operator.ge, piece.layer, entry.array.shape)):
-            self.missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
-            return
-        self.layers.setdefault(piece.name, set()).add(piece.layer)
-        shape, dtype = _type_of(leaf, entry)
-        shape = shape[levels:]
-        stored_shape, stored_dtype = entry.array.shape[len(piece.layer) :], entry.array.dtype
-        path = entry.array.path if levels else path
-        if stored_shape != shape:
-            self.shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
-        elif not _is_same_dtype(stored_dtype, dtype, cast):
-            text = dtype.__name__ if isinstance(dtype, type) else dtype
-            self.dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
-
-
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error that lists how the checkpoint differs from the arrays to restore.
 
@@ -299,25 +259,38 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
       is_part: whether the checkpoint may have more than these.
       cast: whether dtypes may differ.
     """
-    misfits = _Misfits()
-    for target in targets:
-        for piece in target.source.pieces:
-            misfits.compare(stored, target, piece, cast=cast)
-    missing, layers = misfits.missing, misfits.layers
+    missing: dict[str, str] = {}  # lines by path in the model
+    shapes, dtypes = list[str](), list[str]()
+    layers: dict[Name, set[tuple[int, ...]]] = {}  # that the model has of each stored array
+    pieces = [(target, piece) for target in targets for piece in target.pieces]
+    for target, piece in pieces:
+        leaf, levels = target.array.leaf, len(target.stacked)
+        entry = stored.entries.get(piece.name)
+        path = path_string(piece.name) if levels else target.array.path
+        # A stored stack may have fewer layers than the model.
+        if entry is None or any(map(operator.ge, piece.layer, entry.array.shape)):
+            missing[path] = f"  {path}, shape {np.shape(leaf)[levels:]}"
+            continue
+        layers.setdefault(piece.name, set()).add(piece.layer)
+        path = entry.array.path if levels else path
+        shape, dtype = _type_of(leaf, entry)
+        stored_shape, stored_dtype = entry.array.shape[len(piece.layer) :], entry.array.dtype
+        if stored_shape != (layer_shape := shape[levels:]):
+            shapes.append(f"  {path}: {stored_shape} in the checkpoint, {layer_shape} in the model")
+        elif not _is_same_dtype(stored_dtype, dtype, cast):
+            text = dtype.__name__ if isinstance(dtype, type) else dtype
+            dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
     unread = [entry for name, entry in stored.entries.items() if name not in layers]
     unknown = [entry.array.path or "the root" for entry in unread]
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
-        "Of another shape": misfits.shapes,
-        names.OF_ANOTHER_DTYPE: misfits.dtypes,
+        "Of another shape": shapes + ([] if is_part else list(_unwanted_layers(stored, layers))),
+        names.OF_ANOTHER_DTYPE: dtypes,
     }
-    if not is_part:
-        problems["Of another shape"] += _unwanted_layers(stored, layers)
     head = f"restore: {stored.folder} does not fit the model."
-    remedy = _remedy(missing, unknown, is_part)
-    raise_listed(CheckpointError, head, by_kind(problems), remedy)
+    raise_listed(CheckpointError, head, by_kind(problems), _remedy(missing, unknown, is_part))
 
 
 def _unwanted_layers(
@@ -365,14 +338,14 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding |
     wanted: dict[Name, Sharding | None] = {}
     for target in targets:
         # An array of this process alone is not read with its sharding.
-        is_own = target.sharding is None or (
+        is_local = target.sharding is None or (
             jax.process_count() > 1 and target.sharding.is_fully_addressable
         )
-        for piece in target.source.pieces:
+        for piece in target.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
             stored_dtype = stored.entries[piece.name].array.dtype
             dtype = getattr(target.array.leaf, "dtype", stored_dtype)
-            is_to_host = is_own or names.may_wrap(stored_dtype, dtype)
+            is_to_host = is_local or names.may_wrap(stored_dtype, dtype)
             sharding = None if is_to_host else _piece_sharding(target, piece)
             # A stored stack may be read for several targets, and is read once: to the host if one
             # of them needs that, else with the sharding of any, from which the others are placed.
@@ -383,12 +356,11 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding |
 
 def _piece_sharding(target: _Target, piece: _Piece) -> Sharding | None:
     """Returns the sharding of what is read, which may have more or fewer dimensions of layers."""
-    levels = len(target.source.stacked)
-    if not levels and not piece.layer:
+    if not target.stacked and not piece.layer:
         return target.sharding
     if not isinstance(target.sharding, NamedSharding):
         return None
-    entries = target.sharding.spec.partitions[levels:]
+    entries = target.sharding.spec.partitions[len(target.stacked) :]
     spec = PartitionSpec(*[None] * len(piece.layer), *entries)
     return names.on_auto_axes(target.sharding.update(spec=spec))
 
@@ -406,19 +378,22 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
     Raises:
       CheckpointError: integers do not fit the model's dtype; all are listed.
     """
-    uses = Counter(piece.name for target in targets for piece in target.source.pieces)
+    uses = Counter(piece.name for target in targets for piece in target.pieces)
     converted, wrapping = [], []
     # Layers of one stack follow each other.
-    for target in sorted(targets, key=lambda target: target.source.pieces[0].name):
-        array, value = target.array, _assembled(target, values)
-        dtype = getattr(array.leaf, "dtype", None)
-        # What is on devices was checked, or is not cast to integers that may wrap.
-        limits = out_of_range(value, dtype) if dtype and isinstance(value, np.ndarray) else ""
-        if limits:
-            wrapping.append(f"  {array.path}: {limits}, {dtype}")
+    for target in sorted(targets, key=lambda target: target.pieces[0].name):
+        layers = [(values[piece.name], piece.layer) for piece in target.pieces]
+        dtype = getattr(target.array.leaf, "dtype", None)
+        if all(isinstance(array, jax.Array) for array, _ in layers):
+            # Its integers do not wrap: see `_wanted`.
+            converted.append((target.array, _like(target, layers, target.stacked)))
         else:
-            converted.append((array, _like(value, array.leaf, target.sharding)))
-        for piece in target.source.pieces:
+            value = _joined(layers, target.stacked, np)
+            if dtype and isinstance(value, np.ndarray) and (limits := out_of_range(value, dtype)):
+                wrapping.append(f"  {target.array.path}: {limits}, {dtype}")
+            else:
+                converted.append((target.array, _like(target, [(value, ())], ())))
+        for piece in target.pieces:
             uses[piece.name] -= 1
             if not uses[piece.name]:
                 del values[piece.name]  # before the next one needs memory
@@ -432,92 +407,76 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
     return converted
 
 
-def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
-    """Puts a target together: an array as it was read, one layer of it, or stacked layers."""
-    pieces, stacked = target.source
-    parts = [(values[piece.name], piece.layer) for piece in pieces]
-    if not stacked and not pieces[0].layer:  # nearly always: the array itself
-        return values[pieces[0].name]
-    if not all(isinstance(array, jax.Array) for array, _ in parts):
-        return _built(parts, stacked, np)
-    sharding = without_reductions(target.sharding)
-    # The program has only Auto axes, on which an index needs no `out_sharding`.
-    program = _program(names.on_auto_axes(sharding), stacked)
-    [built] = finish_on_cpu([program(parts)])
-    [placed] = place_arrays([built], [sharding])
-    return placed
+# Arrays that were read, and the index of the layer to take of each; () for all of it.
+_Layers: TypeAlias = Sequence[tuple[Any, tuple[int, ...]]]
+
+
+def _like(target: _Target, layers: _Layers, stacked: tuple[int, ...]) -> Any:
+    """Returns what was read as the kind of value that the model has in its place.
+
+    Args:
+      target: has the value of the model: a number, a NumPy array, or an array, which may be
+        abstract.
+      layers: arrays that were read with their shardings; or one on the host.
+      stacked: the leading dimensions into which they are stacked; () for a single one.
+    """
+    leaf, value = target.array.leaf, layers[0][0]
+    if isinstance(leaf, np.generic):
+        return leaf.dtype.type(value)
+    if isinstance(leaf, _NUMBERS):
+        return type(leaf)(np.asarray(value).item())
+    if isinstance(leaf, np.ndarray):
+        return np.array(value, leaf.dtype)
+    if is_keys(leaf):  # which were read as their words
+        words = _on_devices(layers, stacked, target.sharding, value.dtype, is_weak=False)
+        return jax.random.wrap_key_data(words, impl=KEY_KINDS[str(leaf.dtype)])
+    is_weak = bool(getattr(leaf, "weak_type", False))
+    return _on_devices(layers, stacked, target.sharding, leaf.dtype, is_weak=is_weak)
+
+
+def _on_devices(
+    layers: _Layers,
+    stacked: tuple[int, ...],
+    sharding: Sharding | None,
+    dtype: np.dtype[Any],
+    *,
+    is_weak: bool,
+) -> jax.Array:
+    """Returns the array of the model with its sharding; None is the default device.
+
+    The layers are as for :func:`_like`; ``is_weak`` is whether the result has a weak type.
+    """
+    value, layer = layers[0]
+    if not isinstance(value, jax.Array):
+        host = np.asarray(value, dtype)
+        value = jax.device_put(host) if sharding is None else place_arrays([host], [sharding])[0]
+        layers = [(value, layer)]
+    # Orbax lacks unreduced and reduced arrays, so it was read without these axes.
+    summed = without_reductions(sharding)
+    if stacked or layer:  # on Auto axes, on which an index needs no `out_sharding`
+        summed = names.on_auto_axes(summed)
+    if stacked or layer or value.dtype != dtype or value.weak_type != is_weak:
+        [value] = finish_on_cpu([_program(summed, stacked, dtype, is_weak)(layers)])
+    [placed] = place_arrays([value], [sharding])
+    return cast(jax.Array, placed)
 
 
 @functools.lru_cache(maxsize=64)  # the programs of a model, which has few shardings
 def _program(
-    sharding: Sharding | None,
-    stacked: tuple[int, ...] = (),
-    dtype: np.dtype[Any] | None = None,
-    is_weak: bool = False,
-) -> Callable[..., Any]:
-    """Returns a compiled function from pieces to an array of the model; JAX caches it by shape.
+    sharding: Sharding | None, stacked: tuple[int, ...], dtype: np.dtype[Any], is_weak: bool
+) -> Callable[[_Layers], jax.Array]:
+    """Returns a compiled function from layers to an array of the model; JAX caches it by shape.
 
-    Args:
-      sharding: that of the result.
-      stacked: the leading dimensions into which layers are stacked; () for a single piece.
-      dtype: that of the result; None for the one of the pieces.
-      is_weak: whether the result has a weak type.
+    The arguments are as for :func:`_on_devices`.
     """
 
-    def build(parts: Sequence[tuple[Any, Any]]) -> Any:
-        x = _built(parts, stacked, jnp)
-        return x if dtype is None else _compat.converted(x, dtype, is_weak)
+    def build(layers: _Layers) -> jax.Array:
+        return _compat.converted(_joined(layers, stacked, jnp), dtype, is_weak)
 
     return jax.jit(build, out_shardings=sharding)
 
 
-def _built(
-    parts: Sequence[tuple[Any, tuple[int, ...]]], stacked: tuple[int, ...], numpy: ModuleType
-) -> Any:
+def _joined(layers: _Layers, stacked: tuple[int, ...], numpy: ModuleType) -> Any:
     """Takes the layers of arrays of NumPy or JAX, and stacks them to these leading dimensions."""
-    layers = [array[index] if index else array for array, index in parts]
-    return numpy.stack(layers).reshape(*stacked, *layers[0].shape) if stacked else layers[0]
-
-
-def _like(value: Any, leaf: Any, sharding: Sharding | None) -> Any:
-    """Converts what was read to the kind of value that the model has in its place.
-
-    Args:
-      value: an array of NumPy or JAX; of PRNG keys, their words.
-      leaf: what the model has: a number, a NumPy array, or an array, which may be abstract.
-      sharding: where the new array goes; None for the default device.
-    """
-    if isinstance(leaf, _NUMBERS):
-        return type(leaf)(np.asarray(value).item())
-    if isinstance(leaf, np.generic):
-        return leaf.dtype.type(value)
-    if isinstance(leaf, np.ndarray):
-        return np.array(value, leaf.dtype)
-    if is_keys(leaf):
-        words = _placed(value, value.dtype, sharding)
-        return jax.random.wrap_key_data(words, impl=KEY_KINDS[str(leaf.dtype)])
-    return _placed(value, leaf.dtype, sharding, bool(getattr(leaf, "weak_type", False)))
-
-
-def _placed(
-    value: Any, dtype: np.dtype[Any], sharding: Sharding | None, is_weak: bool = False
-) -> jax.Array:
-    """Moves what was read to devices, and converts it to the dtype of the model's array.
-
-    Args:
-      value: an array of NumPy, or of JAX if it was read with its sharding.
-      dtype: the dtype of the result.
-      sharding: that of the result; None for the default device.
-      is_weak: whether the result has a weak type.
-    """
-    if not isinstance(value, jax.Array):
-        host = np.asarray(value, dtype)
-        value = jax.device_put(host) if sharding is None else place_arrays([host], [sharding])[0]
-    elif value.dtype == dtype and without_reductions(sharding) is not sharding:
-        # It was read without the unreduced or reduced axes, which Orbax lacks.
-        value = place_arrays([value], [sharding])[0]
-    if value.dtype != dtype or value.weak_type != is_weak:
-        pieces = [(value, ())]  # one, of which all layers are taken
-        value = _program(sharding, (), dtype, is_weak)(pieces)
-    placed: jax.Array = value
-    return placed
+    parts = [array[index] if index else array for array, index in layers]
+    return numpy.stack(parts).reshape(*stacked, *parts[0].shape) if stacked else parts[0]
