@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,7 @@ from absl.testing import parameterized
 from mistakes import MISTAKES
 from nnx_sharding import __version__
 from nnx_sharding.cli.main import main
+from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.report import Comparison, ProgramReport
 from nnx_sharding.report.comparison import SearchInterrupted
 
@@ -187,6 +189,13 @@ SAME = """
 """
 
 
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 class CommandTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -208,13 +217,30 @@ class CommandTest(parameterized.TestCase):
             code = main([*map(str, words)])
         return code, out.getvalue(), error.getvalue()
 
-    def test_an_interrupted_search_shows_what_it_has(self):
-        found = SearchInterrupted("best: dp")
-        with mock.patch("nnx_sharding.cli.programs.plan", side_effect=found):
-            code, out, error = self.run_command("plan", f"{self.path}:step")
-        self.assertEqual((code, out), (130, ""))
-        self.assertIn("plan: interrupted", error)
-        self.assertIn("best: dp", error)
+    @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+    def test_a_search_that_a_signal_stops_shows_what_it_has(self, number):
+        def stopped(*args, **options):
+            try:
+                os.kill(os.getpid(), number)
+                signal.pause()
+            except KeyboardInterrupt:
+                rest = {"dp": "not compiled before the interruption"}
+                raise SearchInterrupted(
+                    PlanningResult(Comparison({}, ruled_out=rest), {})
+                ) from None
+
+        before = signal.getsignal(signal.SIGTERM)
+        data, page = self.folder / "plan.json", self.folder / "plan.html"
+        with mock.patch("nnx_sharding.cli.programs.plan", side_effect=stopped):
+            words = "plan", f"{self.path}:step", "--json", data, "--html", page
+            code, out, error = self.run_command(*words)
+        self.assertEqual(code, 128 + number)
+        self.assertIn("1  not compiled before the interruption", out)
+        self.assertIn("best: none was compiled in time", error)
+        self.assertTrue(error.endswith(f"plan: stopped by {number.name}\n"), error)
+        self.assertEqual([*Comparison.load(data).ruled_out], ["dp"])
+        self.assertIn("<title>Plan: none was compiled</title>", page.read_text())
+        self.assertEqual(signal.getsignal(signal.SIGTERM), before)
 
     def inspect(self, function, *words):
         return self.run_command("inspect", f"{self.path}:{function}", *words)
@@ -244,6 +270,24 @@ class CommandTest(parameterized.TestCase):
         done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
         os.close(writing)
         self.assertEqual((done.returncode, done.stderr), (128 + signal.SIGPIPE, b""))
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+    @pytest.mark.slow
+    def test_sigterm_ends_a_search_and_its_compilers(self):
+        cache, data = self.folder / "cache", self.folder / "plan.json"
+        command = [sys.executable, "-m", "nnx_sharding", "plan", f"{self.path}:step"]
+        command += ["--devices", "64", "--cache", cache, "--json", data]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            wait_until(lambda: any(cache.glob("*.json")))  # until one was compiled
+            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+            compilers = [Path("/proc", child) for x in tasks for child in x.read_text().split()]
+            process.terminate()
+        self.assertEqual(process.returncode, 143)
+        self.assertTrue(compilers)
+        self.assertFalse([compiler for compiler in compilers if compiler.exists()])
+        found = Comparison.load(data)
+        self.assertTrue(found.compiled)
+        self.assertIn("not compiled before the interruption", found.ruled_out.values())
 
     def reports(self):
         """Files with the report of the same program on 4 and on 32 devices."""
@@ -358,7 +402,7 @@ class CommandTest(parameterized.TestCase):
         }
         limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
         code, _, error = self.run_command(*words, *limits)
-        assert code == 1 and error.startswith("plan: no candidate fits")
+        assert code == 1 and error.startswith("best: none fits; one of these would:\n  ")
         code, _, error = self.run_command(*words, "--mesh", "data=4", "--memory-limit", "1 KiB")
         assert code == 1 and error.startswith("plan: no candidate can fit:\n  dp, data 4: the arg")
         code, out, error = self.run_command("plan", f"{self.path}:forward", *words[2:])

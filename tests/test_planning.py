@@ -7,8 +7,11 @@ import functools
 import inspect
 import itertools
 import math
+import pickle
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -528,6 +531,23 @@ def test_a_crash_ends_one_compiler(uncached):
             process.compile(low, {"no_such_option": 1})
     finally:
         process.close()
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_a_compiler_ends_with_its_search():
+    """In the middle of a program, where it does not read what its search sends."""
+    program = f"""
+import time
+from {compiling.__name__} import _compat, serve
+_compat.compile_module = lambda *request: time.sleep(600)
+serve(1)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as compiler:
+        pickle.dump((), compiler.stdin)
+        compiler.stdin.close()
+        assert compiler.wait(120) == 0
 
 
 def test_a_closed_compiler_starts_no_process():

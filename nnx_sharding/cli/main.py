@@ -54,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python would flush once more, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt as error:  # a search has what was compiled in a note
-        lines = [f"{arguments.command}: interrupted", *getattr(error, "__notes__", ())]
-        say("\n".join(lines), error=True)
+    except KeyboardInterrupt:
+        say(f"{arguments.command}: stopped by SIGINT", error=True)
         return 128 + signal.SIGINT
     except Exception as error:
         # One line says enough of most errors, which are of the user's code.

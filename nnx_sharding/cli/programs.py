@@ -15,11 +15,12 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -34,7 +35,7 @@ from ..core.publishing import write_file
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import PlanningResult, plan
-from ..report.comparison import Comparison, Failure
+from ..report.comparison import Comparison, Failure, SearchInterrupted
 from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.strategies import compare
@@ -96,8 +97,10 @@ for the command inspect. For example:
 
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --hardware "TPU v5e"
 
+SIGTERM and Ctrl-C end it early: what was compiled until then is shown and written to the files.
+
 exit code: 0; 1 if a strategy failed, none fits the memory or the function failed; 2 if the
-command line is wrong"""
+command line is wrong; 128 + n after signal n"""
 
 _PLAN = """\
 The function returns (step, *arguments), as for the command inspect, or a mapping from variants to
@@ -106,7 +109,10 @@ and the mesh of a jitted step are not used. For example:
 
   python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --donate model optimizer
 
-exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
+SIGTERM and Ctrl-C end it early: what was compiled until then is shown and written to the files.
+
+exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong;
+128 + n after signal n"""
 
 
 def add_commands(subparsers: object) -> None:
@@ -326,8 +332,12 @@ def _lock_file(arguments: argparse.Namespace) -> Path:
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Shows the comparison; returns the exit code."""
-    comparison = _called(arguments, _comparison)
+    """Compares strategies, and shows them; returns the exit code."""
+    return _search(arguments, _comparison, _show_comparison)
+
+
+def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> int:
+    """Prints and writes a comparison; returns the exit code."""
     comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
     # One strategy that fails does not hide the others, but shows in the exit code.
@@ -341,19 +351,49 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Shows the plan; returns the exit code."""
-    result = _called(arguments, _plan)
-    best = result.best
-    # The page says what was tried even if nothing fits.
-    title = "Plan: none fits" if best is None else f"Plan: {best.name}"
+    """Searches for a plan, and shows it; returns the exit code."""
+    return _search(arguments, _plan, _show_plan)
+
+
+def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
+    """Prints and writes a plan; returns the exit code."""
+    best, summary = result.best, "\n".join(result.summary())
+    # The page says what was tried even if nothing fits, or nothing was compiled.
+    none = "none fits" if result.comparison.reports else "none was compiled"
+    title = f"Plan: {none if best is None else best.name}"
     write(arguments, result.comparison, title, "\n".join(result.explained()))
-    if best is None:
-        would = "; one of these would:" if result.remedies else ""
-        lines = [f"plan: no candidate fits{would}", *(f"  {line}" for line in result.remedies)]
-        say("\n".join(lines), error=True)
-    elif arguments.json != "-":  # after JSON, nothing else is printed
-        say("\n".join(result.summary()))
+    if best is None or arguments.json != "-":  # nothing else is on the output with JSON
+        say(summary, error=best is None)
     return int(best is None)
+
+
+def _search(
+    arguments: argparse.Namespace,
+    make: Callable[[argparse.Namespace, str, object], T],
+    show: Callable[[argparse.Namespace, T], int],
+) -> int:
+    """Makes a result as `_called` does, and shows it; returns the exit code.
+
+    A search takes minutes to hours, and batch systems end a job with SIGTERM. So SIGTERM does here
+    what Ctrl-C does: what was compiled until then is shown and written to the files.
+    """
+    stopped_by = signal.SIGINT
+
+    def stop(number: int, frame: object) -> NoReturn:
+        nonlocal stopped_by
+        stopped_by = signal.Signals(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return show(arguments, _called(arguments, make))
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, SearchInterrupted):  # at least one candidate was predicted
+            show(arguments, interrupt.result)
+        say(f"{arguments.command}: stopped by {stopped_by.name}", error=True)
+        return 128 + stopped_by
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import math
 import os
 import pickle
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -443,6 +444,7 @@ def serve(devices: Devices) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
     targets = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
     by_id = {device.id: device for device in targets}  # requests name devices by id
+    threading.Thread(target=_end_with, args=[requests.fileno()], daemon=True).start()
     while requests.peek(1):  # until the other end is closed
         try:
             answer: Any = _compat.compile_module(by_id, *pickle.load(requests))
@@ -450,3 +452,14 @@ def serve(devices: Devices) -> None:
             answer = str(error)
         pickle.dump(answer, answers)
         answers.flush()
+
+
+def _end_with(requests: int) -> None:
+    """Ends this process when the other end of the pipe is closed, even while it compiles.
+
+    A search that is killed cannot end its processes, which would compile on for minutes.
+    """
+    pipe = select.poll()
+    pipe.register(requests, 0)  # for no event but the end, which poll always reports
+    pipe.poll()
+    os._exit(0)
