@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.meshes import MeshDescription
@@ -32,7 +33,7 @@ from ..errors import ExportError, by_kind, raise_listed
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, accessor, path_string
 from . import files
-from .manifest import ArrayInfo, Manifest, build, leaves_of, meshes_of, tree_of
+from .manifest import ArrayInfo, LeafInfo, Manifest, build, leaves_of, meshes_of, tree_of
 
 # Puts arrays by path into the form in which an argument was passed.
 Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
@@ -84,15 +85,9 @@ class Exported(Pictured):
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
         ]
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for argument in self.manifest.arguments:
-            info = build(argument.tree, {"input": arrays})
-            if argument.keyword:
-                keywords[argument.name] = info
-            else:
-                positional.append(info)
-        return tuple(positional), keywords
+        infos = [(x, build(x.tree, {"input": arrays})) for x in self.manifest.arguments]
+        keywords = {argument.name: info for argument, info in infos if argument.keyword}
+        return tuple(info for argument, info in infos if not argument.keyword), keywords
 
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
@@ -238,13 +233,6 @@ _NO_FLATBUFFERS = (
 )
 
 
-class _PassedArray(NamedTuple):
-    """An array of a call, and the name of the leaf that it was passed for: ``model.up.kernel``."""
-
-    name: str
-    array: Any
-
-
 def _bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
@@ -259,9 +247,9 @@ def _bind(
         that are one array in the exported function and were passed as several.
     """
     arguments = _arguments(manifest, args, kwargs)
-    passed: dict[int, _PassedArray] = {}  # by position
+    passed: dict[int, tuple[LeafInfo, Any]] = {}  # arrays by position, and what they are passed for
     forms: dict[str, Form] = {}
-    missing, unknown, wrong_type, not_shared = (list[str]() for _ in range(4))
+    faults = defaultdict[str, list[str]](list)
     for argument in manifest.arguments:
         has_joined_paths = False  # as in {"up/kernel": array}
         for path, array in _arrays(arguments[argument.name]):
@@ -271,30 +259,24 @@ def _bind(
                 has_joined_paths |= leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)
-                names = [other.name for other in argument.leaves]
-                unknown.append(f"{name}{suggestion(name, names)}")
+                hint = suggestion(name, [other.name for other in argument.leaves])
+                faults["Unknown"].append(f"  {name}{hint}")
                 continue
-            first = passed.setdefault(leaf.position, _PassedArray(leaf.name, array))
-            if first.array is not array:
-                not_shared.append(f"{leaf.name}: is {first.name}, passed as another array")
+            first, same_array = passed.setdefault(leaf.position, (leaf, array))
+            if same_array is not array:
+                text = f"  {leaf.name}: is {first.name}, passed as another array"
+                faults["One array in the exported function, to be passed once"].append(text)
         forms[argument.name] = _form(arguments[argument.name], has_joined_paths)
     for position, info in enumerate(manifest.inputs):
         if position not in passed:
-            missing.append(f"{info.name}, {info}")
+            faults["Missing"].append(f"  {info.name}, {info}")
             continue
-        fault = _type_fault(*passed[position], info)
-        if fault is not None:
-            wrong_type.append(fault)
-    faults = {
-        "Missing": missing,
-        "Unknown": unknown,
-        "Of another type": wrong_type,
-        "One array in the exported function, to be passed once": not_shared,
-    }
-    lines = by_kind({kind: [f"  {fault}" for fault in found] for kind, found in faults.items()})
+        leaf, array = passed[position]
+        if fault := _type_fault(array, info):
+            faults["Of another type"].append(f"  {leaf.name}: {fault}")
     head = f"{manifest.function} was exported for other arrays than these."
-    raise_listed(TypeError, head, lines)
-    return [passed[position].array for position in range(len(manifest.inputs))], forms
+    raise_listed(TypeError, head, by_kind(faults))
+    return [passed[position][1] for position in range(len(manifest.inputs))], forms
 
 
 def _arguments(
@@ -365,36 +347,30 @@ def _fits(size: int | str, exported: int | str) -> bool:
     return multiple is None or (size > 0 and size % int(multiple[1] or 1) == 0)
 
 
-def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
-    """Says why an array cannot be passed for an input; None if it can.
-
-    Args:
-      name: where the array is in the arguments, as Python code.
-      leaf: the array, or what was passed in its place.
-      info: the shape and dtype of the input.
-    """
+def _type_fault(leaf: Any, info: ArrayInfo) -> str:
+    """Says why what was passed for an input cannot be; nothing if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return f"{name}: a ShapeDtypeStruct, which has no values"
+        return "a ShapeDtypeStruct, which has no values"
     try:
-        actual = ArrayInfo.of(name, leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
+        actual = ArrayInfo.of("", leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
     except (AttributeError, TypeError):
-        return f"{name}: a {type(leaf).__name__}, not {info}"
+        return f"a {type(leaf).__name__}, not {info}"
     has_rank = len(actual.shape) == len(info.shape)
     has_shape = has_rank and all(map(_fits, actual.shape, info.shape))
     if has_shape and actual.dtype == info.dtype:
-        return None
+        return ""
     is_wide = info.dtype in ("float64", "int64", "uint64", "complex128")
     needs_x64 = is_wide and not jax.config.jax_enable_x64
     hint = "; set jax_enable_x64, as where it was exported" if needs_x64 else ""
-    return f"{name}: {actual.type}, not {info.type}{hint}"
+    return f"{actual.type}, not {info.type}{hint}"
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     """Chooses the devices that a call runs on: those of the mesh in context, else the first ones.
 
     Returns:
-      A mesh of these devices with the axes of the exported one; None for a program of one device.
-      Of a program without shardings, any devices will do.
+      A mesh of these devices with the axes of the exported one, whose types are part of the
+      program; None for a program of one device.
 
     Raises:
       ExportError: there are too few devices, they are of another platform, or the mesh in context
@@ -406,9 +382,11 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     if manifest.devices == 1:
         return None
     inputs, outputs = _compat.exported_shardings(program)
-    like = next(iter(meshes_of((*inputs, *outputs))), None)  # the exported mesh, abstract
-    exported = f"{manifest.function} was exported for {manifest.devices} devices"
-    exported += "" if like is None else f" (mesh {MeshDescription.of(like)})"
+    meshes = meshes_of((*inputs, *outputs))
+    # A program without shardings runs on any mesh of so many devices.
+    like = meshes[0] if meshes else AbstractMesh((manifest.devices,), ("devices",))
+    exported = f"{manifest.function} was exported for {manifest.devices} devices (mesh "
+    exported += f"{MeshDescription.of(like)})"
     if mesh is None:
         devices = jax.devices()
         if len(devices) < manifest.devices:
@@ -416,19 +394,16 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
                 f"{exported}; here there are {len(devices)} of {devices[0].platform}. Call it "
                 "where there are as many, or export it again for a smaller mesh."
             )
-        if like is None:
-            return Mesh(np.array(devices[: manifest.devices]), ("devices",))
-        mesh = jax.make_mesh(like.axis_sizes, like.axis_names, devices=devices[: like.size])
-    elif mesh.size != manifest.devices or (like is not None and mesh.shape != like.shape):
+        grid = jax.make_mesh(like.axis_sizes, like.axis_names, devices=devices[: like.size]).devices
+    elif mesh.size != manifest.devices or (meshes and mesh.shape != like.shape):
         raise ExportError(
             f"{exported}; the mesh in context is {MeshDescription.of(mesh)}. Call it within `with "
             "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
             "it again for this one."
         )
-    if like is None:
-        return mesh
-    # Types of axes are part of the program; those of the context need not be the same.
-    return Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
+    else:
+        grid = mesh.devices.reshape(like.axis_sizes)
+    return Mesh(grid, like.axis_names, axis_types=like.axis_types)
 
 
 def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh | None) -> None:
