@@ -8,13 +8,13 @@ complete. So an error, a full disk or the end of the process leaves the old one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,12 +26,12 @@ from flax import traverse_util
 from jax.sharding import Mesh, Sharding
 
 from .. import _compat
-from ..core.agreement import Operation, first_line
+from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
 from ..core.place import is_keys, place_arrays
 from ..core.publishing import Draft
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError, raise_listed
+from ..errors import raise_listed
 from ..specs.fitting import without_reductions
 from . import stored
 from .checksums import checksums
@@ -230,17 +230,8 @@ class _Written:
                 _off_loop(self.finalize)  # joins what all have written
 
 
-@contextlib.contextmanager
-def _writing(folder: FilePath) -> Iterator[None]:
-    """Raises a CheckpointError for the errors of Orbax and TensorStore, which are of many kinds."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"save: {folder} could not be written: {first_line(error)}"
-        ) from error
+def _writing(folder: FilePath) -> AbstractContextManager[None]:
+    return stored.orbax_errors(f"save: {folder} could not be written")
 
 
 @ocp.args.register_with_handler(ModelHandler, for_save=True)

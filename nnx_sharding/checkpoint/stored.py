@@ -10,6 +10,7 @@ it, and can be read as well.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -134,14 +135,25 @@ class Stored(NamedTuple):
 
 def opened(caller: str, folder: FilePath) -> Stored:
     """Opens a checkpoint; the errors are those of :func:`contents`."""
-    try:
+    with orbax_errors(_damaged(caller, folder)):
         before = version_of(folder)  # before anything of it is read
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
-        return Stored(folder, before, metadata.tree, _entries(metadata))
-    except CheckpointError as error:
-        raise CheckpointError(f"{caller}: {folder}: {error}") from None
+        return Stored(folder, before, metadata.tree, _entries(caller, folder, metadata))
+
+
+@contextlib.contextmanager
+def orbax_errors(head: str) -> Iterator[None]:
+    """Raises a CheckpointError for the errors of Orbax and TensorStore, which are of many kinds."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except Exception as error:
-        raise _damaged(caller, folder, first_line(error)) from error
+        raise CheckpointError(f"{head}: {first_line(error)}") from error
+
+
+def _damaged(caller: str, folder: FilePath) -> str:
+    return f"{caller}: {folder} is damaged, or it is not a checkpoint of a model"
 
 
 def as_folder(path: str | os.PathLike[str]) -> FilePath:
@@ -225,21 +237,10 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
     for below in _BELOW:
         if is_checkpoint(folder / below):
             return folder / below
-    steps = [
-        str(step)
-        for step in folder.glob("*")
-        if any(is_checkpoint(step / below) for below in _BELOW)
-    ]
-    if steps:
-        paths = ", ".join(sorted(steps))
+    steps = (x for x in folder.glob("*") if any(is_checkpoint(x / below) for below in _BELOW))
+    if paths := ", ".join(sorted(map(str, steps))):
         raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
-    raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.")
-
-
-def _damaged(caller: str, folder: FilePath, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
-    )
+    raise CheckpointError(f"{_damaged(caller, folder)}: it has no file {_NAMES_FILE}.")
 
 
 def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -> dict[str, Any]:
@@ -263,11 +264,11 @@ def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -
     return {_MANIFEST: manifest}
 
 
-def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it does not export
+def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
     """Describes the arrays of a checkpoint by name, before any is read.
 
     Those that Orbax stored come first, in the order of its tree; then those without elements, which
-    only the manifest has.
+    only the manifest has. The metadata are Orbax's, of a type that it does not export.
 
     Raises:
       CheckpointError: a later release wrote the manifest.
@@ -276,15 +277,19 @@ def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it 
     version = manifest.get("version", _VERSION)
     if version != _VERSION:
         raise CheckpointError(
-            f"its manifest has version {version}; this release of nnx_sharding reads {_VERSION}."
+            f"{caller}: {folder}: its manifest has version {version}; this release of nnx_sharding "
+            f"reads {_VERSION}."
         )
     checksums_by_name, key_dtypes = manifest.get("checksums", {}), manifest.get("keys", {})
     leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
-    names = [tuple(str(path_key(key)) for key in path) for path, _ in leaves]
-    empty_arrays = [(tuple(name), *form) for name, *form in manifest.get("empty", ())]
-    variables = _variables([*names, *(name for name, *_ in empty_arrays)])
+    stored = {tuple(str(path_key(key)) for key in path): leaf for path, leaf in leaves}
+    empty = {
+        tuple(name): StoredArray("", tuple(shape), _dtype_of(dtype))
+        for name, shape, dtype in manifest.get("empty", ())
+    }
+    variables = _variables([*stored, *empty])
     entries = {}
-    for position, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True)):
+    for position, (name, leaf) in enumerate((stored | empty).items()):
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
         if joined in key_dtypes:  # Orbax stores their words, in one more dimension
             shape, dtype = shape[:-1], _dtype_of(key_dtypes[joined])
@@ -292,14 +297,10 @@ def _entries(metadata: Any) -> dict[Name, Entry]:  # Orbax's, of a type that it 
         entries[name] = Entry(
             StoredArray(path_string(plain_name), shape, dtype),
             plain_name,
-            position,
+            position if name in stored else None,
             is_number=isinstance(leaf, ocp.metadata.ScalarMetadata),
             checksum=checksums_by_name.get(joined),
         )
-    for name, shape, dtype_name in empty_arrays:
-        plain_name = _without_value(name, variables)
-        array = StoredArray(path_string(plain_name), tuple(shape), _dtype_of(dtype_name))
-        entries[name] = Entry(array, plain_name)
     return entries
 
 
@@ -351,44 +352,36 @@ def load(
     Raises:
       CheckpointError: arrays are damaged, or another job replaced the checkpoint meanwhile.
     """
-    items = _items(stored, wanted)
-    arrays: dict[Name, Any] = {}
-    summed: list[tuple[Entry, Any]] = []
-    for name in wanted:
-        entry = stored.entries[name]
-        if entry.position is None:  # without elements, which Orbax does not store
-            words = key_words(entry.array) if is_keys(entry.array) else entry.array
-            arrays[name] = np.zeros(words.shape, words.dtype)
-            continue
-        item, dtype = items[entry.position], entry.array.dtype
-        arrays[name] = jax.random.key_data(item) if is_keys(item) else item
-        # With 64 bits disabled, JAX may shorten the numbers while it reads them.
-        is_cut = isinstance(item, jax.Array) and isinstance(dtype, np.dtype) and item.dtype != dtype
-        if entry.checksum is not None and not is_cut:
-            summed.append((entry, arrays[name]))
+    arrays = _read(stored, wanted)
     # Orbax opens files one after the other, so it may have read some of either checkpoint.
     if version_of(stored.folder) != stored.version:
         raise CheckpointError(
             f"restore: another job replaced {stored.folder} while it was read. Read it again."
         )
+    summed: dict[Name, Any] = {}
+    for name, array in arrays.items():
+        entry = stored.entries[name]
+        # With 64 bits disabled, JAX may shorten the numbers while it reads them.
+        may_be_cut = isinstance(array, jax.Array) and not is_keys(entry.array)
+        is_cut = may_be_cut and array.dtype != entry.array.dtype
+        if entry.checksum is not None and not is_cut:
+            summed[name] = array
     operation.agree()  # from here on, devices compute together
-    sums = operation.wait_for(lambda: checksums([array for _, array in summed]))
+    sums = operation.wait_for(lambda: checksums([*summed.values()]))
     wrong = [
-        f"  {entry.array.path or 'the root'}"
-        for (entry, _), total in zip(summed, sums, strict=True)
-        if total not in (None, entry.checksum)
+        f"  {stored.entries[name].array.path or 'the root'}"
+        for name, total in zip(summed, sums, strict=True)
+        if total not in (None, stored.entries[name].checksum)
     ]
     head = f"restore: {stored.folder} is damaged. These arrays are not what was written:"
     raise_listed(CheckpointError, head, wrong)
     return arrays
 
 
-def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
-    """Reads the leaves of Orbax's tree, in its order; those that are not wanted are placeholders.
-
-    The arguments are those of :func:`load`.
-    """
+def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
+    """Reads arrays as :func:`load` does, but compares no checksums."""
     treedef: Any = jax.tree.structure(stored.tree)
+    # Orbax's leaves in its order; those that are not wanted are placeholders.
     items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
     options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
     for name, sharding in wanted.items():
@@ -402,12 +395,18 @@ def _items(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> list[Any]:
             options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
         else:  # Orbax has neither unreduced nor reduced arrays
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
-    if 0 not in items:  # Orbax refuses to read nothing
-        return items
-    args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
-    try:
-        restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
-        leaves: list[Any] = treedef.flatten_up_to(restored)
-    except Exception as error:  # Orbax and TensorStore raise errors of many kinds
-        raise _damaged("restore", stored.folder, first_line(error)) from error
-    return leaves
+    if 0 in items:  # Orbax refuses to read nothing
+        args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
+        with orbax_errors(_damaged("restore", stored.folder)):
+            restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
+            items = treedef.flatten_up_to(restored)
+    arrays: dict[Name, Any] = {}
+    for name in wanted:
+        entry = stored.entries[name]
+        if entry.position is None:  # without elements, which Orbax does not store
+            form = key_words(entry.array) if is_keys(entry.array) else entry.array
+            arrays[name] = np.zeros(form.shape, form.dtype)
+        else:
+            item = items[entry.position]
+            arrays[name] = jax.random.key_data(item) if is_keys(item) else item
+    return arrays
