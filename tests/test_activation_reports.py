@@ -166,6 +166,22 @@ def test_who_chose(axis_types):
     assert rows["model.norm"].chosen_by == "compiler"
 
 
+@pytest.mark.parametrize("spec", [P("data", "model"), P("data"), P()])
+def test_a_result_has_its_declared_sharding(spec):
+    """Not the type that the array has for operations outside of modules."""
+    mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+    model, x = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0))), jnp.ones((8, 8))
+    sharding = tensor_parallel(model, mesh=mesh)
+    options = {"in_shardings": (sharding, P("data")), "out_shardings": {"y": spec}, "mesh": mesh}
+    fun = jit(lambda model, x: {"y": model(x)}, **options)
+    with jax.checking_leaks():
+        [*_, row] = fun.trace(model, x).activations()
+    result = fun(model, x)["y"]
+    assert (row.name, row.chosen_by) == ("model", "user")
+    assert row.shard_shape == result.sharding.shard_shape(result.shape)
+    assert row.spec == P(*spec, *[None] * (2 - len(spec)))
+
+
 class Twice(nnx.Module):
     def __init__(self, rngs):
         self.cell = nnx.LSTMCell(4, 8, rngs=rngs)

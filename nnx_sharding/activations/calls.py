@@ -25,6 +25,7 @@ from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, is_committed
 from ..core.flatten import Flat
 from ..core.plan import Plan
+from ..core.retyping import LEFT_AUTO_AXES
 from ..core.unflatten import unflatten
 from ..errors import warnings_collected
 from ..specs.activation_sharding import ActivationSharding
@@ -56,6 +57,13 @@ class Calls(list[ReturnedArray]):
     # By identity: a context of JAX is a part of the keys of its caches, and this one is filled.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
+
+    def note_result(self, index: int, sharding: NamedSharding) -> None:
+        """Notes the sharding that the user declares for an array because the function returns it.
+
+        Until the function returns, the array has the type for operations outside of modules.
+        """
+        self[index] = self[index]._replace(sharding=sharding, chosen_by="user")
 
 
 # Where the current trace is recorded. A new record makes JAX trace again what it has traced before.
@@ -139,9 +147,13 @@ class Frame:
         if self._calls is None:
             return
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
+        left = LEFT_AUTO_AXES.get()
         for keys, x in leaves:
             if isinstance(x, jax.Array):
                 sharding, chosen_by = self._final_sharding(x)
+                if left is not None and chosen_by == "strategy":
+                    note = functools.partial(self._calls.note_result, len(self._calls))
+                    left.note_declared(x, note)
                 self._calls.append(
                     ReturnedArray(
                         path=self.tag.accessor,

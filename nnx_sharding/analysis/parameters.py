@@ -303,10 +303,11 @@ class ActivationRow:
       shard_shape: the shape of the shard of one device; None if the compiler chooses.
       bytes_per_device: the size of that shard.
       bytes_total: the size of the array.
-      chosen_by: ``user`` if the transform was given the spec; ``strategy`` if it came with the
-        shardings of an argument, or was inferred for them; ``types`` if it follows from the types
-        of arrays on Explicit axes; ``inferred`` if the compiler chose the spec, and it was read
-        from the shapes in the compiled program; ``compiler`` if it is not known.
+      chosen_by: ``user`` if the transform was given the spec, for the module or for what the
+        function returns; ``strategy`` if it came with the shardings of an argument, or was inferred
+        for them; ``types`` if it follows from the types of arrays on Explicit axes; ``inferred`` if
+        the compiler chose the spec, and it was read from the shapes in the compiled program;
+        ``compiler`` if it is not known.
     """
 
     path: str

@@ -63,11 +63,17 @@ class LeftAutoAxes:
         # By the id of the typed array, as tracers have no hash: that array, and the one inside.
         self._pairs: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.declared = set[int]()  # the ids of those that are results with a declared sharding
+        self._notes: dict[int, list[Callable[[NamedSharding], None]]] = {}  # by the same ids
 
     def add(self, typed: jax.Array, inside: jax.Array) -> None:
         """Records an array; those of inner traces cannot be results, and JAX would see a leak."""
         if _compat.trace_of(inside) is self._trace:
             self._pairs[id(typed)] = typed, inside
+
+    def note_declared(self, typed: jax.Array, note: Callable[[NamedSharding], None]) -> None:
+        """Calls ``note`` with the declared sharding of an array, if it is a result with one."""
+        if id(typed) in self._pairs:
+            self._notes.setdefault(id(typed), []).append(note)
 
     def as_declared(self, after: Flat, specs: Sequence[Spec]) -> Flat:
         """Returns the graph after a call, with arrays that left Auto axes typed as declared.
@@ -88,6 +94,8 @@ class LeftAutoAxes:
                 self.declared.add(id(typed))
                 explicit = axes_of_type(mesh, AxisType.Explicit)
                 leaves[slot] = retype(inside, mesh, keep_axes(spec, explicit))
+                for note in self._notes.get(id(typed), ()):
+                    note(jax.typeof(leaves[slot]).sharding)
         return after._replace(leaves=leaves) if self._pairs else after
 
 
