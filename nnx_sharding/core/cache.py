@@ -60,7 +60,7 @@ def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
         not_jax &= structure.slots_of(NodeEntry)
         jax_types = (jax.Array, jax.ShapeDtypeStruct)
         not_jax = {slot for slot in not_jax if not isinstance(leaves[slot], jax_types)}
-    return call.signature, structure, transform.key(leaves), frozenset(not_jax)
+    return call.signature, structure, transform.dependencies(leaves), frozenset(not_jax)
 
 
 class Plans(Generic[G]):

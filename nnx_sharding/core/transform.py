@@ -26,7 +26,7 @@ from ..specs.fitting import (
     replace_spec,
     spec_and_mesh,
 )
-from ..specs.types import Arrays, Spec
+from ..specs.types import AnyMesh, Arrays, Spec
 from .call_context import Caller
 from .constrain import mesh_of_types, type_as, type_mesh
 from .flatten import Flat
@@ -55,6 +55,14 @@ class Program(NamedTuple):
     inline: Callable[..., Any]  # what a call executes inside another trace
     # what a call executes outside of any trace, if the function is traced at each call
     traced_each_time: Callable[..., Any]
+
+
+class Dependencies(NamedTuple):
+    """What a plan depends on besides the structure of the arguments and the user's options."""
+
+    mesh: AnyMesh | None = None  # the one in context, if specs need a mesh
+    types: tuple[Hashable, ...] | None = None  # shapes and dtypes of all arrays, if they matter
+    specs: tuple[PartitionSpec, ...] | None = None  # of all arrays, if their types say them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +118,12 @@ class Transform:
         """Whether a plan depends on the shardings of arrays."""
         return False
 
-    def key(self, leaves: Arrays) -> tuple[Hashable, ...]:
-        """Returns what a plan depends on besides the structure: the mesh in context, shapes."""
+    def dependencies(self, leaves: Arrays) -> Dependencies:
+        """Returns what the plan of a call with these arrays depends on."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
-        return (
-            _compat.context_mesh() if self.reads_context else None,
-            tuple(types) if self.reads_shapes else None,
+        return Dependencies(
+            mesh=_compat.context_mesh() if self.reads_context else None,
+            types=tuple(types) if self.reads_shapes else None,
         )
 
     def in_context(self) -> Self:

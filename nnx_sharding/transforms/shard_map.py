@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Required, Unpack, overload
 
@@ -36,7 +36,7 @@ from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line, check_options
 from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.static_arguments import with_static_values
-from ..core.transform import Program, Sharded
+from ..core.transform import Dependencies, Program, Sharded
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
@@ -102,9 +102,9 @@ class _ShardMap(Sharded):
     def infers_specs(self) -> bool:
         return self.in_specs.tree is None
 
-    def key(self, leaves: Sequence[object]) -> tuple[Hashable, ...]:
+    def dependencies(self, leaves: Sequence[object]) -> Dependencies:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        return mesh, self._specs_of_types(leaves, mesh), super().key(leaves)
+        return super().dependencies(leaves)._replace(specs=self._specs_of_types(leaves, mesh))
 
     def in_context(self) -> _ShardMap:
         # Over axes that stay automatic, shardings chosen elsewhere are kept.

@@ -11,7 +11,7 @@ strict, which costs time, but never too lax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
@@ -21,6 +21,7 @@ from ...specs.types import AnyMesh
 from ..flatten import Flat
 from ..plan import Plan
 from ..structure import Structure
+from ..transform import Dependencies
 from .recipe import Recipe
 from .walk import Matched, Walk
 
@@ -35,11 +36,11 @@ class Guard(NamedTuple):
     walk: Walk
     names: tuple[str, ...]  # of the keyword arguments
     plan: Plan
-    key: tuple[Hashable, ...]  # what the plan depends on besides the graph
+    key: Dependencies  # what the plan depends on besides the graph
     donates: bool
     # returns the mesh in context; None if it does not matter
     context_of: Callable[[], AnyMesh | None] | None
-    context: Hashable  # that mesh
+    context: AnyMesh | None  # that mesh
     # Of the arrays that have to be placed, or whose shapes matter:
     slots: bytes  # as 32-bit integers
     shardings: list[Sharding | None]  # None for arrays that are not placed

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ... import _compat
@@ -35,7 +35,7 @@ from ..bounded import make_room
 from ..flatten import Flat
 from ..plan import Plan
 from ..signature import SortedCall
-from ..transform import Transform
+from ..transform import Dependencies, Transform
 from ..unflatten import items_getter
 from .guard import Guard, check, match
 from .native import FastestWalk
@@ -50,6 +50,8 @@ _LOGGER = logging.getLogger("nnx_sharding")
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
+
+_NONE = Dependencies()
 
 
 class _Form(NamedTuple):
@@ -140,12 +142,12 @@ class Guards:
         self._reads_context = transform is not None and transform.reads_context
         self._reads_shapes = transform is not None and transform.reads_shapes
         self._infers_specs = transform is not None and transform.infers_specs
-        # The part of the key of a plan that a walk does not compare; most plans have none.
-        self._plan_key: Callable[[Arrays], tuple[Hashable, ...]] = lambda _: (None,)
+        # What a walk does not compare; most plans depend on nothing else.
+        self._dependencies: Callable[[Arrays], Dependencies] = lambda _: _NONE
         if transform is not None and (
             self._reads_context or self._reads_shapes or self._infers_specs
         ):
-            self._plan_key = transform.key
+            self._dependencies = transform.dependencies
         # Functions that pick the modules among arguments of one form.
         self._modules_in: dict[_Form, Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._guards: dict[_Key, _GuardList] = {}
@@ -162,7 +164,7 @@ class Guards:
         if guards is not None:
             for guard in guards.guards:
                 flat = check(guard.walk, guard.plan.structure, arguments)
-                if flat is not None and self._plan_key(flat.leaves) == guard.key:
+                if flat is not None and self._dependencies(flat.leaves) == guard.key:
                     self._move_to_front(guards, guard)
                     return guard.plan, flat
         templates = self._templates.get(key.form)
@@ -194,7 +196,7 @@ class Guards:
             if matched is None:
                 continue
             flat, recipe = matched  # the recipe is for these modules
-            if self._plan_key(flat.leaves) != template.key:
+            if self._dependencies(flat.leaves) != template.key:
                 continue
             if self._guards_of(key).count_miss(is_new=False):
                 # The objects of which the recipe has the ids alone. None has been collected: the
@@ -293,7 +295,7 @@ class Guards:
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))  # by slot
         avals = [getattr(leaves[slot], "aval", None) for slot in slots]  # None for a NumPy array
-        key = self._plan_key(leaves)
+        key = self._dependencies(leaves)
         return Guard(
             walk=walk,
             names=names,
@@ -301,7 +303,7 @@ class Guards:
             key=key,
             donates=bool(plan.donated),
             context_of=_compat.context_mesh if self._reads_context else None,
-            context=key[0],  # `Transform.key` has the mesh in context first
+            context=key.mesh,
             slots=pack_int32(slots),
             shardings=[targets.get(slot) for slot in slots],
             avals=avals if self._reads_shapes else [],
