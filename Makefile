@@ -146,8 +146,8 @@ check:  ## run all gates, which have to pass before a merge, and report the time
 nightly:  ## run everything, and report the time of each part
 	.ci/run nightly
 
-release-check: nightly links  ## run all gates, and check that all places name one version
-	$(BIN)/python tools/check_release.py
+release-check:  ## check a commit before its release: the gates, the last nightly run, versions, README
+	$(PYTHON) tools/check_release.py
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
