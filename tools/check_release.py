@@ -1,4 +1,4 @@
-"""Checks a commit before it is released: ``python tools/check_release.py`` (``make release-check``).
+"""Checks a commit before its release: ``python tools/check_release.py`` (``make release-check``).
 
 First what takes no time, and ends it if it is wrong: all places name one version, the changelog is
 that of a release, and the last ``make nightly`` passed. Then the gates, the links to other sites,
