@@ -281,12 +281,7 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
-    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks.
-
-    Args:
-      flat: the tree to save, flattened.
-      arrays: its arrays, with their names in the checkpoint.
-    """
+    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     targets: list[Sharding | None] = []
     for leaf in flat.leaves:
@@ -309,9 +304,7 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     """Returns a tree, flattened, and its arrays with their names, if all of them can be saved.
 
-    Raises:
-      TypeError, ValueError: lists what is no array or number, was deleted, or has the name of
-        another.
+    Errors list what is no array or number, was deleted, or has the name of another.
     """
     flat = flatten(tree)
     arrays = named_arrays(flat)

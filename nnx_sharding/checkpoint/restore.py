@@ -60,10 +60,6 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
     """Reads a checkpoint and fills the tree of a ``ModelRestore``, which it returns.
 
     All steps come before the last line, so that an error on any process changes nothing.
-
-    Args:
-      folder: the folder with the arrays.
-      given: the tree, and the options of ``restore``.
     """
     with Operation("restore", folder) as operation:
         flat = flatten(given.tree)
@@ -88,20 +84,14 @@ def _shardings(
 ) -> dict[int, Sharding | None]:
     """Decides where each array goes: by the user's shardings, else by those that the model has.
 
-    Args:
-      given: the options of ``restore``. A ``mesh`` without a ``sharding`` replaces the mesh of the
-        model's own shardings, whose specs stay.
-      flat: its tree, flattened.
-      arrays: the arrays of the tree that are restored.
+    A ``mesh`` without a ``sharding`` replaces the mesh of the model's shardings, whose specs stay.
 
     Returns:
       The sharding of each, by its index in ``flat.leaves``; None for one that goes to the default
       device, or stays a NumPy array or a number.
     """
     declared: list[Any] = [None] * len(flat.leaves)
-    new_mesh = given.mesh
     if given.sharding is not None:
-        new_mesh = None  # the user's shardings have their mesh
         _, declared = assign_shardings(
             given.tree, flat, given.sharding, mesh=given.mesh, caller="restore"
         )
@@ -114,8 +104,9 @@ def _shardings(
             sharding = None
         if isinstance(sharding, NamedSharding):
             # The model's own shardings fit, but a mesh of another size may not divide the arrays,
-            # and that of an abstract model has no devices.
-            mesh = sharding.mesh if new_mesh is None else new_mesh
+            # and that of an abstract model has no devices. The user's shardings have their mesh.
+            is_own = given.sharding is None and given.mesh is not None
+            mesh = given.mesh if is_own else sharding.mesh
             fit = fit_sharding(sharding.spec, mesh, leaf.shape)
             if isinstance(mesh, AbstractMesh):
                 fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
@@ -148,15 +139,9 @@ class _Finder:
     """Finds the arrays of a checkpoint under the paths that they have in a model."""
 
     def __init__(self, stored: Stored, rename: Mapping[str, str] | None):
-        """Applies the rules of ``rename`` to all paths of the checkpoint.
+        """Applies the rules of ``rename``, as :func:`restore` describes them, to all paths.
 
-        Args:
-          stored: the open checkpoint.
-          rename: by regular expression for a stored path, what replaces the match. The first rule
-            that matches a path changes it.
-
-        Raises:
-          ValueError: a rule matches nothing, or two arrays get the same path.
+        A rule that matches nothing, and two arrays that get the same path, are a ValueError.
         """
         self._entries = stored.entries
         self._names = dict[Name, Name]()  # the names under which the model looks → stored names
@@ -253,11 +238,8 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error that lists how the checkpoint differs from the arrays to restore.
 
-    Args:
-      stored: the open checkpoint.
-      targets: the arrays to restore, and where they should be in it.
-      is_part: whether the checkpoint may have more than these.
-      cast: whether dtypes may differ.
+    ``is_part`` is whether the checkpoint may have more than these, ``cast`` whether dtypes may
+    differ.
     """
     missing: dict[str, str] = {}  # lines by path in the model
     shapes, dtypes = list[str](), list[str]()
@@ -326,14 +308,9 @@ def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
-    """Decides how each stored array is read: with a sharding, each process its own shards.
+    """Returns the sharding with which each stored array is read, each process its own shards.
 
-    Args:
-      stored: the open checkpoint.
-      targets: the arrays of the model, each with the stored arrays that it is made of.
-
-    Returns:
-      By stored name the sharding; None to read the array to the host of each process.
+    None is to read the array to the host of each process.
     """
     wanted: dict[Name, Sharding | None] = {}
     for target in targets:
@@ -366,17 +343,10 @@ def _piece_sharding(target: _Target, piece: _Piece) -> Sharding | None:
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Converts what was read to the model's arrays, one after the other to save memory.
+    """Returns each array of the model with its new value; integers that would wrap are an error.
 
-    Args:
-      targets: the arrays of the model.
-      values: what was read, by name. Each array is removed once nothing needs it any more.
-
-    Returns:
-      Each array of the model with its new value.
-
-    Raises:
-      CheckpointError: integers do not fit the model's dtype; all are listed.
+    They are converted one after the other: an array that was read is removed from ``values`` once
+    nothing needs it any more.
     """
     uses = Counter(piece.name for target in targets for piece in target.pieces)
     converted, wrapping = [], []
@@ -414,11 +384,8 @@ _Layers: TypeAlias = Sequence[tuple[Any, tuple[int, ...]]]
 def _like(target: _Target, layers: _Layers, stacked: tuple[int, ...]) -> Any:
     """Returns what was read as the kind of value that the model has in its place.
 
-    Args:
-      target: has the value of the model: a number, a NumPy array, or an array, which may be
-        abstract.
-      layers: arrays that were read with their shardings; or one on the host.
-      stacked: the leading dimensions into which they are stacked; () for a single one.
+    ``layers`` were read with their shardings, or are one array on the host; ``stacked`` are the
+    leading dimensions into which they are stacked, () for a single one.
     """
     leaf, value = target.array.leaf, layers[0][0]
     if isinstance(leaf, np.generic):
@@ -442,9 +409,9 @@ def _on_devices(
     *,
     is_weak: bool,
 ) -> jax.Array:
-    """Returns the array of the model with its sharding; None is the default device.
+    """Stacks layers, as :func:`_like` gets them, converts the dtype, and places the result.
 
-    The layers are as for :func:`_like`; ``is_weak`` is whether the result has a weak type.
+    Without a sharding, it goes to the default device.
     """
     value, layer = layers[0]
     if not isinstance(value, jax.Array):
@@ -465,10 +432,7 @@ def _on_devices(
 def _program(
     sharding: Sharding | None, stacked: tuple[int, ...], dtype: np.dtype[Any], is_weak: bool
 ) -> Callable[[_Layers], jax.Array]:
-    """Returns a compiled function from layers to an array of the model; JAX caches it by shape.
-
-    The arguments are as for :func:`_on_devices`.
-    """
+    """Returns a compiled function from layers to an array of the model; JAX caches it by shape."""
 
     def build(layers: _Layers) -> jax.Array:
         return _compat.converted(_joined(layers, stacked, jnp), dtype, is_weak)

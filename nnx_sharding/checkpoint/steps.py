@@ -228,16 +228,9 @@ class Checkpoints:
             return restored.step
 
     def _restored(self, step: int | None, args: ModelRestore, data: Any) -> _Restored | None:
-        """Restores a step, the same on all processes; returns None if no step is stored.
+        """Restores a step, None for the last one, the same on all processes.
 
-        Args:
-          step: its number; None for the last one.
-          args: the tree to fill, and how.
-          data: the data iterator to set to the state of the step; None to leave it out.
-
-        Raises:
-          NoCheckpointError: this step is not stored.
-          CheckpointError: it cannot be read, or does not fit.
+        Returns None if no step is stored. The arguments and errors are those of :meth:`restore`.
         """
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()

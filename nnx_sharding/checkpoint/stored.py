@@ -216,10 +216,6 @@ def is_of_orbax(path: str) -> bool:
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
     """Finds the folder with the arrays: the given one, or the item of a step in it.
 
-    Args:
-      caller: the function that the user called, for messages.
-      path: a checkpoint, or one step of several, which has the model as an item.
-
     Raises:
       NoCheckpointError: the folder does not exist, or was not written completely.
       CheckpointError: it is no checkpoint, or has several.
@@ -246,9 +242,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
 def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -> dict[str, Any]:
     """Returns what is written next to the arrays of a checkpoint: all that Orbax does not keep.
 
-    Args:
-      arrays: all arrays of the model.
-      sums: the checksums of those that Orbax stores; the others have no elements.
+    ``sums`` are the checksums of the arrays that Orbax stores; the others have no elements.
     """
     keys = [array for array in arrays if array.name in sums and is_keys(array.leaf)]
     empty = [array for array in arrays if array.name not in sums]
@@ -339,18 +333,10 @@ def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
 def load(
     stored: Stored, wanted: Mapping[Name, Sharding | None], operation: Operation
 ) -> dict[Name, Any]:
-    """Reads arrays, each process its own shards, and compares their checksums.
+    """Reads arrays by name, with these shardings or to the host, and compares their checksums.
 
-    Args:
-      stored: the open checkpoint.
-      wanted: by name, the sharding with which an array is read; None to read it to the host.
-      operation: where all processes that restore wait for each other.
-
-    Returns:
-      The arrays by name: NumPy arrays, or with their sharding. PRNG keys are their words.
-
-    Raises:
-      CheckpointError: arrays are damaged, or another job replaced the checkpoint meanwhile.
+    Each process reads its own shards. PRNG keys are their words. A CheckpointError if arrays are
+    damaged, or another job replaced the checkpoint meanwhile.
     """
     arrays = _read(stored, wanted)
     # Orbax opens files one after the other, so it may have read some of either checkpoint.

@@ -138,10 +138,7 @@ def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
 def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
     """Raises a ValueError for changes of the arguments that arrays by path cannot express.
 
-    Args:
-      plan: the structure of the arguments before the call.
-      outcome: what the call changed.
-      arguments: the structure of the arguments after the call, to list the differences.
+    ``arguments`` is their structure after the call, to list the differences.
     """
     before, after = plan.structure, outcome.structure
     is_expressible = not outcome.metadata and not outcome.statics
@@ -181,11 +178,8 @@ def _manifest(
 ) -> Manifest:
     """Describes the arguments, the result and the changes of a program as data.
 
-    Args:
-      plan: the plan of the call, with the structure of its arguments.
-      outcome: what the call returned and changed.
-      groups: the outputs of the traced function in its own groups, as positions in the program.
-      program: the lowered program.
+    ``groups`` are the outputs of the traced function in its own groups, as positions in the
+    program.
     """
 
     def source(slot: int) -> Tree:

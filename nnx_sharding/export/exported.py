@@ -440,23 +440,16 @@ def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedShard
 
 
 def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> list[Any]:
-    """Places the inputs of a program on the mesh that it runs on.
+    """Places the inputs of a program on its mesh; for one of a single device, nothing is moved.
 
-    Args:
-      arrays: the inputs.
-      shardings: the sharding of each; None if the program leaves it open, so that the array only
-        has to be on the devices of the mesh.
-      mesh: the mesh; None for a program of one device, for which nothing is moved.
+    Where the program leaves a sharding open (None), an array only has to be on the same devices.
     """
     if mesh is None:
         return list(arrays)
-    devices = set(mesh.devices.flat)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    targets: list[NamedSharding | None] = []
-    for array, sharding in zip(arrays, shardings, strict=True):
+    devices, everywhere = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
+    targets = list(shardings)
+    for i, array in enumerate(arrays):
         # JAX itself moves an array that is not committed to its device.
-        if sharding is None and is_committed(array) and array.sharding.device_set != devices:
-            targets.append(replicated)
-        else:
-            targets.append(sharding)
+        if targets[i] is None and is_committed(array) and array.sharding.device_set != devices:
+            targets[i] = everywhere
     return place_arrays(arrays, targets)

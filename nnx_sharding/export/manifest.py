@@ -205,14 +205,10 @@ def tree_of(structure: Structure, array: Callable[[int], Tree]) -> Tree:
 def _tree(
     structure: Structure, child: Child, slots: Iterator[int], array: Callable[[int], Tree]
 ) -> Tree:
-    """Returns the tree of a part of a structure: an array, a pytree, a module or a Variable.
+    """Returns the tree of a part of a structure, and takes the slots of its arrays from ``slots``.
 
-    Args:
-      structure: describes a graph of objects.
-      child: the part: an array (``LEAF``), a pytree (``Container``), the index of an object, or a
-        static value, which has no arrays.
-      slots: the slots of arrays from here on; those in the part are taken.
-      array: returns the tree of the array in a slot.
+    The part is an array (``LEAF``), a pytree (``Container``), the index of a module or Variable, or
+    a static value.
     """
     if child is LEAF:
         return array(next(slots))
