@@ -105,8 +105,9 @@ def _shardings(
         if isinstance(sharding, NamedSharding):
             # The model's own shardings fit, but a mesh of another size may not divide the arrays,
             # and that of an abstract model has no devices. The user's shardings have their mesh.
-            is_own = given.sharding is None and given.mesh is not None
-            mesh = given.mesh if is_own else sharding.mesh
+            mesh = sharding.mesh
+            if given.sharding is None and given.mesh is not None:
+                mesh = given.mesh
             fit = fit_sharding(sharding.spec, mesh, leaf.shape)
             if isinstance(mesh, AbstractMesh):
                 fit = fit.refuse("the mesh is abstract, without devices; give a mesh")

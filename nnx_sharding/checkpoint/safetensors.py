@@ -28,7 +28,7 @@ from ..analysis.memory import array_bytes
 from ..core.agreement import Operation
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
-from ..core.memory import aligned
+from ..core.memory import Bounds, aligned, bounds_of
 from ..core.place import place_arrays
 from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
@@ -39,7 +39,7 @@ from .names import NamedArray
 from .stored import as_folder, is_in_bucket
 from .tensor_files import NAMES, Box, Region, StoredTensor
 from .tensor_layouts import Placement
-from .tensor_matching import fill_by_rules
+from .tensor_matching import Filled, fill_by_rules
 from .tensor_release import Release, new_release
 from .tensor_rules import Rule, Rules, places_of_array, read_rules
 from .tensor_table import loaded_rules
@@ -125,18 +125,16 @@ def load_safetensors(
         with tensor_files.open_tensors(_LOAD, path) as tensors:
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
             operation.agree(path=str(as_folder(path)), arrays=names.digest(arrays.values()))
-            parts = {
-                array_path: [(placement, tensors[name]) for placement, name in pairs]
-                for array_path, pairs in filled_by.items()
-            }
-            values = _loaded_arrays(arrays, parts)
+            values = _loaded_arrays(arrays, filled_by, tensors)
         operation.agree()  # from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
         placed = operation.wait_for(lambda: place_arrays(values, shardings))
     return names.filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 
-def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts]) -> list[Array]:
+def _loaded_arrays(
+    arrays: Mapping[str, NamedArray], filled_by: Filled, tensors: Mapping[str, StoredTensor]
+) -> list[Array]:
     """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype."""
     values: list[Array] = []
     overflows = []
@@ -145,7 +143,8 @@ def _loaded_arrays(arrays: Mapping[str, NamedArray], parts: Mapping[str, Parts])
     with progress(_LOAD, len(arrays)) as advance:
         for path, array in arrays.items():
             misfits: set[str] = set()
-            value = _loaded(array.leaf, parts[path], misfits)
+            parts = [(placement, tensors[name]) for placement, name in filled_by[path]]
+            value = _loaded(array.leaf, parts, misfits)
             if isinstance(value, np.ndarray) and not isinstance(array.leaf, np.ndarray):
                 on_host.append(len(values))
                 pending_bytes += value.nbytes
@@ -183,8 +182,8 @@ def weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[st
     arrays = {array.path: array for array in found}
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
-    meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in arrays.items()}
-    wrong = [f"  {p}" for p, mesh in meshes.items() if isinstance(mesh, AbstractMesh)]
+    meshes = [(path, getattr(sharding_of(x.leaf), "mesh", None)) for path, x in arrays.items()]
+    wrong = [f"  {path}" for path, mesh in meshes if isinstance(mesh, AbstractMesh)]
     head = f"{caller}: the meshes of these arrays are abstract, without devices:"
     raise_listed(ValueError, head, wrong)
     return arrays
@@ -197,18 +196,18 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     """
 
     @functools.cache  # devices may hold the same shard
-    def read_once(bounds: Region) -> np.ndarray[Any, Any]:
+    def read(bounds: Bounds) -> np.ndarray[Any, Any]:
         return _read(leaf, parts, bounds, misfits)
 
-    def read(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
-        pairs = zip(index, leaf.shape, strict=True)
-        return read_once(tuple(part.indices(size)[:2] for part, size in pairs))
-
-    everything = (slice(None),) * len(leaf.shape)
     sharding = None if isinstance(leaf, np.ndarray) else names.present_sharding(leaf)
     if sharding is None:
-        return read(everything)
-    array: jax.Array = jax.make_array_from_callback(leaf.shape, without_reductions(sharding), read)
+        return read(tuple((0, size) for size in leaf.shape))
+
+    def read_shard(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
+        return read(bounds_of(index, leaf.shape))
+
+    summed = without_reductions(sharding)
+    array: jax.Array = jax.make_array_from_callback(leaf.shape, summed, read_shard)
     # Otherwise what is read for the next array would take memory simultaneously.
     jax.block_until_ready(array)
     return array
@@ -432,5 +431,4 @@ def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
         [summed] = place_arrays([value], [sharding])
     for shard in summed.addressable_shards:
         if shard.replica_id == 0:  # of all copies, one is written
-            bounds = zip(shard.index, summed.shape, strict=True)
-            yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)
+            yield bounds_of(shard.index, summed.shape), np.asarray(shard.data)

@@ -114,13 +114,12 @@ class Argument:
     @functools.cached_property
     def by_path(self) -> dict[tuple[str, ...] | str, LeafInfo]:
         """Its arrays by paths such as ``("up", "kernel")`` and, if unambiguous, ``up/kernel``."""
-        counts = Counter(path_string(leaf.path) for leaf in self.leaves)
-        by_path: dict[tuple[str, ...] | str, LeafInfo] = {}
-        for leaf in self.leaves:
-            by_path[tuple(map(str, leaf.path))] = leaf
-            if counts[path_string(leaf.path)] == 1:  # keys may contain slashes
-                by_path[path_string(leaf.path)] = leaf
-        return by_path
+        joined = Counter(path_string(leaf.path) for leaf in self.leaves)
+        unique = (x for x in self.leaves if joined[path_string(x.path)] == 1)  # of a/b and a, b
+        return {
+            **{tuple(map(str, leaf.path)): leaf for leaf in self.leaves},
+            **{path_string(leaf.path): leaf for leaf in unique},
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +172,14 @@ class Manifest(JsonForm):
         for info in (*self.inputs, *self.outputs):
             if info.mesh not in (None, *range(len(self.meshes))):
                 raise ValueError(f"there is no mesh {info.mesh}")
-        for argument in self.arguments:
-            check_tree(argument.tree, {"input": len(self.inputs)})
-        for tree in (self.result, *self.updates.values()):
-            check_tree(tree, {"input": len(self.inputs), "output": len(self.outputs)})
+        inputs, outputs = {"input": len(self.inputs)}, {"output": len(self.outputs)}
+        trees = [(argument.tree, inputs) for argument in self.arguments]
+        trees += [(tree, inputs | outputs) for tree in (self.result, *self.updates.values())]
+        for tree, counts in trees:
+            for _, kind, position in leaves_of(tree):
+                # True is an int, too.
+                if type(position) is not int or position not in range(counts.get(kind, 0)):
+                    raise ValueError(f"there is no {kind} {position!r:.100}")
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields the lines of its table: a head, then each array of the arguments and results."""
@@ -268,41 +271,28 @@ def _plain(key: Any) -> str | int:
     return key if type(key) in (str, int) else str(key)
 
 
-def check_tree(tree: Tree, counts: Mapping[str, int]) -> None:
-    """Raises a ValueError unless data that was read has the form of a tree.
+def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
+    """Yields each array in a tree: its path, ``"input"`` or ``"output"``, and its position.
 
-    Args:
-      tree: the data, as JSON; see the docstring at the top.
-      counts: how many arrays there are of each kind: ``{"input": 3, "output": 1}``.
+    A ValueError if data that was read has another form.
     """
     if tree is None:
         return
     if not isinstance(tree, dict) or len(tree) != 1:
         raise ValueError(f"expected an array or a container, got {tree!r:.100}")
     [(kind, content)] = tree.items()
-    if kind in counts:
-        if type(content) is not int or not 0 <= content < counts[kind]:  # True is an int, too
-            raise ValueError(f"there is no {kind} {content!r:.100}")
+    if kind in ("input", "output"):
+        yield path, kind, content
         return
     if kind not in {*_KINDS.values(), "object"} or not isinstance(content, list):
         raise ValueError(f"expected a container, got {tree!r:.100}")
-    paths = set()
-    for path, part in content:
-        is_path = isinstance(path, list) and all(type(key) in (str, int) for key in path)
-        if not is_path or (kind != "state" and len(path) != 1) or tuple(path) in paths:
-            raise ValueError(f"expected another path than {path!r:.100}")
-        paths.add(tuple(path))
-        check_tree(part, counts)
-
-
-def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
-    """Yields each array in a tree: its path, ``"input"`` or ``"output"``, and its position."""
-    for kind, content in (tree or {}).items():
-        if kind in ("input", "output"):
-            yield path, kind, content
-        else:
-            for keys, part in content:
-                yield from leaves_of(part, (*path, *keys))
+    known = set()
+    for keys, part in content:
+        is_path = isinstance(keys, list) and all(type(key) in (str, int) for key in keys)
+        if not is_path or (kind != "state" and len(keys) != 1) or tuple(keys) in known:
+            raise ValueError(f"expected another path than {keys!r:.100}")
+        known.add(tuple(keys))
+        yield from leaves_of(part, (*path, *keys))
 
 
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
