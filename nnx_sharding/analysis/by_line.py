@@ -144,7 +144,7 @@ class LineTable(AsData):
             lines = [
                 line[: len(header)]
                 for row in rows
-                for line in _cells(row, most, _heat((getattr(row, heated_by) or 0) / total))
+                for line in _lines_of(row, most, _heat((getattr(row, heated_by) or 0) / total))
             ]
             yield table(header, lines, numbers=len(header) - 4)
             yield text("")
@@ -162,23 +162,24 @@ def _heat(share: float) -> str:
     return "bold red" if share >= 0.2 else "yellow" if share >= 0.05 else ""
 
 
-def _cells(row: LineRow, most: int | None, style: str) -> Iterator[tuple[Cell, ...]]:
-    """Makes the lines of a row, whose figures are in the first; each shows ``most`` texts.
+def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple[Cell, ...]]:
+    """Yields the lines that a row takes in a table with the columns of ``_HEADER`` and `measured`.
 
-    The code has the style.
+    Code, types and collectives have texts below each other, up to ``most``, None for all. The
+    number and the figures are in the first line.
     """
-    sent = ["?"] if row.collectives is None else [*map(str, row.collectives)]
-    texts = [row.code[:60], *(f"  in {path}" for path in row.modules)]
-    columns = [texts[:most], _folded([*map(str, row.types)], most), _folded(sent, most)]
-    sizes = time_text(row.seconds), bytes_text(row.at_peak)
-    figures = count_text(row.flops), bytes_text(row.bytes), *sizes, time_text(row.measured)
+    code = [row.code[:60], *(f"  in {path}" for path in row.modules)]
+    collectives = ["?"] if row.collectives is None else [*map(str, row.collectives)]
+    columns = code[:most], _folded([*map(str, row.types)], most), _folded(collectives, most)
+    (first_code, *first_texts), *following = itertools.zip_longest(*columns, fillvalue="")
+    figures = (
+        *(count_text(row.flops), bytes_text(row.bytes), time_text(row.seconds)),
+        *(bytes_text(row.at_peak), time_text(row.measured)),
+    )
     number = "" if row.line is None else str(row.line)
-    for index, middle in enumerate(itertools.zip_longest(*columns, fillvalue="")):
-        if index == 0:
-            code, *others = middle
-            yield (number, text(code, style), *others, *figures)
-        else:
-            yield ("", *middle, *[""] * 5)
+    yield (number, text(first_code, code_style), *first_texts, *figures)
+    for texts in following:
+        yield ("", *texts, *[""] * len(figures))
 
 
 def _folded(texts: list[str], most: int | None) -> list[str]:

@@ -86,15 +86,13 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
     """Reads the cost that JAX's ``cost_analysis`` reports; None if it reports nothing.
 
     Args:
-      analysis: what the method of the stage returned: a dict, or a list of one.
+      analysis: what the method of the stage returned.
       stage: what the figures are for.
     """
-    # A list in older versions of JAX.
-    figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
-    if not isinstance(figures, Mapping) or not figures:
+    if not isinstance(analysis, Mapping) or not analysis:
         return None
-    flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
-    own_estimate = _figure(figures, "optimal_seconds") or None
+    flops, accessed, transcendentals = (_figure(analysis, name) for name in _NAMES)
+    own_estimate = _figure(analysis, "optimal_seconds") or None
     return Cost(flops, accessed, transcendentals, stage, own_estimate)
 
 

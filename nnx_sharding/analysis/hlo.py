@@ -210,57 +210,39 @@ class Module(Values):
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Lists the lines that it was made from, as (file, line), innermost first."""
-        metadata = instruction.attributes.get("metadata", "")
-        innermost = re.search(r"stack_frame_id=(\d+)", metadata)
-        if innermost is None:
-            file = re.search(r'source_file="([^"]*)"', metadata)
-            line = re.search(r"source_line=(\d+)", metadata)
-            return [(file[1], int(line[1]))] if file and line else []
-        tables = self._tables
+        innermost = _FRAME_ID.search(instruction.attributes.get("metadata", ""))
+        number = int(innermost[1]) if innermost else 0
         lines: dict[int, tuple[str | None, int]] = {}  # by frame
-        number = int(innermost[1])
-        while number in tables.frames and number not in lines:  # damaged text may have cycles
-            frame = tables.frames[number]
-            location = tables.locations.get(frame.location, _Location(0, 0))
-            lines[number] = tables.files.get(location.file), location.line
+        while number in self._frames and number not in lines:  # damaged text may have cycles
+            frame = self._frames[number]
+            lines[number] = frame.file, frame.line
             number = frame.parent
         return [(name, line) for name, line in lines.values() if name is not None]
 
     @functools.cached_property
-    def _tables(self) -> _SourceTables:
-        """The tables of source lines."""
+    def _frames(self) -> Mapping[int, _Frame]:
+        """The calls in the user's code by number, from the tables of files, lines and calls."""
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
-        locations = {
-            int(n): _Location(int(f), int(line)) for n, f, line in _LOCATION.findall(tables)
+        places = {
+            int(n): (files.get(int(file)), int(line)) for n, file, line in _LOCATION.findall(tables)
         }
-        frames = {int(n): _Frame(int(at), int(up or 0)) for n, at, up in _FRAME.findall(tables)}
+        frames = {
+            int(n): _Frame(*places.get(int(place), (None, 0)), int(parent or 0))
+            for n, place, parent in _FRAME.findall(tables)
+        }
         # Up to jax 0.12 the number of a parent is one too high, so it can equal the child's number.
         if any(number == frame.parent for number, frame in frames.items()):
             frames = {n: frame._replace(parent=frame.parent - 1) for n, frame in frames.items()}
-        return _SourceTables(files, locations, frames)
-
-
-class _Location(NamedTuple):
-    """A line of a file."""
-
-    file: int  # its number
-    line: int
+        return frames
 
 
 class _Frame(NamedTuple):
     """A call in the user's code."""
 
-    location: int  # its number
+    file: str | None  # None if the text lacks it
+    line: int
     parent: int  # the number of the frame that called it; 0 for none
-
-
-class _SourceTables(NamedTuple):
-    """What a program says about source lines, each table by number."""
-
-    files: dict[int, str]
-    locations: dict[int, _Location]
-    frames: dict[int, _Frame]
 
 
 # What runs a computation once, or as a loop; others apply it to elements.
@@ -328,6 +310,7 @@ _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z
 _LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)

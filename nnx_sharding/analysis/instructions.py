@@ -115,16 +115,22 @@ _SHAPE_TOKEN = re.compile(
 
 @functools.lru_cache(maxsize=4096)
 def _array(dtype: str, dims: str, layout: str) -> Shape:
-    """Reads the parts of a shape, of which the layout says the packing and the memory space."""
+    """Returns the shape of an array, given as ``s4``, ``8,64`` and ``1,0:E(4)S(5)``.
+
+    In the layout, ``E`` are the bits of an element, and ``S`` is the memory space. Without ``E``,
+    each element takes whole bytes.
+    """
     sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
-    width = re.search(r"\d{1,4}", dtype)
-    bits = int(width[0]) if width else 8 if dtype == "pred" else 0
-    packed = re.search(r"E\((\d{1,4})\)", layout)
-    bits = int(packed[1]) if packed else -(-bits // 8) * 8  # s4 takes a byte, unless it is packed
-    space = re.search(r"S\((\d{1,4})\)", layout)
-    # Rounded up; damaged text may have any size.
-    size = min(-(-math.prod(sizes) * bits // 8), MAX_SIZE)
-    return Shape(dtype, sizes, size, int(space[1]) if space else 0)
+    width = re.search(r"\d{1,4}", dtype)  # of f32; a pred takes 8 bits, and a token none
+    element_bits = int(width[0]) if width else 8 if dtype == "pred" else 0
+    packed_bits = re.search(r"E\((\d{1,4})\)", layout)
+    bits = int(packed_bits[1]) if packed_bits else -(-element_bits // 8) * 8
+    memory_space = re.search(r"S\((\d{1,4})\)", layout)
+    num_bytes = -(-math.prod(sizes) * bits // 8)  # rounded up
+    # Damaged text may have any size.
+    return Shape(
+        dtype, sizes, min(num_bytes, MAX_SIZE), int(memory_space[1]) if memory_space else 0
+    )
 
 
 class _Written(NamedTuple):

@@ -183,13 +183,6 @@ class _LineAttribution(Attribution):
         """Lists the places of all lines, and that of what has none."""
         return [*self._known.values(), UNKNOWN]
 
-    def local_shapes(self, modules: Collection[str]) -> Mapping[OperationKey, set[Shape]]:
-        """Collects the shapes on one device of what operations of lines make."""
-        shapes = defaultdict[OperationKey, set[Shape]](set)
-        for key, instruction in self.keys(modules):
-            shapes[key].update(shape.dims for shape in instruction.results)
-        return shapes
-
     def keys(self, modules: Collection[str]) -> Iterator[tuple[OperationKey, Instruction]]:
         """Yields the instructions that belong to lines, each after the key of its operation."""
         for computation in self._module.computations:
@@ -333,11 +326,74 @@ def compiled_values(
     whole: Module | None,
     sizes: Mapping[str, int],
 ) -> list[MadeValue]:
-    """Adds the specs that the compiler chose: from ``whole``, else from shapes in ``module``."""
+    """Completes values whose specs the compiler chose by the specs in the compiled program.
+
+    Args:
+      made: the values of the trace.
+      modules: the paths of the modules that it calls.
+      module: the program for one device, whose shapes mostly say the spec.
+      whole: the program before it is partitioned, which has all specs; None if it is not there.
+      sizes: the sizes of the mesh axes.
+    """
+    attribution = _LineAttribution(whole or module, [value.line for value in made if value.line])
+    keyed = [*attribution.keys(modules)]
     if whole is not None:
-        return _with_shardings(made, whole, modules, sizes)
-    attribution = _LineAttribution(module, [value.line for value in made if value.line])
-    return _with_compiled_specs(made, attribution.local_shapes(modules), sizes)
+        specs = _written_specs(keyed, sizes)
+    else:
+        specs = _specs_of_shards(made, keyed, sizes)
+    completed = []
+    for value in made:
+        spec = specs.get((_key(value), value.shape))
+        if value.why == _BY_COMPILER and spec is not None:
+            value = value._replace(spec=spec, why=FROM_PROGRAM)
+        completed.append(value)
+    return completed
+
+
+# By operation and shape of the whole value; None if it is unknown.
+_Specs: TypeAlias = dict[tuple[OperationKey, Shape], PartitionSpec | None]
+
+
+def _written_specs(
+    keyed: Iterable[tuple[OperationKey, Instruction]], sizes: Mapping[str, int]
+) -> _Specs:
+    """Reads the specs of operations in a program that is not partitioned yet.
+
+    A spec is known if all values of one operation, line, module and shape have the same.
+    """
+    specs: _Specs = {}
+    for key, instruction in keyed:
+        written = instruction.attributes.get("sharding")
+        if written is not None and len(instruction.results) == 1:
+            shape = instruction.results[0].dims
+            spec = read_sharding(written, len(shape), sizes)
+            if specs.setdefault((key, shape), spec) != spec:
+                specs[key, shape] = None
+    return specs
+
+
+def _specs_of_shards(
+    made: Iterable[MadeValue],
+    keyed: Iterable[tuple[OperationKey, Instruction]],
+    sizes: Mapping[str, int],
+) -> _Specs:
+    """Infers specs from the shapes that operations have in the trace and on one device.
+
+    With several shapes of one rank it is not known which on one device is of which.
+    """
+    whole_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)  # by rank
+    shard_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)
+    for value in made:
+        whole_shapes[_key(value), len(value.shape)].add(value.shape)
+    for key, instruction in keyed:
+        for array in instruction.results:
+            shard_shapes[key, len(array.dims)].add(array.dims)
+    specs: _Specs = {}
+    for (key, rank), shapes in whole_shapes.items():
+        if len(shapes) == len(shard_shapes[key, rank]) == 1:
+            [whole], [shard] = shapes, shard_shapes[key, rank]
+            specs[key, whole] = spec_of_shard(whole, shard, sizes)
+    return specs
 
 
 def inferred_activations(
@@ -387,55 +443,6 @@ def _with_constraint(
     pairs = zip(spec.partitions, before.partitions, strict=True)
     entries = [y if x is PartitionSpec.UNCONSTRAINED else x for x, y in pairs]
     return PartitionSpec(*entries)
-
-
-def _with_shardings(
-    made: Sequence[MadeValue], whole: Module, modules: Collection[str], sizes: Mapping[str, int]
-) -> list[MadeValue]:
-    """Adds the specs that the compiler chose, from the program before it is partitioned.
-
-    A spec is known if all values of one operation, line, module and shape have the same.
-    """
-    attribution = _LineAttribution(whole, [value.line for value in made if value.line])
-    specs = defaultdict[tuple[OperationKey, Shape], set[PartitionSpec | None]](set)
-    for key, instruction in attribution.keys(modules):
-        written = instruction.attributes.get("sharding")
-        dims = instruction.results[0].dims if len(instruction.results) == 1 else None
-        if dims is not None and written is not None:
-            specs[key, dims].add(read_sharding(written, len(dims), sizes))
-    completed = []
-    for value in made:
-        known = specs.get((_key(value), value.shape), set())
-        if value.why == _BY_COMPILER and len(known) == 1 and None not in known:
-            value = value._replace(spec=next(iter(known)), why=FROM_PROGRAM)
-        completed.append(value)
-    return completed
-
-
-def _with_compiled_specs(
-    made: Sequence[MadeValue],
-    local_shapes: Mapping[OperationKey, set[Shape]],
-    sizes: Mapping[str, int],
-) -> list[MadeValue]:
-    """Adds the specs that follow from the shapes on one device, where types do not say them.
-
-    ``local_shapes`` are those on one device of what each operation makes.
-    """
-    global_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)  # by rank
-    for value in made:
-        global_shapes[_key(value), len(value.shape)].add(value.shape)
-    completed = []
-    for value in made:
-        key, rank = _key(value), len(value.shape)
-        candidates = [shape for shape in local_shapes.get(key, ()) if len(shape) == rank]
-        # With several shapes of one rank it is not known which on one device is of which.
-        is_clear = len(global_shapes[key, rank]) == len(candidates) == 1
-        if value.why == _BY_COMPILER and is_clear:
-            spec = spec_of_shard(value.shape, candidates[0], sizes)
-            if spec is not None:
-                value = value._replace(spec=spec, why=FROM_PROGRAM)
-        completed.append(value)
-    return completed
 
 
 def _key(value: MadeValue) -> OperationKey:

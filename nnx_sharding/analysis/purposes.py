@@ -341,11 +341,12 @@ class Origins:
     def of(self, value: Value) -> frozenset[str]:
         """Returns the names of the arguments from which a value is computed.
 
-        If some are not parameters, only one of these, as that is enough to know.
+        The search goes from the value to its operands, and so on. It ends at the first argument
+        that is not a parameter, and then returns only that one: callers ask whether there is any.
         """
         names: set[str] = set()
-        # The value from which the search came to each: one that is computed from it.
-        users: dict[Value, Value | None] = {value: None}
+        # By each value that was reached: the one that is computed from it, on the way to the start.
+        user_of: dict[Value, Value | None] = {value: None}
         pending = [value]
         while pending:
             value = pending.pop()
@@ -354,16 +355,15 @@ class Origins:
             if name is None and number is not None:
                 name = self._arguments.get(number, value.name)
             if name is not None and name not in self._parameters:
-                # All values on the way here are computed from it, too.
                 user: Value | None = value
-                while user is not None:
-                    self._others[user], user = name, users[user]
+                while user is not None:  # all values on the way here are computed from it, too
+                    self._others[user], user = name, user_of[user]
                 return frozenset([name])
-            if name:
+            if name is not None:
                 names.add(name)
             for operand in self._before(value):
-                if operand not in users:
-                    users[operand] = value
+                if operand not in user_of:
+                    user_of[operand] = value
                     pending.append(operand)
         return frozenset(names)
 

@@ -35,7 +35,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -72,21 +72,21 @@ class Work(NamedTuple):
         return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
 
     def cost(self, stage: str = COMPILED) -> Cost:
-        """Returns the figures, None for unknown ones."""
+        """Returns the figures; None for those that operations of unknown work add to.
 
-        def known(figure: int, *, is_of_flops: bool = False) -> float | None:
-            is_unknown = self.unknown_runs or (is_of_flops and self.unknown_flops)
-            return None if is_unknown else float(min(figure, _MOST))
+        If some run an unknown number of times, no figure is known.
+        """
+        names = (*_OF_FLOPS, "bytes_accessed", "host_bytes")
+        figures: dict[str, Any] = {name: float(min(getattr(self, name), _MOST)) for name in names}
+        if self.unknown_runs:
+            figures = dict.fromkeys(names)
+        elif self.unknown_flops:
+            figures |= dict.fromkeys(_OF_FLOPS)
+        return Cost(stage=stage, **figures)
 
-        return Cost(
-            flops=known(self.flops, is_of_flops=True),
-            bytes_accessed=known(self.bytes_accessed),
-            transcendentals=known(self.transcendentals, is_of_flops=True),
-            stage=stage,
-            host_bytes=known(self.host_bytes),
-            int8_flops=known(self.int8_flops, is_of_flops=True),
-            fp8_flops=known(self.fp8_flops, is_of_flops=True),
-        )
+
+# The figures that are unknown if the flops of an operation are.
+_OF_FLOPS = ("flops", "transcendentals", "int8_flops", "fp8_flops")
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
@@ -235,25 +235,33 @@ def _narrow_flops(flops: int, dtypes: Collection[str]) -> tuple[int, int]:
 
 
 def _dtype_before(product: Instruction, factor: int, home: str, module: Module) -> str:
-    """Finds the type of a factor before the compiler converted it.
+    """Finds the type that a factor of a product has before the compiler converts it.
 
-    CPUs multiply no numbers of 8 bits: their compiler converts both factors, and names that after
-    the product. What the user converts has a name of its own.
+    CPUs multiply no numbers of 8 bits: their compiler converts both factors first. It names the
+    conversion after the product, by which it is told from one that the user wrote.
+
+    Args:
+      product: the product.
+      factor: which of its operands, 0 or 1.
+      home: the computation that the product is in.
+      module: the program.
+
+    Returns:
+      The type; empty for one that damaged text lacks.
     """
     value = Value(home, product.operand_names[factor])
     dtype = ""
-    for _ in range(_MAX_STEPS):
+    for _ in range(_MAX_STEPS):  # back from the factor to what it is converted from
         maker = module.maker(value)
         if maker is None:
             break
-        dtype = dtype or maker.results[0].dtype
-        sources = module.passed(value)
-        if maker.opcode in _REARRANGES:
-            sources = module.operands(value)[:1]
-        elif maker.opcode == "convert" and maker.operation == product.operation:
-            sources = module.operands(value)[:1]
-            dtype = ""  # that of what it converts
-        if len(sources) != 1:  # computed, or carried by a loop
+        if maker.opcode == "convert" and maker.operation == product.operation:
+            dtype, sources = "", module.operands(value)[:1]  # that of its operand counts
+        else:
+            dtype = dtype or maker.results[0].dtype
+            is_moved = maker.opcode in _REARRANGES
+            sources = module.operands(value)[:1] if is_moved else module.passed(value)
+        if len(sources) != 1:  # it is computed here, or carried by a loop
             break
         value = sources[0]
     return dtype

@@ -245,9 +245,9 @@ def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> s
 
 
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
-    """Returns a fact for each part of the arguments, by label.
+    """Returns a fact for each part of the arguments, by label, from the outside to the inside.
 
-    Goes from the arguments to what they hold, through the entries of the structure.
+    An object that is met again is a fact, too, but not its parts.
     """
     facts: dict[str, Fact] = {}
     first_labels: dict[int, str] = {}  # of objects that were met, by the index of the entry
@@ -260,22 +260,29 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         if isinstance(child, Static):
             facts |= _facts_of_static(label, child)
             continue
-        text = show_child(structure, child)
-        if isinstance(child, int) and child in first_labels:
-            text = f"{text}, shared with {shorten(first_labels[child])}"
-            facts[label] = Fact(text, content=first_labels[child])
-            continue
-        part: Any = child
-        if isinstance(child, int):
+        text, part = show_child(structure, child), cast(Any, child)
+        if isinstance(child, int):  # an object
+            if child in first_labels:
+                first = first_labels[child]
+                facts[label] = Fact(f"{text}, shared with {shorten(first)}", content=first)
+                continue
             first_labels[child] = label
             part = structure.entries[child]
         facts[label] = _fact(text, part)
-        for path, inner in reversed(parts_of(part).items()):  # the first one is popped first
-            if label == "" and isinstance(part, Container) and len(path) > 1:
-                stack.append((_label_in_call(signature, path), inner))
-            elif path != (_compat.STATUSES,):  # the attributes show what is data
-                stack.append((accessor(label, path) if path else f"{label}[...]", inner))
+        inner = [
+            (_label_of_part(label, part, path, signature), below)
+            for path, below in parts_of(part).items()
+            if path != (_compat.STATUSES,)  # the attributes show what is data
+        ]
+        stack += reversed(inner)  # the first one is popped first
     return facts
+
+
+def _label_of_part(label: str, whole: object, path: Path, signature: Signature) -> str:
+    """Returns the expression for what is at a path in a part of the arguments with a label."""
+    if label == "" and isinstance(whole, Container) and len(path) > 1:
+        return _label_in_call(signature, path)
+    return accessor(label, path) if path else f"{label}[...]"
 
 
 def _label_in_call(signature: Signature, path: Path) -> str:
