@@ -101,7 +101,7 @@ class CostTest(parameterized.TestCase):
     def test_unknown_figures(self):
         raw = {"flops": -1.0, "bytes accessed": math.inf, "transcendentals": math.nan}
         assert cost_of(raw, "s") == Cost(None, None, None, "s")
-        assert cost_of([{"flops": 3}], "s") == Cost(3.0, 0.0, 0.0, "s")
+        assert cost_of({"flops": 3}, "s") == Cost(3.0, 0.0, 0.0, "s")
         for nothing in (None, {}, [], "?"):
             assert cost_of(nothing, "s") is None
         assert Cost(None, 1.0, 0.0, "s").arithmetic_intensity is None

@@ -137,11 +137,6 @@ class Module(Values):
         return {} if self.callees_first is None else trip_counts(self)
 
     @functools.cached_property
-    def loops_of_unknown_length(self) -> set[str]:
-        """The names of loops that run an unknown number of times."""
-        return {loop.name for _, loop in self.with_opcode("while")} - {*self.trip_counts}
-
-    @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs, summed over its callers; once without a caller.
 

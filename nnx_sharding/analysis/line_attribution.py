@@ -39,6 +39,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from ..core.known_faults import jaxprs_of
 from ..specs.fitting import axes_of
 from ..specs.paths import enclosing_paths
 from .attribution import (
@@ -113,7 +114,7 @@ def _walk(
         line = _line_of(equation) or line_around
         scope = f"{scope_around}{equation.source_info.name_stack}/"
         # A kernel works on parts of arrays, which are no values of the program.
-        inner = [] if name == "pallas_call" else [*jaxprs_in(equation.params.values())]
+        inner = [] if name == "pallas_call" else [*jaxprs_of(equation)]
         runs = times * equation.params["length"] if name == "scan" else times
         for part in inner:
             yield from _walk(part, line, scope, runs, modules)
@@ -128,15 +129,6 @@ def _walk(
                     spec = _constrained(equation.params["sharding"], len(aval.shape))
                 kind = str(aval.dtype), tuple(aval.shape), *spec
                 yield MadeValue(line, name, *kind, backward, module, times)
-
-
-def jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
-    """Yields the jaxprs among the parameters of an equation."""
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from jaxprs_in(value)
-        elif hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-            yield inner
 
 
 def _line_of(equation: JaxprEqn) -> Line | None:
@@ -178,10 +170,6 @@ class _LineAttribution(Attribution):
         super().__init__(module, (), ())
         self.lines: dict[str, Line] = {_path(line): line for line in lines}
         self._known = {line: Place(path, False) for path, line in self.lines.items()}
-
-    def all_places(self) -> list[Place]:
-        """Lists the places of all lines, and that of what has none."""
-        return [*self._known.values(), UNKNOWN]
 
     def keys(self, modules: Collection[str]) -> Iterator[tuple[OperationKey, Instruction]]:
         """Yields the instructions that belong to lines, each after the key of its operation."""
@@ -241,7 +229,8 @@ def line_table(
     times = None
     if measured is not None:
         times = seconds_by_place(_LineAttribution(measured.module, code_lines), measured)
-    figures, _, reasons = figures_by_place(attribution, program, attribution.all_places(), times)
+    places = [*(Place(path, False) for path in attribution.lines), UNKNOWN]
+    figures, _, reasons = figures_by_place(attribution, program, places, times)
     if program.mesh is not None:
         made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     typed = {(row.file, row.line): row for row in typed_table(made).rows}

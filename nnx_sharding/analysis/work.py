@@ -121,9 +121,11 @@ def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
     for name, part in parts.items():
         for instruction, work in part:
             if work.unknown_runs:
-                callers = (caller for _, caller in module.around(name))
-                loops = (x for x in callers if x.name in module.loops_of_unknown_length)
-                reasons[UNKNOWN_LENGTH] |= {x.operation or x.name: None for x in loops}
+                reasons[UNKNOWN_LENGTH] |= {
+                    caller.operation or caller.name: None
+                    for _, caller in module.around(name)
+                    if caller.opcode == "while" and caller.name not in module.trip_counts
+                }
             if work.unknown_flops:
                 reasons[CUSTOM_CALLS][instruction.target or instruction.opcode] = None
     return [f"{reason}: {', '.join([*names][:3])}" for reason, names in reasons.items()]
@@ -312,7 +314,9 @@ def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
         points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
         is_real = "RFFT" in instruction.attributes.get("fft_type", "")
         return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
-    is_unknown = opcode == "custom-call" and not _is_known(instruction)
+    # A callback runs on the host.
+    has_no_flops = _CALLBACK.match(instruction.target) or instruction.operation == _METADATA
+    is_unknown = opcode == "custom-call" and not has_no_flops
     return None if is_unknown or opcode in _UNKNOWN else 0
 
 
@@ -333,7 +337,7 @@ _WITHOUT_WORK.add("annotate_device_placement")
 # How the TPU compiler reads and writes complex and 64-bit numbers, as two arrays of half the width.
 _HALVES = {"X64Combine", "X64SplitHigh", "X64SplitLow"}
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
-_CALLBACK = re.compile(r"xla_\w*python_\w*callback")  # which runs on the host
+_CALLBACK = re.compile(r"xla_\w*python_\w*callback")
 # The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
 # one integer for each group.
 _METADATA = "ragged-dot-metadata"
@@ -344,11 +348,6 @@ _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 def _is_complex(shape: Shape) -> bool:
     return shape.dtype in ("c64", "c128")
-
-
-def _is_known(custom_call: Instruction) -> bool:
-    """Tells whether a custom call has no flops that count."""
-    return _CALLBACK.match(custom_call.target) is not None or custom_call.operation == _METADATA
 
 
 def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, int]]:

@@ -134,7 +134,7 @@ class Changes(tuple[Change, ...], Pictured):
             yield text(f"made with {', '.join(versions)}")
         previous = None
         for change in self:
-            title = _TITLES[change.kind]
+            title = TITLES[change.kind]
             title = f"{change.strategy}: {title}" if change.strategy else title
             if title != previous:
                 yield text(title)
@@ -144,7 +144,7 @@ class Changes(tuple[Change, ...], Pictured):
             yield text("no changes")
 
 
-_TITLES: dict[Part, str] = {
+TITLES: dict[Part, str] = {
     "program": "program",
     "memory": "memory of one device",
     "cost": "cost of one device",

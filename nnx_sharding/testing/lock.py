@@ -37,7 +37,7 @@ from ..analysis.parameters import ParameterRow
 from ..analysis.program import ProgramReport
 from ..analysis.units import printable
 from ..core.publishing import write_file
-from ..report.changes import Change, Changes, Part, Value, array_text
+from ..report.changes import TITLES, Change, Changes, Part, Value, array_text
 from ..transforms.stages import Compiled
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
@@ -56,17 +56,8 @@ _HEAD = """\
 # To accept a change, run `nnx-sharding lock` or `pytest --update-locks`.
 """
 _VERSIONS = "made with"
-# Sections that are compared only if both sides have them: reports need not have these tables.
+# These are compared only if both sides have them: reports need not have these tables.
 _OPTIONAL: tuple[Part, ...] = ("module", "line")
-_SECTIONS: dict[str, Part] = {
-    "program": "program",
-    "memory": "memory",
-    "cost": "cost",
-    "collectives": "collective",
-    "arguments": "parameter",
-    "modules": "module",
-    "lines": "line",
-}
 # The unit of the rule that decides a spec; reports need not have rules, either.
 _RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
@@ -169,7 +160,7 @@ def changes_since(
         ) from None
     old, new = _read(text, os.fspath(path)), locked(report)
     changes: list[Change] = []
-    for section, part in _SECTIONS.items():
+    for part, section in TITLES.items():  # a section has the title of what changed in it
         if part in _OPTIONAL and not (section in old and section in new):
             continue
         for change in _compared(part, old.get(section, {}), new.get(section, {})):
@@ -216,21 +207,23 @@ def locked(report: ProgramReport) -> Lock:
     mesh = "none" if report.mesh is None else str(report.mesh)
     lock: Lock = {
         _VERSIONS: versions,
-        "program": {
+        TITLES["program"]: {
             "devices": {"": f"{report.num_devices} × {report.device_kind}"},
             "mesh": {"": mesh},
         },
         # What is zero needs no line; what is unknown has one, or it would pass for zero.
-        "memory": {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
+        TITLES["memory"]: {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
         # The unit is the first word of the name: "flops", "bytes".
-        "cost": {name: _figure_of(name.split()[0], figure) for name, figure in cost.items()},
-        "collectives": _of_collectives(report.collectives),
-        "arguments": _of_arguments(report),
+        TITLES["cost"]: {
+            name: _figure_of(name.split()[0], figure) for name, figure in cost.items()
+        },
+        TITLES["collective"]: _of_collectives(report.collectives),
+        TITLES["parameter"]: _of_arguments(report),
     }
     if report.by_module is not None:
-        lock["modules"] = _summed(map(_of_module, report.by_module.rows))
+        lock[TITLES["module"]] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
-        lock["lines"] = _summed(map(_of_line, report.by_line.rows))
+        lock[TITLES["line"]] = _summed(map(_of_line, report.by_line.rows))
     return {
         section: {_escaped(name): figures for name, figures in lines.items()}
         for section, lines in lock.items()

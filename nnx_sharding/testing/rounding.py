@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.known_faults import jaxprs_of
+
 SAMPLES = 8
 QUANTILE = 6.442  # of Student's t with 8 degrees of freedom at 0.9999, two-sided 0.0002
 
@@ -109,7 +111,6 @@ def _sums(jaxpr: Any) -> Iterator[int]:
     8 for the product of (4, 8) and (8, 2), and 80 for it in a scan of length 10, whose gradients
     may be sums over the iterations.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # of a ClosedJaxpr
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         shape = getattr(equation.invars[0].aval, "shape", ()) if equation.invars else ()
@@ -121,10 +122,5 @@ def _sums(jaxpr: Any) -> Iterator[int]:
         elif name in ("reduce_sum", "cumsum", "scatter-add"):
             yield math.prod(shape)  # of the operand: an estimate
         iterations = params.get("length", 1) if name == "scan" else 1
-        for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from (iterations * count for count in _sums(value))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+        for inner in jaxprs_of(equation):
+            yield from (iterations * count for count in _sums(inner))
