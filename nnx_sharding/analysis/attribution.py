@@ -70,7 +70,7 @@ from .hlo import Module
 from .instructions import Instruction, dims_at
 from .meshes import MeshDescription
 from .names import common, module_of, operations
-from .opcodes import COLLECTIVES, PRODUCTS, base
+from .opcodes import COLLECTIVES, MOVING, PRODUCTS, base
 from .parameters import ParameterRow
 from .purposes import inputs_of
 from .roofline import roofline_of
@@ -314,8 +314,7 @@ _UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 # Instructions that consist of others, whose names may say what they are for.
 _COMPOSED = {"fusion", "call", "async-start"}
 # Instructions whose results have the elements of their operands.
-_MOVES = {"all-gather", "bitcast", "convert", "copy", "dynamic-slice", "reshape", "slice"}
-_MOVES.add("transpose")
+_MOVES = MOVING | {"all-gather"}
 # From an array to the instruction that computes it. Real programs need a few dozen steps; damaged
 # text may have cycles.
 _MAX_STEPS = 128

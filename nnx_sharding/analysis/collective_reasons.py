@@ -28,6 +28,7 @@ from .hlo import Module
 from .instructions import Instruction, dims_at
 from .line_attribution import spec_of_shard
 from .names import module_of, operations
+from .opcodes import MOVING
 from .parameters import shape_text, spec_text
 from .purposes import Purpose
 from .reasons import Reason
@@ -36,8 +37,6 @@ from .values import Value
 
 Shape: TypeAlias = tuple[int, ...]
 
-# These pass on the elements of their first operand, or some of them.
-_MOVING = {"copy", "bitcast", "convert", "reshape", "transpose", "dynamic-slice", "slice"}
 # Values that are followed at most: what is further away than this explains nothing to a reader.
 _MOST_STEPS = 200
 
@@ -214,12 +213,9 @@ def _listed(paths: tuple[str, ...]) -> str:
 
 def _moves(instruction: Instruction) -> bool:
     """Tells whether an instruction only moves the elements of its first operand."""
-    if instruction.opcode in _MOVING or instruction.opcode.endswith(("-start", "-done")):
+    if instruction.opcode in MOVING or instruction.opcode.endswith(("-start", "-done")):
         return True
-    return bool(instruction.collective) and instruction.collective not in (
-        "all-reduce",
-        "reduce-scatter",
-    )
+    return instruction.collective not in (None, "all-reduce", "reduce-scatter")
 
 
 def _dims(instruction: Instruction, value: Value) -> Shape:

@@ -31,6 +31,9 @@ FREE = _set(
     "add-dependency after-all bitcast call conditional constant domain get-tuple-element iota "
     "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
 )
+REARRANGING = _set("bitcast copy reshape transpose")  # these return the elements of their operand
+# These pass on the elements of their first operand, or some of them, perhaps of another type.
+MOVING = REARRANGING | _set("convert dynamic-slice slice")
 SLICES = _set("slice dynamic-slice gather")  # these read as much as they return
 PRODUCTS = _set("convolution dot ragged-dot")  # these sum over a dimension
 

@@ -36,7 +36,7 @@ from ..specs.paths import enclosing_paths
 from .hlo import Module
 from .instructions import Computation, Instruction, arrays
 from .names import common, module_of, operations
-from .opcodes import ELEMENTWISE, PRODUCTS, TRANSCENDENTAL
+from .opcodes import ELEMENTWISE, PRODUCTS, REARRANGING, TRANSCENDENTAL
 from .parameters import ParameterRow
 from .values import Value, reached
 
@@ -277,8 +277,7 @@ def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
 
 
 # Operations that pass on the elements that they are given.
-_SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
-_SAME.add("parameter")
+_SAME = REARRANGING | {"convert", "get-tuple-element", "parameter", "tuple"}
 _BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
 _UNKNOWN = {"unknown"}  # stands for the opcodes of a computation that is not in the text
 

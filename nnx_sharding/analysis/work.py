@@ -42,7 +42,7 @@ import numpy as np
 from .cost import COMPILED, Cost, Operation
 from .hlo import Module
 from .instructions import Computation, Instruction, Shape, total_bytes
-from .opcodes import ELEMENTWISE, FREE, PRODUCTS, SLICES, TRANSCENDENTAL, base
+from .opcodes import ELEMENTWISE, FREE, PRODUCTS, REARRANGING, SLICES, TRANSCENDENTAL, base
 from .values import Value
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
@@ -261,7 +261,7 @@ def _dtype_before(product: Instruction, factor: int, home: str, module: Module) 
             dtype, sources = "", module.operands(value)[:1]  # that of its operand counts
         else:
             dtype = dtype or maker.results[0].dtype
-            is_moved = maker.opcode in _REARRANGES
+            is_moved = maker.opcode in REARRANGING
             sources = module.operands(value)[:1] if is_moved else module.passed(value)
         if len(sources) != 1:  # it is computed here, or carried by a loop
             break
@@ -341,7 +341,6 @@ _CALLBACK = re.compile(r"xla_\w*python_\w*callback")
 # The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
 # one integer for each group.
 _METADATA = "ragged-dot-metadata"
-_REARRANGES = {"bitcast", "copy", "reshape", "transpose"}
 _MAX_STEPS = 16  # from a product to what it multiplies: out of a fusion, and through some copies
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 

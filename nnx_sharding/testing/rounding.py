@@ -49,13 +49,9 @@ class Rounding:
     tolerance: float | None = None  # of the user, instead of that of an array's own last sum
 
     @classmethod
-    def of(cls, jaxpr: Any, devices: int) -> Self:
+    def of(cls, jaxpr: Any, devices: int, tolerance: float | None) -> Self:
         """Reads the longest sum from the jaxpr of the step on one device."""
-        return cls(max(_sums(jaxpr), default=1), devices)
-
-    def with_tolerance(self, tolerance: float) -> Self:
-        """Returns the same errors, with another one for arrays that are compared."""
-        return dataclasses.replace(self, tolerance=tolerance)
+        return cls(max(_sums(jaxpr), default=1), devices, tolerance)
 
     def relative(self, dtype: Any) -> float:
         """Returns the error of one value relative to its size; 0 for exact types."""

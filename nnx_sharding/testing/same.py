@@ -111,9 +111,7 @@ def assert_same(
     device_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
     dropping_args = copied(args)
     traced = jit(step, mesh=device_mesh, **device_options).trace(*device_args)
-    rounding = Rounding.of(traced.jaxpr, mesh.size)
-    if tolerance is not None:
-        rounding = rounding.with_tolerance(tolerance)
+    rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)
     rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
