@@ -25,12 +25,12 @@ from .parameters import spec_text
 from .program import ProgramReport
 
 
-def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
+def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """Returns the spec of a sharding as the compiler writes it; None if no spec says the same.
 
     Args:
       written: the text.
-      rank: the number of dimensions of the array.
+      rank: the number of dimensions of the array; None for that of the text.
       sizes: the sizes of the mesh axes, in their order.
 
     Example:
@@ -42,11 +42,11 @@ def read_sharding(written: str, rank: int, sizes: Mapping[str, int]) -> Partitio
       P(None, ('model', 'data'))
     """
     if written == "{replicated}":
-        return PartitionSpec(*[None] * rank)
+        return PartitionSpec(*[None] * (rank or 0))
     named = _NAMED.match(written)
     if named is not None:  # with the axes of each dimension; parts of axes have no spec
         entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(named[1])]
-        is_whole = len(entries) == rank and "):(" not in written and ":(" not in named[1]
+        is_whole = rank in (None, len(entries)) and "):(" not in written and ":(" not in named[1]
         known = all(axis in sizes for axes in entries for axis in axes)
         return _spec(entries) if is_whole and known else None
     tiled = _TILED.match(written)
@@ -62,7 +62,9 @@ _TILED = re.compile(
 )
 
 
-def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> PartitionSpec | None:
+def _read_tiles(
+    match: re.Match[str], rank: int | None, sizes: Mapping[str, int]
+) -> PartitionSpec | None:
     """Reads the form with devices: which mesh axes change along each dimension of the tiles.
 
     ``match`` has the sizes of the tiles, and the order of the devices, as a transposed iota.
@@ -71,13 +73,14 @@ def _read_tiles(match: re.Match[str], rank: int, sizes: Mapping[str, int]) -> Pa
     dims = [int(size) for size in match["dims"].split(",")]
     order = [int(x) for x in match["order"].split(",")] if match["order"] else range(len(dims))
     is_known = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
-    if not is_known or rank != _rank_of_tiles(match):
+    num_dimensions = len(tiles) - bool(match["replicas"])
+    if not is_known or rank not in (None, num_dimensions):
         return None
     # The position of each device along each mesh axis, in the order of the tiles.
     devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(tiles)
     positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
     entries = []
-    for dimension in range(rank):
+    for dimension in range(num_dimensions):
         line = [0] * len(tiles)
         line[dimension] = slice(None)  # type: ignore[call-overload]  # along this dimension
         along = {axis: position[tuple(line)] for axis, position in positions.items()}
@@ -97,20 +100,6 @@ def _spec(entries: list[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
 
 
-def _rank_of_tiles(match: re.Match[str]) -> int:
-    """Returns the number of dimensions of an array from the sizes of its tiles."""
-    num_sizes = match["tiles"].count(",") + 1
-    return num_sizes - 1 if match["replicas"] else num_sizes
-
-
-def _rank(written: str) -> int:
-    """Returns the number of dimensions of an array from its sharding; 0 if that does not say it."""
-    if named := _NAMED.match(written):
-        return len(_BRACES.findall(named[1]))
-    tiled = _TILED.match(written)
-    return 0 if tiled is None else _rank_of_tiles(tiled)
-
-
 class Rematerialization(NamedTuple):
     """A remark of the compiler that it gathers an array in order to shard it in another way."""
 
@@ -123,7 +112,7 @@ class Rematerialization(NamedTuple):
         sizes = {} if report.mesh is None else report.mesh.axes
         specs = []
         for written in (self.before, self.after):
-            spec = read_sharding(written, _rank(written), sizes)
+            spec = read_sharding(written, None, sizes)
             specs.append(written if spec is None else spec_text(spec))
         modules = {row.path for row in report.activations}
         module = module_of(self.operation, modules)

@@ -297,15 +297,11 @@ def _remark(made: Iterable[MadeValue]) -> str | None:
 
 def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
     """Sums the collectives of each kind over the same axes."""
-    groups: defaultdict[tuple[Any, Any], list[Collective]] = defaultdict(list)
-    for collective in collectives:
-        groups[collective.kind, collective.axes].append(collective)
-    sums = []
-    for (kind, axes), group in groups.items():
-        runs = Collectives(group)
-        sent = None if runs.has_unknown_times else runs.bytes_sent
-        sums.append(LineCollectives(kind, axes, sent, len(group)))
-    return tuple(sums)
+    in_unknown_loops = {(c.kind, c.axes) for c in collectives if c.times is None}
+    return tuple(
+        LineCollectives(*key, bytes=None if key in in_unknown_loops else sent, count=count)
+        for key, (count, sent) in collectives.totals().items()
+    )
 
 
 def compiled_values(
