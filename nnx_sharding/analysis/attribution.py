@@ -228,10 +228,10 @@ def figures_by_place(
 def seconds_by_place(attribution: Attribution, measured: Measured) -> dict[Place, float]:
     """Sums measured times by the places to which instructions belong."""
     module = measured.module
-    homes = {x.name: (c.name, x) for c in module.computations for x in c.instructions}
     sums = defaultdict[Place, float](float)
     for name, time in measured.seconds.items():
-        home, instruction = homes[name]
+        home = module.homes[name]
+        instruction = module.within[home][name]
         fused = module.fused(instruction)
         # A product takes most of the time of what is fused with it.
         products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
@@ -335,11 +335,6 @@ class Attribution:
         """
         self._module = module
         rows = [row for row in rows if row.used]
-        self._computation_of = {
-            instruction.name: computation.name
-            for computation in module.computations
-            for instruction in computation.instructions
-        }
         self._places_by_name: dict[str, Place | None] = {}
         self._named_places: dict[str, Place | None] = {}
         self._places: dict[str, Place | None] = {}
@@ -387,7 +382,7 @@ class Attribution:
         name = instruction.name
         if name not in self._places:
             place = self._named_place(instruction)
-            home = self._computation_of.get(name)
+            home = self._module.homes.get(name)
             # What is fused has the place of the fusion.
             if place is None and home is not None and not self._module.runs[home].is_fused:
                 place = self._place_nearby(Value(home, name))
@@ -490,7 +485,7 @@ class Attribution:
         places = list[Place]()
         place = UNKNOWN
         for name in schedule:
-            instruction = self._module.maker(Value(self._computation_of.get(name, ""), name))
+            instruction = self._module.maker(Value(self._module.homes.get(name, ""), name))
             if instruction is not None and instruction.opcode not in _UNTIMED:
                 place = self.place(instruction) or place
             places.append(place)
@@ -510,9 +505,9 @@ class Attribution:
         is_result = allocation.is_result and buffer.last >= num_steps - 1
         if is_result and allocation.parameter is not None:  # a donated argument, updated in place
             return self.argument(allocation.parameter)
-        if buffer.name not in self._computation_of:  # the compiler's own, such as a call's stack
+        if buffer.name not in self._module.homes:  # the compiler's own, such as a call's stack
             return Owner(None, "intermediates")
-        array = Value(self._computation_of[buffer.name], buffer.name, buffer.index)
+        array = Value(self._module.homes[buffer.name], buffer.name, buffer.index)
         number = self._module.argument(self._source(array, through_moves=True))
         if number is not None and number in self._rows:
             owner = self.argument(number)
@@ -542,8 +537,8 @@ class Attribution:
         last = buffer.last
         for later in allocation.values:
             is_next = buffer.first < later.first <= last + 1 and later.offset == buffer.offset
-            if is_next and later.size == buffer.size and later.name in self._computation_of:
-                home = self._computation_of[later.name]
+            if is_next and later.size == buffer.size and later.name in self._module.homes:
+                home = self._module.homes[later.name]
                 if self._source(Value(home, later.name, later.index)) == source:
                     last = max(last, later.last)
         return last

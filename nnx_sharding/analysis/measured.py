@@ -54,18 +54,18 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
     Raises:
       ValueError: the profile has no call of this program.
     """
-    instructions = {x.name: x for c in module.computations for x in c.instructions}
     sums, runs = defaultdict[str, float](float), set[tuple[Any, Any]]()
     with warnings.catch_warnings():
         # Python 3.13 deprecates types such as those of jaxlib's statistics. Where warnings are
         # errors, that one ends the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         for event in _events(read_profile(profile), module.name):
-            instruction = instructions.get(event.operation)
-            if instruction is not None:
+            home = module.homes.get(event.operation)
+            if home is not None:
                 runs.add(event.run)
+                opcode = module.within[home][event.operation].opcode
                 # The times of these are in the events of what they call.
-                if instruction.opcode not in ("while", "call", "conditional", "async-start"):
+                if opcode not in ("while", "call", "conditional", "async-start"):
                     sums[event.operation] += event.seconds
     if not runs:
         raise ValueError(

@@ -95,7 +95,8 @@ def _use_of(
     ``updated`` are the paths of the Variables to which the program writes the result; None if the
     result is not returned.
     """
-    operations_of = _operations_of_arrays(collective, computation)
+    by_name = module.within[computation.name]
+    operations_of = _operations_of_arrays(collective, by_name)
     names = dict.fromkeys(name for names in operations_of for name in names)
     modules = [module_of(name, variables.modules) or "" for name in names] or [""]
     path = common(modules) or None
@@ -114,7 +115,7 @@ def _use_of(
     loops = (caller.name for caller in callers if caller.opcode == "while")
     lengths = {*map(module.trip_counts.get, loops)}
     is_each = len(operands) == len(operations_of)  # each operand becomes one array
-    dims_of_arrays = _dims_before_bitcasts(collective, computation)
+    dims_of_arrays = _dims_before_bitcasts(collective, by_name)
     for i, (dims, own_names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
         backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
         # A sum outside of modules may belong to any gradient, since the compiler merges sums.
@@ -130,29 +131,32 @@ def _use_of(
     return Use("reshard", (), path) if updated is None else Use("result", updated, path)
 
 
-def _operations_of_arrays(collective: Instruction, computation: Computation) -> list[list[str]]:
+def _operations_of_arrays(
+    collective: Instruction, by_name: Mapping[str, Instruction]
+) -> list[list[str]]:
     """Returns the names of the user's operations for each array that a collective makes.
 
     XLA may have merged several collectives, and their names, into one. The operand of an array says
     which operation it is of, or the instruction that takes the array from the tuple of results.
     """
-    by_name = {instruction.name: instruction.operation for instruction in computation.instructions}
     name, count = collective.operation, len(collective.results)
     if name is None and len(collective.operand_names) == 1:
         # Of several slices, the compiler names none of the parts that it divides a sum into.
-        name = by_name.get(collective.operand_names[0])
+        operand = by_name.get(collective.operand_names[0])
+        name = None if operand is None else operand.operation
     merged = operations(name or "")
     if count < 2 or count != len(collective.operand_names):
         return [merged] * count
     taken = {
         instruction.tuple_index: instruction.operation
-        for instruction in computation.instructions
+        for instruction in by_name.values()
         if instruction.opcode == "get-tuple-element"
         and instruction.operand_names == (collective.name,)
     }
     operations_of = []
-    for i, operand in enumerate(collective.operand_names):
-        known = [operations(name) for name in (by_name.get(operand), taken.get(i)) if name]
+    for i, operand_name in enumerate(collective.operand_names):
+        made = by_name[operand_name].operation if operand_name in by_name else None
+        known = [operations(name) for name in (made, taken.get(i)) if name]
         # An operand may be named after something else, such as the loop that computes it: the
         # first name that shares an operation with the collective is the right one.
         shared = (names for names in known if not {*names}.isdisjoint(merged))
@@ -161,7 +165,7 @@ def _operations_of_arrays(collective: Instruction, computation: Computation) -> 
 
 
 def _dims_before_bitcasts(
-    collective: Instruction, computation: Computation
+    collective: Instruction, by_name: Mapping[str, Instruction]
 ) -> list[tuple[int, ...]]:
     """Returns the shapes of the arrays that a collective makes, as the program has them.
 
@@ -170,7 +174,6 @@ def _dims_before_bitcasts(
     dims = [array.dims for array in collective.results]
     if len(collective.operand_names) != 1 or len(dims) != 1:
         return dims
-    by_name = {instruction.name: instruction for instruction in computation.instructions}
     operand = by_name.get(collective.operand_names[0])
     if operand is None or operand.opcode != "bitcast" or _dims_of(operand) != dims:
         return dims

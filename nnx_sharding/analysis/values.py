@@ -106,6 +106,11 @@ class Values:
         return {c.name: {op.name: op for op in c.instructions} for c in self.computations}
 
     @functools.cached_property
+    def homes(self) -> Mapping[str, str]:
+        """The computation of each instruction, by its name, which compilers make unique."""
+        return {op.name: name for name, ops in self.within.items() for op in ops.values()}
+
+    @functools.cached_property
     def roots(self) -> Mapping[str, Instruction]:
         """The instruction whose result each computation returns."""
         return {c.name: op for c in self.computations for op in c.instructions if op.is_root}

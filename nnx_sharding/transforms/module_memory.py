@@ -73,10 +73,7 @@ class DumpedProgram(NamedTuple):
         Raises:
           ValueError: the compiler made other instructions this time.
         """
-        names = {
-            x.name for computation in self.module.computations for x in computation.instructions
-        }
-        if missing := [name for name in seconds if name not in names]:
+        if missing := [name for name in seconds if name not in self.module.homes]:
             raise ValueError(
                 f"by_module: compiled once more, the program has no instruction {missing[0]} (and "
                 f"{len(missing) - 1} others), so that the profile cannot be joined to modules. "
