@@ -43,7 +43,7 @@ from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 from .values import Value
-from .work import Work, made_by
+from .work import Work, operands_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -465,8 +465,7 @@ def _payload(
     if kind == "reduce-scatter":
         larger *= size
     if kind == "ragged-all-to-all":
-        operands = module.within[computation.name]
-        given = total_bytes(made_by(operands, instruction.operand_names[0]))
+        given = total_bytes(operands_of(instruction, module.within[computation.name])[0])
         larger = min(given or larger, larger)
     if kind == "all-reduce" and module.runs[computation.name].is_fused and size > 1:
         parts = tuple(arrays(module.roots[computation.name].shape))

@@ -180,12 +180,12 @@ def executed_work(module: Module) -> ExecutedWork:
         for instruction in module.by_name[name].instructions:
             if instruction.opcode in _NO_WORK:
                 continue
-            work = work_of(instruction, by_name, None if runs.is_fused else module)
+            operands = operands_of(instruction, by_name)
+            work = work_of(instruction, operands, None if runs.is_fused else module)
             if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
                 dtypes = [_dtype_before(instruction, factor, name, module) for factor in (0, 1)]
-                int8, fp8 = _narrow_flops(work.flops, dtypes)
-                work = work._replace(int8_flops=int8, fp8_flops=fp8)
-            for callee, count in applications(instruction, by_name):
+                work = _with_narrow_flops(work, dtypes)
+            for callee, count in applications(instruction, operands):
                 work = work.plus(inside.get(callee, Work()), count)
             if any(work):
                 is_known = runs.is_applied or runs.times is not None
@@ -204,36 +204,45 @@ def _sum(parts: Iterable[Work]) -> Work:
     return Work(*map(sum, zip(Work(), *parts, strict=True)))
 
 
-def work_of(instruction: Instruction, by_name: ByName, module: Module | None) -> Work:
+# The arrays of each operand of an instruction; mostly one.
+Operands: TypeAlias = Sequence[Sequence[Shape]]
+
+
+def operands_of(instruction: Instruction, by_name: Mapping[str, Instruction]) -> Operands:
+    """Returns the arrays of each operand; no array for one that damaged text lacks.
+
+    ``by_name`` are the instructions of the same computation.
+    """
+    makers = map(by_name.get, instruction.operand_names)
+    return [() if maker is None else maker.results for maker in makers]
+
+
+def work_of(instruction: Instruction, operands: Operands, module: Module | None) -> Work:
     """Counts the work of one instruction, without that of the computations that it calls.
 
-    Args:
-      instruction: the instruction.
-      by_name: the instructions of its computation, for the shapes of operands.
-      module: the program; None for an instruction in a fusion, whose bytes do not count.
+    ``module`` is the program; None for an instruction in a fusion, whose bytes do not count.
     """
     opcode = instruction.opcode
     if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
-        return _work_of_kernel(instruction, by_name, module, estimate)
-    accessed = 0 if module is None else _bytes(instruction, by_name, module)
+        return _work_of_kernel(instruction, operands, module, estimate)
+    accessed = 0 if module is None else _bytes(instruction, operands, module)
     if base(opcode) in _COPIES or instruction.target in _HALVES:
-        return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, by_name))
+        return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, operands))
     if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
         return Work(0, _elements(instruction.results), accessed)
-    flops = product_flops(instruction, by_name)
+    flops = product_flops(instruction, operands)
     if flops is None:
-        flops = _other_flops(instruction, by_name)
+        flops = _other_flops(instruction, operands)
         return Work(flops or 0, 0, accessed, unknown_flops=int(flops is None))
-    dtypes = [by_name[name].results[0].dtype for name in instruction.operand_names[:2]]
-    return Work(flops, 0, accessed, *_narrow_flops(flops, dtypes))
+    return _with_narrow_flops(Work(flops, 0, accessed), [x[0].dtype for x in operands[:2]])
 
 
-def _narrow_flops(flops: int, dtypes: Collection[str]) -> tuple[int, int]:
-    """Returns the flops of a product that are of integers, and of floats, of 8 bits or less."""
-    int8, fp8 = (all(map(kind.match, dtypes)) for kind in (_INT8, _FP8))
-    return flops * int8, flops * fp8
+def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
+    """Notes the flops of a product of integers, or of floats, of 8 bits or less, by its factors."""
+    is_int8, is_fp8 = (all(map(kind.match, dtypes)) for kind in (_INT8, _FP8))
+    return work._replace(int8_flops=work.flops * is_int8, fp8_flops=work.flops * is_fp8)
 
 
 def _dtype_before(product: Instruction, factor: int, home: str, module: Module) -> str:
@@ -270,7 +279,7 @@ def _dtype_before(product: Instruction, factor: int, home: str, module: Module) 
 
 
 def _work_of_kernel(
-    kernel: Instruction, by_name: ByName, module: Module | None, estimate: Work
+    kernel: Instruction, operands: Operands, module: Module | None, estimate: Work
 ) -> Work:
     """Completes what the author of a kernel estimates, who takes all arrays to be in main memory.
 
@@ -278,18 +287,16 @@ def _work_of_kernel(
     the type of the factors is known.
     """
     if module is not None:
-        shapes = [*kernel.results, *(x for y in kernel.operand_names for x in made_by(by_name, y))]
+        shapes = [*kernel.results, *itertools.chain.from_iterable(operands)]
         elsewhere = total_bytes(shapes) - _counted(shapes, module, None)
         accessed = max(estimate.bytes_accessed - elsewhere, 0)
         estimate = estimate._replace(bytes_accessed=accessed)
     if "ragged_dot_tiling" in kernel.rest:
-        dtypes = [by_name[name].results[0].dtype for name in kernel.operand_names[-2:]]
-        int8, fp8 = _narrow_flops(estimate.flops, dtypes)
-        estimate = estimate._replace(int8_flops=int8, fp8_flops=fp8)
+        estimate = _with_narrow_flops(estimate, [x[0].dtype for x in operands[-2:]])
     return estimate
 
 
-def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
+def _other_flops(instruction: Instruction, operands: Operands) -> int | None:
     """Counts the flops of an instruction that is not a product; None if unknown.
 
     Those of a computation that it applies to elements are not counted here (`applications`).
@@ -297,14 +304,13 @@ def _other_flops(instruction: Instruction, by_name: ByName) -> int | None:
     opcode, results = instruction.opcode, instruction.results
     elements = _elements(results)
     if opcode in ELEMENTWISE:
-        operands = [made_by(by_name, name)[:1] for name in instruction.operand_names]
-        is_complex = any(_is_complex(shape) for shapes in (results, *operands) for shape in shapes)
+        firsts = (arrays[:1] for arrays in operands)
+        is_complex = any(_is_complex(shape) for shapes in (results, *firsts) for shape in shapes)
         return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
     if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
         return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
     if opcode in ("sort", "topk") or _SORTS.match(instruction.target):  # also of the first only
-        arrays = [results, *(made_by(by_name, name) for name in instruction.operand_names)]
-        dims = max(arrays, key=_elements)[0].dims or (1,)
+        dims = max([results, *operands], key=_elements)[0].dims or (1,)
         axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))
         row = dims[int(axis[0]) if axis else -1]
         return math.prod(dims) * max(row - 1, 0).bit_length()
@@ -349,7 +355,7 @@ def _is_complex(shape: Shape) -> bool:
     return shape.dtype in ("c64", "c128")
 
 
-def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, int]]:
+def applications(instruction: Instruction, operands: Operands) -> list[tuple[str, int]]:
     """Returns the computations that an instruction applies to elements, and how often.
 
     A ``reduce`` of 8 numbers to one, for example, applies its addition 7 times.
@@ -357,7 +363,7 @@ def applications(instruction: Instruction, by_name: ByName) -> list[tuple[str, i
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
-    operands = [made_by(by_name, name) for name in instruction.operand_names] or [()]
+    operands = operands or [()]
     result, first = _elements(instruction.results), _elements(operands[0])
     if opcode == "select-and-scatter":  # which selects in windows of the operand, by two callees
         source = operands[min(1, len(operands) - 1)]
@@ -405,15 +411,13 @@ def _elements(shapes: Sequence[Shape]) -> int:
     return math.prod(shapes[0].dims) if shapes else 0
 
 
-def _host_bytes(instruction: Instruction, by_name: ByName) -> int:
+def _host_bytes(instruction: Instruction, operands: Operands) -> int:
     """Counts the bytes that a copy moves between device and host."""
     # An array to copy; or, for an update, the array to change and the part that is written to it.
-    operands = [made_by(by_name, name) for name in instruction.operand_names[:2]]
     if instruction.opcode.endswith(("-done", "-update")) or not operands:
         return 0
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
-        target: Sequence[Shape] = operands[0]
-        source: Sequence[Shape] = operands[1]
+        target, source = operands[:2]
         size = total_bytes(source)
     else:
         source, target = operands[0], instruction.results
@@ -425,18 +429,20 @@ def _is_on_host(shapes: Sequence[Shape]) -> bool:
     return any(shape.memory_space == _HOST for shape in shapes)
 
 
-def _bytes(instruction: Instruction, by_name: ByName, module: Module) -> int:
+def _bytes(instruction: Instruction, operands: Operands, module: Module) -> int:
     """Counts the bytes that an operation reads and writes; for TPUs, in main memory."""
     if instruction.opcode.endswith(("-done", "-update")):  # the start has counted them
         return 0
     total = 0
     opcode = base(instruction.opcode)
     is_partial = opcode in _READ_PARTS
-    parts = _read(instruction, by_name, module) if is_partial else itertools.repeat(None)
-    for name, part in zip(instruction.operand_names, parts, strict=False):
-        total += _counted(made_by(by_name, name), module, part)
-    written = _written(instruction, by_name, module) if opcode != "send" else []
-    if is_library_call(instruction):  # what they make last is memory to work in
+    parts = _read(instruction, operands, module) if is_partial else itertools.repeat(None)
+    for arrays, part in zip(operands, parts, strict=False):
+        total += _counted(arrays, module, part)
+    written = _written(instruction, operands, module) if opcode != "send" else []
+    # What cuBLAS and cuDNN make last is memory to work in.
+    is_call = instruction.opcode == "custom-call"
+    if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")):
         written = written[:-1] or written
     return total + sum(_counted([shape], module, part) for shape, part in written)
 
@@ -449,19 +455,19 @@ def _counted(shapes: Iterable[Shape], module: Module, part: int | None) -> int:
 _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
 
 
-def _read(instruction: Instruction, by_name: ByName, module: Module) -> Sequence[int | None]:
+def _read(instruction: Instruction, operands: Operands, module: Module) -> Sequence[int | None]:
     """Counts the bytes that an operation reads of each operand; None for all of it.
 
     A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
     """
     opcode = base(instruction.opcode)
-    count = len(instruction.operand_names)
+    count = len(operands)
     if opcode in SLICES:
         return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
     if opcode == "dynamic-update-slice":
         return [0, None, *[0] * (count - 2)][:count]  # in place: only what is written is read
     if opcode == "scatter":  # in place, too: arrays, indices and an update of each array
-        return [*_read_by_scatter(instruction, by_name, module), *[None] * (count // 2 + 1)]
+        return [*_read_by_scatter(instruction, operands, module), *[None] * (count // 2 + 1)]
     if instruction.target in _HALVES:
         return [total_bytes(instruction.results)] * count
     callee = module.fused(instruction)
@@ -487,7 +493,8 @@ def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int
         elif is_view or base(user.opcode) not in _READ_PARTS:
             parts |= dict.fromkeys([operand for _, operand in used])  # all of it
         else:
-            read = _read(user, module.within[callee.name], module)
+            operands = operands_of(user, module.within[callee.name])
+            read = _read(user, operands, module)
             for i, operand in used:
                 known = parts.get(operand)
                 more = read[i]
@@ -495,9 +502,11 @@ def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int
     return [parts[operand] for operand in range(count)]
 
 
-def _read_by_scatter(scatter: Instruction, by_name: ByName, module: Module) -> Sequence[int | None]:
+def _read_by_scatter(
+    scatter: Instruction, operands: Operands, module: Module
+) -> Sequence[int | None]:
     """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds."""
-    updates = _updates_of_scatter(scatter, by_name)
+    updates = _updates_of_scatter(operands)
     combiner = next(map(module.by_name.get, scatter.callees), None)
     if combiner is None:
         return updates
@@ -511,10 +520,9 @@ def _read_by_scatter(scatter: Instruction, by_name: ByName, module: Module) -> S
     return [part if number in used else 0 for number, part in enumerate(updates)]
 
 
-def _updates_of_scatter(scatter: Instruction, by_name: ByName) -> list[int | None]:
+def _updates_of_scatter(operands: Operands) -> list[int | None]:
     """Counts the bytes of the update of each array of a scatter."""
-    names = scatter.operand_names
-    return [total_bytes(made_by(by_name, name)) for name in names[len(names) // 2 + 1 :]]
+    return [total_bytes(arrays) for arrays in operands[len(operands) // 2 + 1 :]]
 
 
 def _is_view(instruction: Instruction, module: Module) -> bool:
@@ -525,19 +533,18 @@ def _is_view(instruction: Instruction, module: Module) -> bool:
 
 
 def _written(
-    instruction: Instruction, by_name: ByName, module: Module
+    instruction: Instruction, operands: Operands, module: Module
 ) -> list[tuple[Shape, int | None]]:
     """Returns the arrays that an operation makes, each with the bytes that it writes of it.
 
     The bytes are None if all of the array is written: only updates in place and scatters, also
     within a fusion, write a part.
     """
-    names = instruction.operand_names
     parts: list[int | None] = []
-    if instruction.opcode == "dynamic-update-slice" and len(names) > 1:
-        parts = [total_bytes(made_by(by_name, names[1]))]
+    if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
+        parts = [total_bytes(operands[1])]
     elif instruction.opcode == "scatter":
-        parts = _updates_of_scatter(instruction, by_name)
+        parts = _updates_of_scatter(operands)
     elif callee := module.fused(instruction):
         # As much of each result as the instruction in the fusion writes that makes it.
         inner = module.within[callee.name]
@@ -549,24 +556,21 @@ def _written(
             maker = inner.get(name)
             while maker is not None and maker.opcode == "bitcast":
                 maker = inner.get(maker.operand_names[0])
-            written = [] if maker is None else _written(maker, inner, module)
+            written = [] if maker is None else _written(maker, operands_of(maker, inner), module)
             parts += [part for _, part in written] or [None]
     return list(zip(instruction.results, parts or [None] * len(instruction.results), strict=False))
 
-
-ByName: TypeAlias = Mapping[str, Instruction]  # the instructions of a computation
 
 # Larger windows, or more in one dimension, are not examined one by one, and padding counts.
 _MAX_WINDOWS = 1 << 22
 _MAX_WINDOW = 1 << 30
 
 
-def product_flops(instruction: Instruction, by_name: ByName) -> int | None:
+def product_flops(instruction: Instruction, operands: Operands) -> int | None:
     """Counts the flops of a dot, a convolution, or a library's call for one or for attention.
 
     None for other instructions, and for attention with a mask that depends on values.
     """
-    operands = [made_by(by_name, name) for name in instruction.operand_names]
     if len(operands) < 2 or not instruction.results or not all(operands[:2]):
         return None
     lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, instruction.results[0].dims
@@ -605,17 +609,6 @@ def _real_per_complex(product: Instruction) -> int:
 
 
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-
-
-def is_library_call(instruction: Instruction) -> bool:
-    """Tells whether an instruction calls cuBLAS or cuDNN."""
-    is_call = instruction.opcode == "custom-call"
-    return is_call and instruction.target.startswith(("__cublas$", "__cudnn$"))
-
-
-def made_by(by_name: ByName, name: str) -> Sequence[Shape]:
-    """Returns the arrays that an instruction makes; none for one that damaged text lacks."""
-    return by_name[name].results if name in by_name else ()
 
 
 def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | None:
