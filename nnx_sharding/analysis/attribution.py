@@ -64,7 +64,7 @@ from ..specs.paths import enclosing_paths
 from .buffers import Allocation, Buffer, Buffers
 from .by_module import MemoryOverTime, MemoryUse, ModuleRow, ModuleTable, Phase, ordered
 from .collectives import Collective, Collectives
-from .cost import Cost
+from .cost import COMPILED, Cost
 from .hardware import Hardware
 from .hlo import Module
 from .instructions import Instruction, dims_at
@@ -134,19 +134,18 @@ def module_table(
     seconds = None if measured is None else seconds_by_place(attribution, measured)
     figures, phases, reasons = figures_by_place(attribution, program, measured=seconds)
     table = []
-    for place, (cost, own_sent, estimate, held, time) in figures.items():
-        is_known = own_sent is not None and not own_sent.has_unknown_times
+    for place, figure in figures.items():
+        sent = figure.collectives
         row = ModuleRow(
             *place,
-            flops=None if cost is None else cost.flops,
-            bytes_accessed=None if cost is None else cost.bytes_accessed,
-            bytes_sent=own_sent.bytes_sent if own_sent is not None and is_known else None,
-            seconds=estimate,
-            at_peak=None if held is None else dict(held.most_common()),
-            measured=time,
+            flops=figure.cost.flops,
+            bytes_accessed=figure.cost.bytes_accessed,
+            bytes_sent=None if sent is None or sent.has_unknown_times else sent.bytes_sent,
+            seconds=figure.seconds,
+            at_peak=None if figure.at_peak is None else dict(figure.at_peak.most_common()),
+            measured=figure.measured,
         )
-        if cost is not None or own_sent or row.at_peak or time:
-            table.append(row)
+        table.append(row)
     why = "; ".join(reasons) or None
     buffers, required = program.buffers, program.required
     if buffers is None:
@@ -168,11 +167,14 @@ def module_table(
 class PlaceFigures(NamedTuple):
     """What one device does and holds for a place; None for what is unknown."""
 
-    cost: Cost | None
+    cost: Cost
     collectives: Collectives | None
     seconds: float | None  # the estimate
     at_peak: Counter[MemoryUse] | None
     measured: float | None  # seconds; None without a profile
+
+
+_UNKNOWN_COST = Cost(None, None, None, COMPILED)
 
 
 class FiguresByPlace(NamedTuple):
@@ -207,7 +209,7 @@ def figures_by_place(
     figures = {}
     # What has no cost may still take time, such as a copy.
     for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
-        cost = None if work is None else work.get(place, Work()).cost()
+        cost = _UNKNOWN_COST if work is None else work.get(place, Work()).cost()
         own_sent = None if collectives is None else Collectives(sent.get(place, ()))
         roofline = None
         if program.hardware is not None:

@@ -239,17 +239,18 @@ def line_table(
         of_lines = (x.at_peak.total() for place, x in figures.items() if x.at_peak and place.path)
         rest = max(program.buffers.in_use()) - sum(of_lines)
     rows = []
-    for place, (cost, sent, seconds, held, time) in figures.items():
+    for place, figure in figures.items():
         line = attribution.lines.get(place.path or "", (None, None))
+        sent, held = figure.collectives, figure.at_peak
         rows.append(
             dataclasses.replace(
                 typed.get(line, LineRow(*line)),
                 collectives=None if sent is None else _by_kind(sent),
-                flops=None if cost is None else cost.flops,
-                bytes=None if cost is None else cost.bytes_accessed,
-                seconds=seconds,
+                flops=figure.cost.flops,
+                bytes=figure.cost.bytes_accessed,
+                seconds=figure.seconds,
                 at_peak=held.total() if held is not None and place.path else rest,
-                measured=time,
+                measured=figure.measured,
             )
         )
     return LineTable(_ordered(rows), "; ".join(reasons) or None, _remark(made))

@@ -33,7 +33,6 @@ from .. import _compat
 from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.problems import show
-from ..core.structure import Structure
 from ..core.transform import Transform
 from ..errors import RetraceError, message, shortened
 from ..specs.fitting import describe_both, describe_mesh
@@ -70,11 +69,9 @@ class Compilation(NamedTuple):
     """A compilation in a call of a function."""
 
     number: int  # of the latest trace until then
-    structure: Structure  # of the arguments
-    # Of each array of the arguments: the expression for it, its type and its sharding.
-    names: Sequence[str]
-    avals: tuple[Any, ...]
-    shardings: tuple[jax.sharding.Sharding | str, ...]  # or "not committed"
+    plan: Plan
+    avals: tuple[Any, ...]  # the types of the arrays, by slot as ``plan.names``
+    shardings: tuple[jax.sharding.Sharding | str, ...]  # of each array, or "not committed"
 
 
 class _Closest(NamedTuple):
@@ -248,7 +245,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         same_trace = [
             old
             for old in compilations[:index]
-            if old.avals == new.avals and old.structure == new.structure
+            if old.avals == new.avals and old.plan.structure == new.plan.structure
         ]
         if not same_trace:  # the first compilation of a trace
             continue
@@ -256,7 +253,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         # this structure since the last compilation, `_traces` explains it.
         last = same_trace[-1].number
         traces_since = (trace for trace in traces if last < trace.number <= new.number)
-        if any(trace.plan.structure == new.structure for trace in traces_since):
+        if any(trace.plan.structure == new.plan.structure for trace in traces_since):
             continue
         # Of equally similar ones the latest, which `min` meets first.
         changes = min((_reshardings(old, new) for old in reversed(same_trace)), key=len)
@@ -265,7 +262,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
 
 def _reshardings(old: Compilation, new: Compilation) -> list[str]:
     """Lists the arrays that two compilations of a trace have in different shardings."""
-    triples = zip(new.names, old.shardings, new.shardings, strict=True)
+    triples = zip(new.plan.names, old.shardings, new.shardings, strict=True)
     return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
 
 
@@ -510,9 +507,7 @@ class Observer(NamedTuple):
         """Records that JAX compiled the program of ``plan`` in a call with these arrays."""
         shardings = tuple(x.sharding if is_committed(x) else "not committed" for x in leaves)
         avals = tuple(map(jax.typeof, leaves))
-        self.log.compilations.append(
-            Compilation(self.log.count, plan.structure, plan.names, avals, shardings)
-        )
+        self.log.compilations.append(Compilation(self.log.count, plan, avals, shardings))
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
