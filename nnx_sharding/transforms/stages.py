@@ -41,6 +41,7 @@ from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.signature import SortedCall
 from ..core.structure import LEAF, Child, Container, StaticObject, Structure
+from ..core.transform import Transform
 from ..core.unflatten import value_at
 from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.progress import progress
@@ -96,7 +97,9 @@ class Stage:
         self._plan = plan
         self._statics = statics  # the static arguments
         self._recorder = recorder  # knows the calls of modules
-        self._guards = Guards(None, lambda _: _compat.direct_form(stage))
+        # The plan of a stage is fixed: a transform without specs depends on nothing.
+        fixed = Transform(name="stage", in_name="")
+        self._guards = Guards(fixed, lambda _: _compat.direct_form(stage))
         # What `guarded` reads: guards, bound objects, function and observer; nothing is traced any
         # more. It calls with the arguments as they are, but static ones may be left out.
         guards = [] if statics else self._guards.recent

@@ -51,8 +51,6 @@ MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
 
-_NONE = Dependencies()
-
 
 class _Form(NamedTuple):
     """What is seen of arguments at first sight; the key of templates."""
@@ -125,28 +123,26 @@ class Guards:
     Holds no objects of the user: guards are dropped when one of their modules is collected.
 
     Args:
-      transform: knows what a plan depends on besides the structure, such as the mesh in context;
-        None for a compiled stage, whose plan is fixed.
+      transform: knows what a plan depends on besides the structure, such as the mesh in context.
       execute: returns what runs the program of a plan.
     """
 
     def __init__(
         self,
-        transform: Transform | None = None,
+        transform: Transform,
         execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
         """Makes an empty store."""
         # The last guards that held, which the extension tries first. Its callables have this list.
         self.recent: list[Guard] = []
         self._execute = execute
-        self._reads_context = transform is not None and transform.reads_context
-        self._reads_shapes = transform is not None and transform.reads_shapes
-        self._infers_specs = transform is not None and transform.infers_specs
+        self._reads_context = transform.reads_context
+        self._reads_shapes = transform.reads_shapes
+        self._infers_specs = transform.infers_specs
         # What a walk does not compare; most plans depend on nothing else.
-        self._dependencies: Callable[[Arrays], Dependencies] = lambda _: _NONE
-        if transform is not None and (
-            self._reads_context or self._reads_shapes or self._infers_specs
-        ):
+        depends = self._reads_context or self._reads_shapes or self._infers_specs
+        self._dependencies: Callable[[Arrays], Dependencies] = lambda _: Dependencies()
+        if depends:
             self._dependencies = transform.dependencies
         # Functions that pick the modules among arguments of one form.
         self._modules_in: dict[_Form, Callable[[Sequence[Any]], Sequence[Any]]] = {}
