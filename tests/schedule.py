@@ -362,6 +362,7 @@ DRAWN = {
     "mistakes.py::MistakesTest::test_transforms": 20,
     "modules_once.py::test_nested_modules_run_once": 1,
     "pipeline.py::test_a_warning_where_layers_do_not_run_in_stages": 6,
+    "pipeline.py::test_arguments_with_a_declared_sharding_of_rows[": 2,
     "pipeline.py::test_arguments_with_rows[": 2,
     "pipeline.py::test_shardings_of_its_activations_keep_the_pipeline": 1,
     "pipeline_1f1b.py::test_gradients_are_those_of_one_device": 1,

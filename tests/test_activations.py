@@ -22,6 +22,7 @@ from nnx_sharding import (
     jit,
     remat,
     shard_map,
+    stack,
 )
 from nnx_sharding.activations.calls import Tag
 from nnx_sharding.errors import ActivationError, UnshardedWarning
@@ -305,6 +306,28 @@ class TestReach:
 
         with pytest.raises(ValueError, match="Network"):
             Model(nnx.Rngs(0))(X)
+
+
+class InRemat(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.mlp = MLP(rngs)
+
+    def __call__(self, x):
+        return x + remat(MLP.__call__)(self.mlp, x)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_no_array_of_a_layer_outlives_its_trace(mesh):
+    """What is declared within a remat within a Stack is noted for the calls around them."""
+    layers = stack(InRemat, 2, rngs=nnx.Rngs(0))
+    step = jit(
+        through_grad,
+        mesh=mesh,
+        in_shardings=(tensor_parallel(layers, mesh=mesh), P("data")),
+        activation_shardings={"up": P("data", None)},
+    )
+    with jax.checking_leaks():
+        step.trace(layers, X)
 
 
 class TestNothingElseChanges:

@@ -28,7 +28,13 @@ from nnx_sharding import (
     value_and_grad,
 )
 from nnx_sharding.errors import UnshardedWarning
-from nnx_sharding.partition import fsdp, idle_share, pipeline, tensor_parallel
+from nnx_sharding.partition import (
+    fsdp,
+    idle_share,
+    pipeline,
+    tensor_parallel,
+    with_sharding_constraint,
+)
 from nnx_sharding.report import compare
 from zoo import assert_close, run_layers
 
@@ -211,6 +217,9 @@ def test_a_list_of_equal_blocks_moves_to_its_stages_once(base, repeats, kind):
         (lambda m, x: m[1](jnp.tanh(m[0](x))), r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x)[:2]), r"m\[0\] returns what is not passed"),
         (lambda m, x: m[1](m[0](x).reshape(-1, 4)), r"m\[0\] returns what is not passed"),
+        (lambda m, x: m[1]((m[0]((x, x)),)), r"m\[1\] gets something else"),
+        (lambda m, x: m[1](tuple(m[0]((x, x)))[::-1]), r"m\[1\] gets something else"),
+        (lambda m, x: m[1]([*m[0](x)]), r"x, loss = block\(\(x, loss\)\)"),
         (lambda m, x: m[1](m[0](x), x), r"m\[1\] gets other further arguments"),
         (lambda m, x: m[1](m[0](x, x), x + 0), r"m\[1\] gets another argument 2, made by"),
         (lambda m, x: m[1](m[0](x, [x]), [x + 0]), r"m\[1\] gets another argument 2\[0\], made by"),
@@ -756,6 +765,67 @@ def test_arguments_with_rows(call, is_list, remat, repeats, kind):
     rows = P("data")
     run = jit(step, in_shardings=(sharding, rows, rows, rows), mesh=mesh)
     assert_close(run(model, *args), expected)
+
+
+class MaskedRows(nnx.Module):
+    """Layers with a mask of the rows, which ``change`` makes of what the model gets."""
+
+    def __init__(self, change, *, is_list):
+        self.blocks = stack(WithRows, 4, rngs=nnx.Rngs(0))
+        if is_list:
+            self.blocks = nnx.List(self.blocks)
+        self.change = change
+
+    def __call__(self, x, keep):
+        return run_layers(self.blocks, x, jnp.float32(0.5), {"keep": self.change(keep)})
+
+
+# What declares the sharding of a mask, and on which axes that can be seen.
+DECLARATIONS = {
+    "argument": (lambda keep: keep, (AxisType.Auto, AxisType.Explicit)),
+    "constraint": (
+        lambda keep: jax.lax.with_sharding_constraint(keep & True, P("data")),
+        (AxisType.Auto, AxisType.Explicit),
+    ),
+    "our constraint": (
+        lambda keep: with_sharding_constraint(keep & True, P("data")),
+        (AxisType.Auto, AxisType.Explicit),
+    ),
+    "other axes": (lambda keep: jax.lax.with_sharding_constraint(keep & True, P("stage")), ()),
+    "another dimension": (
+        lambda keep: jax.lax.with_sharding_constraint(keep & True, P(None, "data")),
+        (),
+    ),
+    "operation": (lambda keep: keep & True, ()),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_arguments_with_a_declared_sharding_of_rows(name, is_list, kind):
+    change, seen = DECLARATIONS[name]
+    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
+    model = MaskedRows(change, is_list=is_list)
+    args = (
+        jax.random.normal(jax.random.key(0), (16, 4, 4)),
+        jax.random.bernoulli(jax.random.key(1), 0.7, (16, 4, 1)),
+    )
+
+    def step(model, x, keep):
+        return value_and_grad(lambda model: (model(x, keep) ** 2).mean())(model)
+
+    rows = P("data")
+    sharding = pipeline(model, mesh=mesh, microbatches=4)
+    run = jit(step, in_shardings=(sharding, rows, rows), mesh=mesh)
+    if kind not in seen:
+        with pytest.raises(ValueError, match=r"16 rows, as many(.|\n)*mask\['keep'\]: shape \(16,"):
+            run.trace(model, *args)
+        return
+    with jax.set_mesh(jax.make_mesh((1, 1), ("stage", "data"), devices=jax.devices()[:1])):
+        expected = step(MaskedRows(lambda keep: keep, is_list=is_list), *args)
+    found = run(model, *args)
+    assert_close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
 def test_arguments_with_rows_are_not_sent():

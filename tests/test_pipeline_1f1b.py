@@ -123,6 +123,13 @@ def in_pairs(model, tokens):
     return model.head(x) + total[..., None]
 
 
+def pairs_one_by_one(model, tokens):
+    x, mask, total = model.embed(tokens), tokens, jnp.zeros(tokens.shape)
+    for block in model.blocks:
+        x, mask, total = block((x, mask, total))
+    return model.head(x) + total[..., None]
+
+
 def loss(model, tokens):
     logits = model(tokens)
     labels = jax.nn.one_hot(jnp.roll(tokens, 1, 1), VOCABULARY)
@@ -181,6 +188,7 @@ CASES = {
     "tied": (tied, {}, 4, 8, {"strategy": fsdp_small}),
     "further arguments": (with_a_mask_and_a_parameter, {}, 4, 8, {}),
     "pairs": (in_pairs, {"block": Paired}, 4, 8, {}),
+    "list of pairs": (pairs_one_by_one, {"block": Paired, "is_list": True}, 2, 4, {}),
     "list": (one_by_one, {"is_list": True}, 4, 8, {"strategy": fsdp_small}),
     "auxiliary data": (plainly, {}, 2, 4, {"fun": loss_and_logits, "has_aux": True}),
     "sums in another dtype": (plainly, {}, 2, 4, {"dtype": jnp.bfloat16, "atol": 2e-2}),

@@ -354,6 +354,24 @@ def is_made_alike(x: object, y: object) -> bool:
     return True
 
 
+def constrained_by(x: object) -> jax.sharding.Sharding | None:
+    """Returns the sharding of a constraint that has made an array, or its type before it lost that.
+
+    On Auto axes a type says nothing of the sharding. It says it up to the ``reshard`` by which an
+    array comes to these axes.
+    """
+    equation = _maker(x)
+    if equation is None:
+        return None
+    name, params = equation.primitive.name, equation.params
+    if name == "reshard":
+        return cast(jax.sharding.Sharding, jax.typeof(equation.in_tracers[0]).sharding)
+    if name == "jit" and len(params["jaxpr"].eqns) == 1:  # `core.constrain` compiles constraints
+        [inner] = params["jaxpr"].eqns
+        name, params = inner.primitive.name, inner.params
+    return params["sharding"] if name == "sharding_constraint" else None
+
+
 def _maker(x: object) -> Any:
     """Returns the equation of an unfinished trace that has made an array; None without any."""
     equation = getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None

@@ -56,6 +56,7 @@ from ..specs.activation_sharding import (
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
     axes_of_type,
+    first_axes,
     fit_sharding,
     keep_axes,
     spec_and_mesh,
@@ -142,6 +143,7 @@ class Scope:
         declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
         self._transform, self._plan, self._unflattened = transform, plan, unflattened
+        self._leaves = leaves
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = frozenset(
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
@@ -323,7 +325,8 @@ class Scope:
             args = (self._constrain_tree(args[0], chosen.input, frame, "input"), *args[1:])
         if schedule is not None and self._mesh is not None:
             ahead = any(source.prefetch for source in frame.tag.sources)
-            call = schedule.wrap(frame.module, call, self._mesh, self._plan.batch_axes, ahead)
+            rows = self._plan.batch_axes, self._axes_of_rows
+            call = schedule.wrap(frame.module, call, self._mesh, *rows, ahead)
         with replaced_values(gathered_values(frame.module, frame.tag, self._mesh, self._axes)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_in_context()
             pair = spec_and_mesh(chosen.output, mesh)
@@ -350,6 +353,17 @@ class Scope:
             return with_auto_axes(
                 inputs, lambda inside: call_and_constrain(*inside[1], **inside[2]), axes, leave
             )
+
+    def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
+        """Returns over which axes the first dimension of an array is declared to be sharded.
+
+        Only what is declared for the array itself counts: a sharding in its type, of an argument of
+        the function, or of a constraint; not what operations make of such an array.
+        """
+        slots = self._plan.structure.root_slots  # of arguments that are in no module
+        declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is x]
+        declared += [jax.typeof(x).sharding, _compat.constrained_by(x)]
+        return first_axes(declared, self._transform.context)
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
         """Shards an output of a layer on Auto axes like the columns of its kernel."""

@@ -221,6 +221,7 @@ class OverSequence:
         call: Callable[..., Any],
         mesh: Mesh,
         batch_axes: Iterable[Any],
+        axes_of_rows: object,
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns what is called in place of a method of the module."""

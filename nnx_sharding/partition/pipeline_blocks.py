@@ -7,14 +7,16 @@ A model calls its blocks one after the other, and nothing says so before it has:
     return self.head(x)           # the call of block n-1 has run all of them
 
 So each call but the last returns a :class:`PendingOutput`, which only the next block may take, and
-refuses all else with an error that says how blocks have to be called. All blocks get the same
+refuses all else with an error that says how blocks have to be called. Where blocks get and return
+tuples, ``x, total = block((x, total))``, it can be unpacked: it has as many elements as what the
+first block got, and the next block may take all of them, in order. All blocks get the same
 further arguments, or arrays that the same operations make anew for each. Variables that a block may
 write, all but parameters, are hidden in the same way until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +67,7 @@ class BlockCalls:
       length: the number of blocks.
     """
 
-    def __init__(self, tag: Tag, length: int, x: object, further: Further):
+    def __init__(self, tag: Tag, length: int, x: Any, further: Further):
         self.tag, self.x, self.length = tag, x, length
         self._further = further
         self._calls: list[_BlockCall] = []
@@ -100,10 +102,13 @@ class BlockCalls:
 class PendingOutput:
     """Stands for what a block returns or writes, before the last one is called."""
 
-    def __init__(self, calls: BlockCalls, number: int, problem: str = ""):
+    def __init__(
+        self, calls: BlockCalls, number: int, problem: str = "", element: int | None = None
+    ):
         # Names with an underscore, as `__getattr__` refuses all that users may look for.
         self._calls, self._number = calls, number
         self._problem = problem or "returns what is not passed to the next one"
+        self._element = element  # of the tuple that the block returns; None for all of it
 
     def __getattr__(self, name: str) -> Any:
         block = f"{self._calls.tag.accessor}[{self._number - 1}]"
@@ -114,6 +119,15 @@ class PendingOutput:
         if self._number == len(self._calls) < self._calls.length:
             self._refuse()
 
+    def __len__(self) -> int:
+        # Layers return what they get, so this is as long as what the first one got.
+        is_tuple = self._element is None and isinstance(self._calls.x, tuple)
+        return len(self._calls.x) if is_tuple else self._refuse()
+
+    def __iter__(self) -> Iterator[PendingOutput]:
+        elements = range(len(self))
+        return (PendingOutput(self._calls, self._number, self._problem, i) for i in elements)
+
     def _refuse(self, *_: object) -> Any:
         return self.used  # there is no such attribute, so `__getattr__` raises the error
 
@@ -121,7 +135,7 @@ class PendingOutput:
 # Python looks for these in the class, not by `__getattr__`.
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow "
-    "rpow neg pos abs invert eq ne lt le gt ge getitem iter len array float int"
+    "rpow neg pos abs invert eq ne lt le gt ge getitem array float int"
 )
 for _name in _OPERATORS.split():
     setattr(PendingOutput, f"__{_name}__", PendingOutput._refuse)
@@ -129,7 +143,9 @@ for _name in _OPERATORS.split():
 _HOW_TO_CALL = (
     "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
     "what the one before returned, as it is, once, and equal further arguments, as in "
-    "`for block in self.blocks: x = block(x, mask)`. Else use a Stack, self.blocks = stack(blocks)."
+    "`for block in self.blocks: x = block(x, mask)`. What they return besides x goes through all, "
+    "with a dimension for the rows: `x, loss = block((x, loss))`. Else use a Stack, "
+    "self.blocks = stack(blocks)."
 )
 _NOT_WRITTEN = "may write this Variable, which is read before it has run"
 _CHANGED = "has changed since it was called, before the last one is"
@@ -144,20 +160,48 @@ def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCall
       number: its index in that.
       x: what it gets, which has to be what the block before returned.
     """
-    if type(x) is PendingOutput:
-        calls = x._calls
+    pending = x[0] if isinstance(x, tuple) and x else x
+    if type(pending) is PendingOutput:
+        calls = pending._calls
         # The output of the last call, so that no block is left out or called twice.
-        is_next = x._number == len(calls) == number
-        if is_next and (calls.tag.name, calls.tag.path) == (tag.name, list_path):
+        is_next = pending._number == len(calls) == number
+        is_list = (calls.tag.name, calls.tag.path) == (tag.name, list_path)
+        if is_next and is_list and _is_whole(x, pending):
             return calls
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
 
-def named_leaves(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Any]]:
-    """Lists the modules, arrays and other leaves in the further arguments of layers, with names."""
-    named = {f"argument {i}": x for i, x in enumerate(args, start=2)} | {**kwargs}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(named, is_leaf=_compat.is_graph_object)
-    return [(accessor(keys[0].key, tuple(map(path_key, keys[1:]))), x) for keys, x in leaves]
+def _is_whole(x: object, pending: PendingOutput) -> bool:
+    """Whether this is all that a block returns: as it is, or its elements in order."""
+    if not isinstance(x, tuple):
+        return pending._element is None
+    numbers = [
+        y._element if type(y) is PendingOutput and y._calls is pending._calls else None for y in x
+    ]
+    return numbers == [*range(len(pending._calls.x))]
+
+
+class FurtherLeaf(NamedTuple):
+    """A module, array or other leaf in the further arguments of layers."""
+
+    parameter: str  # of the layer, as far as it has a name
+    accessor: str
+    value: Any
+
+
+def further_leaves(further: Further, names: Sequence[str] = ()) -> list[FurtherLeaf]:
+    """Lists the leaves in further arguments; ``names`` are the parameters of these positions."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(further, is_leaf=_compat.is_graph_object)
+    found = []
+    for (_, argument, *keys), value in leaves:
+        if isinstance(argument, jax.tree_util.DictKey):
+            name = argument.key
+        else:
+            name = f"argument {argument.idx + 2}"
+            if argument.idx < len(names):
+                name = names[argument.idx]
+        found.append(FurtherLeaf(name, accessor(name, tuple(map(path_key, keys))), value))
+    return found
 
 
 def _difference(further: Further, other: Further) -> str:
@@ -170,7 +214,7 @@ def _difference(further: Further, other: Further) -> str:
     treedef: Any = jax.tree.structure(further)
     if treedef != jax.tree.structure(other):
         return "gets other further arguments"
-    for (name, x), (_, y) in zip(named_leaves(*further), named_leaves(*other), strict=True):
+    for (_, name, x), (*_, y) in zip(further_leaves(further), further_leaves(other), strict=True):
         is_equal = x is y or _compat.is_made_alike(x, y)
         # Arrays of a trace have no values that could be compared.
         if not is_equal and type(x) is type(y) and not isinstance(x, jax.Array):

@@ -147,14 +147,23 @@ class PipelineLoop:
             call_stage, in_axes=(axes, 0, 0, None), spmd_axis_name=sizes.axis, **LAYER_OPTIONS
         )
 
-    def run(self, x: Any, of_rows: Mapping[str, Any]) -> Any:
+    def run(self, x: Any, has_rows: Sequence[bool]) -> Any:
         """Returns what the last layer returns for a batch, and updates the layers.
 
         Args:
           x: a pytree of arrays of shape (batch, …).
-          of_rows: further arguments of arrays of shape (batch, …), by name.
+          has_rows: for each leaf in the further arguments whether it is an array (batch, …) of
+            the same rows.
         """
-        self._of_rows = jax.tree.map(self._microbatches, dict(of_rows))  # (M, rows, …)
+        self._leaves, self._treedef = jax.tree.flatten(
+            self._further, is_leaf=_compat.is_graph_object
+        )
+        # Of those that have rows, by position: (M, rows, …).
+        self._microbatches_of = {
+            i: self._microbatches(leaf)
+            for i, (leaf, splits) in enumerate(zip(self._leaves, has_rows, strict=True))
+            if splits
+        }
         flat, slots = self._flat, self._slots
         rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
         # A copy with another shape; the caller's layers are written to after the loop.
@@ -201,9 +210,8 @@ class PipelineLoop:
         flat = flatten_layer(layers)
         before = {slot: _take(flat.leaves[slot], repeat, axis=0) for slot in self._slots}  # (D, …)
         group = _copy(flat, before, self._stack, nnx.spmd.remove_axis)
-        args, kwargs = self._further
-        of_rows = jax.tree.map(lambda parts: self._rows_of(item, parts), self._of_rows)
-        out = self._call_group(group, x, args, {**kwargs, **of_rows})
+        args, kwargs = self._further_of(item)
+        out = self._call_group(group, x, args, kwargs)
         has_item = (item >= 0) & (item < self._sizes.items)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
@@ -345,9 +353,13 @@ class PipelineLoop:
         parts = leaf.reshape(-1, self._sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
         return jnp.swapaxes(parts, 0, 1)
 
-    def _rows_of(self, item: jax.Array, parts: jax.Array) -> jax.Array:
-        """Returns the rows of an item's microbatch: (M, rows, …) → (rows, …)."""
-        return _take(parts, item % self._sizes.microbatches, axis=0)
+    def _further_of(self, item: jax.Array) -> Further:
+        """Returns the further arguments of layers, with the rows of an item's microbatch."""
+        index = item % self._sizes.microbatches
+        # (M, rows, …) → (rows, …)
+        rows = [_take(parts, index, axis=0) for parts in self._microbatches_of.values()]
+        leaves = replace_slots(self._leaves, self._microbatches_of, rows)
+        return cast(Further, jax.tree.unflatten(self._treedef, leaves))
 
     def _to_stages(self, slot: int) -> jax.Array:
         """Puts an array of the layers, (L, …), on the stages that call them: (S, R, D, …)."""

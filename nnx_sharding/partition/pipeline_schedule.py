@@ -14,11 +14,12 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -35,7 +36,7 @@ from ..specs.types import AnyMesh
 from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
-from .pipeline_blocks import BlockCalls, calls_before, named_leaves
+from .pipeline_blocks import BlockCalls, FurtherLeaf, calls_before, further_leaves
 from .pipeline_loop import RUNNING, Further, PipelineLoop, PipelineSizes, write_back
 from .pipeline_loss import PIPELINE_CALL
 
@@ -91,6 +92,7 @@ class Schedule(PipelineSizes):
         call: Callable[..., object],
         mesh: Mesh,
         batch_axes: Iterable[str],
+        axes_of_rows: Callable[[jax.Array], Set[Any]],
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns what is called in place of a stack, or of a list of blocks."""
@@ -104,17 +106,23 @@ class Schedule(PipelineSizes):
             schedule = self._on_mesh(call_mesh, len(module))
             is_interleaved = PIPELINE_CALL.get() is not None
             if is_interleaved:  # the loss has the rows of one microbatch
-                schedule = dataclasses.replace(schedule, microbatches=1, rows=())
+                schedule = dataclasses.replace(schedule, microbatches=1)
             _check_axis_types(call_mesh)
+            further = args, kwargs
             layer = module[0] if self.blocks else module.layers
-            args, kwargs = schedule._by_name(layer, args, kwargs)
-            schedule._check_inputs(module, x, (args, kwargs))
+            leaves = further_leaves(further, parameters_of(layer)[1:])
+
+            def is_declared(leaf: jax.Array) -> bool:
+                return bool(row_axes) and axes_of_rows(leaf) >= {*row_axes}
+
+            has_rows = schedule._have_rows(x, leaves, is_declared)
+            schedule._check_inputs(module, x, leaves, has_rows)
             run = schedule._run_blocks if self.blocks else schedule._run_stack
             # Stacks inside of a layer are called as usual.
             token = RUNNING.set(True)
             try:
-                with _explain_changed_arguments(args, kwargs):
-                    out = run(module, x, (args, kwargs), call_mesh, row_axes)
+                with _explain_changed_arguments(further):
+                    out = run(module, x, further, has_rows, call_mesh, row_axes)
             finally:
                 RUNNING.reset(token)
             if self.interleaves and not is_interleaved:
@@ -124,22 +132,26 @@ class Schedule(PipelineSizes):
         return run_stages
 
     def _run_stack(
-        self, layers: Stack, x: object, further: Further, mesh: AnyMesh, row_axes: tuple[str, ...]
+        self,
+        layers: Stack,
+        x: object,
+        further: Further,
+        has_rows: Sequence[bool],
+        mesh: AnyMesh,
+        row_axes: tuple[str, ...],
     ) -> Any:
         """Calls a ``Stack`` in stages."""
-        args, kwargs = further
-        of_rows = {name: x for name, x in kwargs.items() if self._has_rows(name, x)}
-        rest = args, {name: x for name, x in kwargs.items() if name not in of_rows}
-        loop = PipelineLoop(self, layers, rest, mesh, row_axes, dict(self.specs))
+        loop = PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs))
         if (interleaved := PIPELINE_CALL.get()) is not None:
             return interleaved.run(loop, x)
-        return loop.run(x, of_rows)
+        return loop.run(x, has_rows)
 
     def _run_blocks(
         self,
         blocks: nnx.List[Any],
         x: Any,
         further: Further,
+        has_rows: Sequence[bool],
         mesh: AnyMesh,
         row_axes: tuple[str, ...],
     ) -> Any:
@@ -157,25 +169,38 @@ class Schedule(PipelineSizes):
         flat = flatten_layer(layers.layers)
         # Modules in the stack are new; those of the first block say how activations are sharded.
         pass_tags(flatten_layer(blocks[0]), flat)
-        out = self._run_stack(layers, x, further, mesh, row_axes)
+        out = self._run_stack(layers, x, further, has_rows, mesh, row_axes)
         after = flatten_layer(layers.layers)
         for number, block in enumerate(blocks):
             _write_row(block, number, flat, after)
         return out
 
-    def _by_name(
-        self, layer: nnx.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Further:
-        """Returns further arguments by name, if some may have rows, as far as they have one."""
-        names = parameters_of(layer)[1:]
-        if not self.rows or len(args) > len(names):
-            return args, kwargs
-        return (), dict(zip(names, args, strict=False)) | kwargs
+    def _have_rows(
+        self,
+        x: object,
+        leaves: Sequence[FurtherLeaf],
+        is_declared: Callable[[jax.Array], bool],
+    ) -> list[bool]:
+        """Returns which arrays in further arguments are split with the batch.
 
-    def _has_rows(self, name: str, argument: object) -> bool:
-        """Whether a further argument is split with the batch. One for all rows stays whole."""
-        leaves = jax.tree.leaves(argument)
-        return name in self.rows and any(jnp.shape(x)[:1] != (1,) for x in leaves)
+        Args:
+          x: what the first layer gets.
+          leaves: the leaves in the further arguments.
+          is_declared: whether an array is declared to be sharded like the rows.
+        """
+        batch = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(x)), ())
+
+        def has_rows(leaf: FurtherLeaf) -> bool:
+            if not isinstance(leaf.value, jax.Array | np.ndarray):
+                return False
+            rows = leaf.value.shape[:1]
+            if leaf.parameter in self.rows:
+                return rows != (1,)  # one that is the same for all rows stays whole
+            # A parameter may be sharded over the same axes, but has another number of rows.
+            is_alike = bool(rows) and rows == batch
+            return is_alike and isinstance(leaf.value, jax.Array) and is_declared(leaf.value)
+
+        return [has_rows(leaf) for leaf in leaves]
 
     def _on_mesh(self, mesh: AnyMesh, layers: int) -> Schedule:
         """Returns the schedule on the mesh of a call, which may have another size than the specs'.
@@ -193,7 +218,13 @@ class Schedule(PipelineSizes):
             )
         return dataclasses.replace(self, stages=stages)
 
-    def _check_inputs(self, layers: nnx.Module, x: object, further: Further) -> None:
+    def _check_inputs(
+        self,
+        layers: nnx.Module,
+        x: object,
+        further: Sequence[FurtherLeaf],
+        has_rows: Sequence[bool],
+    ) -> None:
         """Refuses what cannot be split into microbatches."""
         count = self.microbatches
         # Otherwise the first stage would read a microbatch before the last one has stored it.
@@ -203,12 +234,10 @@ class Schedule(PipelineSizes):
                 "repeats, the last stage would not be done when the first one goes on."
             )
         _check_captures(layers)
-        args, kwargs = further
-        of_rows = {name: x for name, x in kwargs.items() if self._has_rows(name, x)}
-        further = args, {name: x for name, x in kwargs.items() if name not in of_rows}
+        of_rows = [*itertools.compress(further, has_rows)]
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
-        shapes |= {name: jnp.shape(leaf) for name, leaf in named_leaves((), of_rows)}
+        shapes |= {leaf.accessor: jnp.shape(leaf.value) for leaf in of_rows}
         batch = next((shape[0] for shape in shapes.values() if shape), 0)
         raise_listed(
             ValueError,
@@ -226,14 +255,14 @@ class Schedule(PipelineSizes):
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
             [
-                f"  {name}: shape {jnp.shape(leaf)}"
-                for name, leaf in named_leaves(*further)
-                if isinstance(leaf, jax.Array) and leaf.ndim and leaf.shape[0] == batch > 1
-                if count > 1
+                f"  {leaf.accessor}: shape {jnp.shape(leaf.value)}"
+                for leaf, splits in zip(further, has_rows, strict=True)
+                if isinstance(leaf.value, jax.Array) and leaf.value.shape[:1] == (batch,)
+                if not splits and batch > 1 and count > 1
             ],
             "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
-            "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or pass them on "
-            "from layer to layer: blocks((x, mask)).",
+            "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or constrain "
+            "them, as in with_sharding_constraint(mask, P('data')), where the layers are called.",
         )
 
     def module_path(self, path: Path) -> Path:
@@ -354,16 +383,14 @@ def _check_captures(layers: nnx.Module) -> None:
 
 
 @contextlib.contextmanager
-def _explain_changed_arguments(
-    args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Iterator[None]:
+def _explain_changed_arguments(further: Further) -> Iterator[None]:
     """Raises an error that names further arguments which layers change."""
     try:
         yield
     # Flax refuses the change, but knows neither the name of the argument nor the pipeline.
     except _compat.TraceContextError as error:
         lines = []
-        for name, leaf in named_leaves(args, kwargs):
+        for _, name, leaf in further_leaves(further):
             if not _compat.is_graph_object(leaf):
                 continue
             flat = flatten_layer(leaf)

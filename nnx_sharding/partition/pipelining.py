@@ -107,8 +107,9 @@ def pipeline(
     :func:`~nnx_sharding.training.accumulate_gradients`.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
-    rows. Further arguments are the same for all rows, unless ``rows`` names them: then they are
-    split with the batch, as masks, positions or segment ids of its rows.
+    rows. Further arguments are the same for all rows, unless ``rows`` names them, or they are
+    arrays whose own declared sharding divides as many rows over the same axes: then they are split
+    with the batch, as masks, positions or segment ids of its rows.
 
     With the default schedule, all forward passes come before the first backward pass, so the
     activations of all microbatches are kept. ``schedule="1f1b"`` starts the backward pass of a

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -61,6 +61,7 @@ class CallSchedule(Protocol):
         call: Callable[..., Any],
         mesh: Mesh,
         batch_axes: Iterable[Any],
+        axes_of_rows: Callable[[jax.Array], Set[AxisName]],
         prefetch: bool,
     ) -> Callable[..., Any]:
         """Returns the function that runs instead of a module's method, with the same arguments.
@@ -70,6 +71,7 @@ class CallSchedule(Protocol):
           call: its method, bound to it.
           mesh: the mesh that the schedule runs on.
           batch_axes: the mesh axes that shard the first dimension of the batch.
+          axes_of_rows: returns those that are declared to shard the first dimension of an array.
           prefetch: whether the parameters of layers are gathered one layer ahead.
         """
 
