@@ -79,7 +79,7 @@ def test_text(report):
     # 3 kernels of 16 × 64 float32, over 4 devices.
     size = 3 * WIDTH * 4 * WIDTH * 4 // 4
     kernel = "model.layers[*].up.kernel | float32[16,64] P(None, 'data')"
-    assert f"{kernel} | rule strategy | {size:,} bytes | 3 arrays" in text
+    assert f"{kernel} | rule fsdp | {size:,} bytes | 3 arrays" in text
     # A gather of each sends 3 quarters of it.
     gathered = "all-gather over data for parameter of model.layers[*].up.kernel | "
     assert f"{gathered}{3 * WIDTH * 4 * WIDTH * 4 * 3 // 4:,} bytes" in text
@@ -135,16 +135,21 @@ def test_rules(tmp_path):
     strategy = fsdp(model, mesh=mesh, min_size=0)
     assert_unchanged(step(strategy), path, update=True)
     text = path.read_text()
-    kernel = "model.layers[*].up.kernel | float32[16,64] P(None, 'data') | rule strategy | "
+    kernel = "model.layers[*].up.kernel | float32[16,64] P(None, 'data') | rule fsdp | "
     assert kernel in text and "x | float32[32,16] P('data', None) | rule in_shardings | " in text
     same = override(strategy, {"up/kernel$": P(None, "data")})
     with pytest.raises(AssertionError) as error:
         assert_unchanged(step(same), path)
-    changed = "  model.layers[*].up.kernel: rule: strategy → PathRegex('up/kernel$')"
+    changed = "  model.layers[*].up.kernel: rule: fsdp → PathRegex('up/kernel$')"
     assert f"\narguments\n{changed}\n" in str(error.value)
     assert str(error.value).count("→") == 1
     # A report without reasons says nothing of rules.
     assert_unchanged(step(same).report(), path)
+    both = fsdp(model, mesh=mesh, min_size=0, base=override(strategy, {"up/kernel$": P("data")}))
+    assert_unchanged(step(both), path, update=True)
+    text = path.read_text()
+    assert "up.kernel | float32[16,64] P('data', None) | rule PathRegex('up/kernel$') | " in text
+    assert "down.kernel | float32[64,16] P('data', None) | rule fsdp | " in text
 
 
 def test_tolerance(report, lock):

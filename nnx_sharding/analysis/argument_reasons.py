@@ -115,8 +115,10 @@ class ArgumentReasons:
         for number in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[number])
             facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
-        is_listed = isinstance(rules.filters[first], Paths)
-        rule = "strategy" if is_listed else without_address(rules.names[first])
+        decides = rules.filters[first]
+        rule = without_address(rules.names[first])
+        if isinstance(decides, Paths):  # its paths are of no interest
+            rule = decides.strategy or "strategy"
         return _Declared(declared, rule, facts)
 
 

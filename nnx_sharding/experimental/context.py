@@ -32,6 +32,7 @@ from ..partition.strategies import (
     mesh_and_axes,
     mesh_and_axis,
     notes_of_base,
+    strategies_by_path,
 )
 from ..partition.variables import NamedVariable, variables
 from ..specs.activation_sharding import InOutSharding
@@ -146,7 +147,8 @@ def context_parallel(
     entries = {_attends: sharded, nnx.Embed: spec}
     notes = notes_of_base(base, parameters, specs)
     activations = activations_of(base).extended(entries)
-    return with_optimizer(specs, parameters, optimizer, activations, notes)
+    names = strategies_by_path(name, base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
 
 
 def _head_axes(

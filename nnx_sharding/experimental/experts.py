@@ -21,6 +21,7 @@ from ..partition.strategies import (
     mesh_and_axes,
     notes_of_base,
     shard_dimension,
+    strategies_by_path,
 )
 from ..partition.variables import NamedVariable, variables
 from ..specs.filters import to_predicate
@@ -109,7 +110,8 @@ def expert_parallel(
         activations_of(base).extended(kept=axes),
         notes_of_base(base, parameters, specs),
     )
-    return with_optimizer(specs, parameters, optimizer, activations, notes)
+    names = strategies_by_path("expert_parallel", base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:

@@ -260,11 +260,14 @@ def with_optimizer(
     optimizer: object,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
+    strategies: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
     """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow."""
     if optimizer is not None:
-        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), parameters))
-    return from_paths(specs, activations, notes)
+        state = optimizer_specs(optimizer, from_paths(specs), parameters)
+        specs = union(specs, state)
+        strategies = {**dict.fromkeys(state, "optimizer_sharding"), **strategies}
+    return from_paths(specs, activations, notes, strategies)
 
 
 def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:

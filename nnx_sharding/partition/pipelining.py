@@ -33,6 +33,7 @@ from .strategies import (
     mesh_and_axis,
     notes_of_base,
     shard_largest,
+    strategies_by_path,
 )
 from .variables import NamedVariable, variables
 
@@ -192,7 +193,9 @@ def pipeline(
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
     notes = notes_of_base(base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations.extended(filters), notes)
+    strategies = strategies_by_path("pipeline", base, parameters, specs)
+    activations = activations.extended(filters)
+    return with_optimizer(specs, parameters, optimizer, activations, notes, strategies)
 
 
 def _interleaves(schedule: str, repeats: int) -> bool:

@@ -70,7 +70,8 @@ def replicated(
     parameters = variables(model)
     specs = base_specs("replicated", parameters, base, given_mesh("replicated", mesh))
     notes = notes_of_base(base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations_of(base), notes)
+    names = strategies_by_path("replicated", base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations_of(base), notes, names)
 
 
 @_compat.api_boundary
@@ -148,7 +149,8 @@ def fsdp(
     own = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
     notes = {**notes_of_base(base, parameters, specs), **own}
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
-    return with_optimizer(specs, parameters, optimizer, activations, notes)
+    names = strategies_by_path("fsdp", base, parameters, specs)
+    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
 
 
 @_compat.api_boundary
@@ -203,7 +205,9 @@ def zero1(
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     own = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
     notes = {**notes_of_base(base, parameters, specs), **own}
-    return from_paths(union(specs, state_specs), activations_of(base), notes)
+    names = dict.fromkeys(state_specs, "zero1")
+    names |= strategies_by_path("zero1", base, parameters, specs)
+    return from_paths(union(specs, state_specs), activations_of(base), notes, names)
 
 
 def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
@@ -305,6 +309,32 @@ def notes_of_base(
         if note and (was_sharded or specs[variable.path] == before):
             notes[variable.path] = note
     return notes
+
+
+def strategies_by_path(
+    name: str,
+    base: StateSharding | None,
+    parameters: Sequence[NamedVariable],
+    specs: SpecsByPath,
+) -> dict[Path, str]:
+    """Returns which strategies chose each spec: ``tensor_parallel, fsdp`` if both shard the array.
+
+    Args:
+      name: the strategy that returns ``specs``.
+      base: what it adds to; its strategies count where it has sharded an array.
+      parameters: the Variables of the model.
+      specs: the specs by path.
+    """
+    names = {variable.path: name for variable in parameters}
+    for variable in parameters if base is not None else ():
+        assert base is not None
+        number, before = base.find(variable.path, variable.variable)
+        if number is None or (isinstance(before, PartitionSpec) and not spec_axes(before)):
+            continue
+        earlier = getattr(base.filters[number], "strategy", "") or base.names[number]
+        is_kept = specs[variable.path] == before
+        names[variable.path] = earlier if is_kept else f"{earlier}, {name}"
+    return names
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:

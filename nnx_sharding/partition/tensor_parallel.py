@@ -31,6 +31,7 @@ from .strategies import (
     base_specs,
     mesh_and_axes,
     shard_dimension,
+    strategies_by_path,
 )
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
@@ -149,7 +150,8 @@ def tensor_parallel(
     if size > 1:
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    return with_optimizer(specs, every, optimizer, activations, notes)
+    names = strategies_by_path("tensor_parallel", base, every, specs)
+    return with_optimizer(specs, every, optimizer, activations, notes, names)
 
 
 def _notes(

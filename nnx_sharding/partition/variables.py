@@ -265,6 +265,7 @@ def from_paths(
     specs: SpecsByPath,
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
+    strategies: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
     """Makes the result of a strategy: a ``StateSharding`` from one sharding for each path.
 
@@ -272,12 +273,14 @@ def from_paths(
       specs: the sharding of each path.
       activations: how activations are sharded.
       notes: by path, why an array stays replicated, for ``check_sharding``.
+      strategies: by path, the strategies that chose the sharding, for lock files.
     """
     # One filter for all paths with the same spec: models have thousands of paths, and few specs.
-    groups: dict[tuple[Any, str], list[Path]] = {}
+    groups: dict[tuple[Any, str, str], list[Path]] = {}
     for path, spec in specs.items():
-        groups.setdefault((spec, notes.get(path, "")), []).append(path)
-    rules = [(Paths(paths, note), spec) for (spec, note), paths in groups.items()]
+        key = spec, notes.get(path, ""), strategies.get(path, "")
+        groups.setdefault(key, []).append(path)
+    rules = [(Paths(paths, *texts), spec) for (spec, *texts), paths in groups.items()]
     return StateSharding(rules, activations=activations)
 
 

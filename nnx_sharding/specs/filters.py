@@ -136,6 +136,7 @@ class Paths(nnx.filterlib.PathIn):
     Args:
       paths: the paths, each the keys from the argument to a Variable.
       note: why they have their sharding, for reports.
+      strategy: the strategy that chose it, for reports.
 
     Example:
       >>> from nnx_sharding import filters
@@ -144,10 +145,12 @@ class Paths(nnx.filterlib.PathIn):
     """
 
     note: str
+    strategy: str
 
-    def __init__(self, paths: Iterable[Path], note: str = ""):
+    def __init__(self, paths: Iterable[Path], note: str = "", strategy: str = ""):
         super().__init__(*map(tuple, paths))
         object.__setattr__(self, "note", note)  # PathIn is frozen
+        object.__setattr__(self, "strategy", strategy)
 
     def __repr__(self) -> str:
         names = sorted(map(path_string, self.paths))

@@ -3,7 +3,7 @@
 A lock has a line for each figure of the program, modules and arrays in lists folded:
 
     [arguments]
-    model.layers[*].up.bias | float32[128] P('model') | rule strategy | 1,536 bytes | 3 arrays
+    model.layers[*].up.bias | float32[64] P('model') | rule tensor_parallel | 768 bytes | 3 arrays
     x | float32[8,32] P('data', None) | rule in_shardings | 512 bytes | 1 array
 
     [collectives]
