@@ -564,6 +564,8 @@ def read(box):
     return box.ref[...]
 
 
+ARRAY = {"name": "x", "dtype": "float32", "mesh": None, "spec": None, "memory_kind": None}
+
 # Damaged manifests, or entries that replace one of a valid manifest.
 MANIFESTS = [
     (b"",),
@@ -576,6 +578,7 @@ MANIFESTS = [
     ({"arguments": [{"name": "x"}]},),
     ({"inputs": []},),
     ({"updates": 3},),
+    ({"inputs": [{**ARRAY, "shape": [[]]}]},),
     ({"unknown": 1},),
 ]
 

@@ -99,9 +99,10 @@ def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.
-        if not isinstance(data, list | dict):
-            return _checked(arguments, data)
-        return _made(next(kind for kind in arguments if kind not in _PLAIN), data)
+        structured = [kind for kind in arguments if kind not in _PLAIN]
+        if structured and isinstance(data, list | dict):
+            return _made(structured[0], data)
+        return _checked(arguments, data)
     if kind is PartitionSpec:
         return _made_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
