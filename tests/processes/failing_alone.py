@@ -141,7 +141,7 @@ CASES = {
     "save: makes the draft": ("save", failing(publishing.Path, "mkdir"), FIRST),
     "save: publishes": ("save", failing(publishing, "exchange"), FIRST),
     "restore: no such path": ("restore", other(path=Path("nowhere").absolute())),
-    "restore: a chunk is cut": ("restore", failing(stored, "_items", CheckpointError)),
+    "restore: a chunk is cut": ("restore", failing(stored, "_read", CheckpointError)),
     "restore: another tree": ("restore", other(only=nnx.Param)),
     "restore: converts": ("restore", failing(reading, "_converted", CheckpointError)),
     "save_step: another step": ("save_step", other(step=3)),
@@ -150,7 +150,7 @@ CASES = {
     "save_step: writes": ("save_step", failing_later()),
     "save_step: writes the state": ("save_step", failing(steps, "_file_name")),
     "save_step: finalizes": ("save_step", failing(HANDLER, "finalize"), FIRST),
-    "resume: a chunk is cut": ("resume", failing(stored, "_items", CheckpointError)),
+    "resume: a chunk is cut": ("resume", failing(stored, "_read", CheckpointError)),
     "resume: the state is missing": ("resume", failing(steps, "_file_name")),
     "resume: sees no steps": (
         "resume",
