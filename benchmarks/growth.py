@@ -137,7 +137,7 @@ def line(row: Mapping[str, Any]) -> str:
         f"{' / '.join(f'{size:,}' for size in row['sizes'])} {row['unit']}",
         " / ".join(milliseconds(seconds) for seconds in row["ours_s"]),
         " / ".join(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios),
-        f"{row['wanted']:g}",
+        row["wanted"] if isinstance(row["wanted"], str) else f"{row['wanted']:g}",
         f"{exponent(row['sizes'], row['ours_s']):.2f}",
         f"{exponent(row['sizes'], row['peer_s']):.2f}",
     ]
