@@ -1,6 +1,7 @@
 """More mistakes with transforms, whose messages say enough without a section of their own.
 
-``python tests/transform_mistakes.py`` writes them and Flax's into ``docs/transform_mistakes.md``.
+``python tests/transform_mistakes.py`` writes them and Flax's into
+``benchmarks/results/transform_mistakes.md``, which compares them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import nnx_sharding
 from libraries import FULL, Transforms
 
 Library = Any
-PAGE = Path(__file__).parents[1] / "docs" / "transform_mistakes.md"
+PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "transform_mistakes.md"
 TREE = {"graph": False, "graph_updates": False}
 # Mistakes with a section of their own, which are beside Flax's messages here, too.
 ALSO = ("not-divisible", "number-of-specs", "unknown-parameter", "no-mesh", "not-an-array")

@@ -134,10 +134,10 @@ class PlanningResult(Pictured):
             least_of = f"the least of {len(self.comparison.measured)}"
             yield f"measured: {time_text(seconds)}, {least_of}{other}"
         if self.gap == 0:
-            yield "bound: no other candidate is faster"
+            yield "bound: no other candidate can be faster"
         elif self.gap is not None:
             least = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
-            yield f"bound: by their products alone, others take at least {least}"
+            yield f"bound: no other candidate takes less than {least}, for its products alone"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
         yield from self._methods()
 
