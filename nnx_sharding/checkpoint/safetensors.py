@@ -37,7 +37,7 @@ from ..specs.fitting import without_reductions
 from . import names, tensor_files
 from .names import NamedArray
 from .stored import as_folder, is_in_bucket
-from .tensor_files import NAMES, Box, Region, StoredTensor
+from .tensor_files import NAMES, Box, Region, StoredTensor, Tensors
 from .tensor_layouts import Placement
 from .tensor_matching import Filled, fill_by_rules
 from .tensor_release import Release, new_release
@@ -125,15 +125,15 @@ def load_safetensors(
         with tensor_files.open_tensors(_LOAD, path) as tensors:
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
             operation.agree(path=str(as_folder(path)), arrays=names.digest(arrays.values()))
-            values = _loaded_arrays(arrays, filled_by, tensors)
+            values = _load_arrays(arrays, filled_by, tensors)
         operation.agree()  # from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
         placed = operation.wait_for(lambda: place_arrays(values, shardings))
     return names.filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 
-def _loaded_arrays(
-    arrays: Mapping[str, NamedArray], filled_by: Filled, tensors: Mapping[str, StoredTensor]
+def _load_arrays(
+    arrays: Mapping[str, NamedArray], filled_by: Filled, tensors: Tensors
 ) -> list[Array]:
     """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype."""
     values: list[Array] = []
@@ -144,25 +144,25 @@ def _loaded_arrays(
         for path, array in arrays.items():
             misfits: set[str] = set()
             parts = [(placement, tensors[name]) for placement, name in filled_by[path]]
-            value = _loaded(array.leaf, parts, misfits)
+            value = _load_array(array.leaf, parts, misfits)
             if isinstance(value, np.ndarray) and not isinstance(array.leaf, np.ndarray):
                 on_host.append(len(values))
                 pending_bytes += value.nbytes
             values.append(value)
             if pending_bytes >= _CHUNK:
-                _put(values, on_host)
+                _put_on_device(values, on_host)
                 pending_bytes = 0
             if misfits:
                 dtypes = " and ".join(sorted(misfits))
                 overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
             advance(path)
-        _put(values, on_host)
+        _put_on_device(values, on_host)
     head = f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:"
     raise_listed(CheckpointError, head, overflows, "Use a larger dtype in the model.")
     return values
 
 
-def _put(values: list[Array], on_host: list[int]) -> None:
+def _put_on_device(values: list[Array], on_host: list[int]) -> None:
     """Puts some of the values on the default device, uncommitted; CPUs adopt the memory."""
     # One call for many arrays takes a third of the time of one for each.
     arrays = jax.device_put([values[i] for i in on_host])
@@ -189,7 +189,7 @@ def weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[st
     return arrays
 
 
-def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
+def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     """Returns what a leaf becomes, in its sharding, or on the host if it is uncommitted.
 
     Dtypes whose numbers do not fit go into ``misfits``.
@@ -197,7 +197,7 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
 
     @functools.cache  # devices may hold the same shard
     def read(bounds: Bounds) -> np.ndarray[Any, Any]:
-        return _read(leaf, parts, bounds, misfits)
+        return _read_region(leaf, parts, bounds, misfits)
 
     sharding = None if isinstance(leaf, np.ndarray) else names.present_sharding(leaf)
     if sharding is None:
@@ -213,11 +213,13 @@ def _loaded(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     return array
 
 
-def _read(leaf: Any, parts: Parts, bounds: Region, misfits: set[str]) -> np.ndarray[Any, Any]:
+def _read_region(
+    leaf: Any, parts: Parts, bounds: Region, misfits: set[str]
+) -> np.ndarray[Any, Any]:
     """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
     result = aligned([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
-        for box, target in _boxes(placement, bounds, result):
+        for box, target in _boxes_in_region(placement, bounds, result):
             is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
             values = tensor_files.read_box(tensor, box, target if is_alike else None)
             if np.may_share_memory(values, target):  # it was read in place, as it is
@@ -231,7 +233,7 @@ def _read(leaf: Any, parts: Parts, bounds: Region, misfits: set[str]) -> np.ndar
     return result
 
 
-def _boxes(
+def _boxes_in_region(
     placement: Placement, bounds: Region, data: np.ndarray[Any, Any]
 ) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
     """Yields boxes of a tensor, and views of what they are in the data of a region of an array."""
@@ -316,25 +318,25 @@ def save_safetensors(
         arrays = weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
-        tensors = _tensors(arrays, read_rules(_SAVE, loaded_rules(rules)))
+        tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))
         operation.agree(path=str(folder), arrays=names.digest(arrays.values()))
-        groups = _split(tensors, max_shard_size)
+        groups = _group_into_files(tensors, max_shard_size)
         release, sent = None, None
         if operation.is_first:
             begun = new_release(Path(folder), len(groups), overwrite=overwrite)
             release = operation.enter(begun)
-            _create(release, groups, tensors)
+            _create_files(release, groups, tensors)
             sent = [str(release.draft.folder), release.files]
         local, files = operation.agree(sent)
         with progress(_SAVE, len(tensors)) as advance:
             for name, group in zip(files, groups, strict=True):
-                _write_file(Path(local, name), {x: tensors[x] for x in group}, advance)
+                _fill_file(Path(local, name), {x: tensors[x] for x in group}, advance)
         operation.agree()
         if release is not None:
             release.publish()
 
 
-def _create(
+def _create_files(
     release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
 ) -> None:
     """Creates the files without values, and the index of several files."""
@@ -348,7 +350,7 @@ def _create(
         (release.draft.folder / tensor_files.INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-def _write_file(
+def _fill_file(
     path: Path, tensors: Mapping[str, NewTensor], advance: Callable[[str], object]
 ) -> None:
     """Writes the values of a file that this process has to write."""
@@ -368,7 +370,7 @@ def _write(
 ) -> None:
     """Writes what this process holds of an array, which is a part of a tensor."""
     for bounds, data in _shards(value):
-        for box, values in _boxes(placement, bounds, data):
+        for box, values in _boxes_in_region(placement, bounds, data):
             writer.add(tensor, box, values)
         if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
             writer.flush()
@@ -382,7 +384,7 @@ class NewTensor(NamedTuple):
     parts: list[tuple[Placement, Array]]
 
 
-def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
+def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
     """Returns the tensors to write, by name."""
     values: dict[str, Array] = {
         path: array.leaf[...] if names.is_reference(array.leaf) else array.leaf
@@ -404,7 +406,7 @@ def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTen
     return tensors
 
 
-def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[str]]:
+def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[str]]:
     """Returns the names of the tensors in each file."""
     groups: list[list[str]] = [[]]
     total = 0

@@ -81,8 +81,12 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype[Any] | str  # a string, the name in the file, if NumPy has no such dtype
 
 
+# The tensors of a file, or of all files of a folder, by name.
+Tensors: TypeAlias = dict[str, StoredTensor]
+
+
 @contextlib.contextmanager
-def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[dict[str, StoredTensor]]:
+def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[Tensors]:
     """Opens a file, or the files in a folder, and yields their tensors by name.
 
     Another job may replace the files. Those that are open stay what they are, and if the index has
@@ -90,13 +94,13 @@ def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[dict[str
     """
     folder = as_folder(path)
     index = folder / INDEX_FILE
-    for is_last in (False, False, True):
+    for _ in range(3):
         version = version_of(index)
         with contextlib.ExitStack() as files:
             try:
-                tensors = _indexed(caller, folder, files)
+                tensors = _open_indexed(caller, folder, files)
             except NoCheckpointError:
-                if is_last or version == version_of(index):
+                if version == version_of(index):
                     raise
                 continue
             if version == version_of(index):
@@ -105,15 +109,16 @@ def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[dict[str
     raise CheckpointError(f"{caller}: {folder} is being replaced by other jobs. Load it again.")
 
 
-def _indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:
     """Opens the single file, or those that the index of a folder names."""
     if not (folder / INDEX_FILE).is_file():
-        return _opened(caller, folder / MODEL_FILE if folder.is_dir() else folder, files)
+        return _open_file(caller, folder / MODEL_FILE if folder.is_dir() else folder, files)
     try:
         located = read_index(folder)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{caller}: {folder / INDEX_FILE} is damaged: {error!r}") from error
-    inside = {name: _opened(caller, folder / name, files) for name in sorted({*located.values()})}
+    names = sorted({*located.values()})
+    inside = {name: _open_file(caller, folder / name, files) for name in names}
     missing = [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]]
     head = f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:"
     raise_listed(CheckpointError, head, missing)
@@ -131,7 +136,7 @@ def read_index(folder: FilePath) -> dict[str, str]:
     return located
 
 
-def _opened(caller: str, path: FilePath, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tensors:
     """Opens a file and reads its header."""
     try:
         # A buffer would read eight KiB for a run of one.
@@ -140,14 +145,15 @@ def _opened(caller: str, path: FilePath, files: contextlib.ExitStack) -> dict[st
         )
         return read_header(caller, path, opened)
     except OSError as error:
-        begun = not is_in_bucket(path) and drafts(Path(path.parent, MODEL_FILE))
-        hint = " Files were begun there, but not written completely." if begun else _instead(path)
+        hint = _other_weights(path)
+        if not is_in_bucket(path) and drafts(Path(path.parent, MODEL_FILE)):
+            hint = " Files were begun there, but not written completely."
         raise NoCheckpointError(
             f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
         ) from error
 
 
-def _instead(path: FilePath) -> str:
+def _other_weights(path: FilePath) -> str:
     """Says which files of weights are in the folder of a file that is not."""
     if is_in_bucket(path) or not path.parent.is_dir():
         return ""
@@ -160,7 +166,7 @@ def _instead(path: FilePath) -> str:
     return f" The folder has {', '.join(others[:3])}{', …' if others[3:] else ''}.{remedy}"
 
 
-def read_header(caller: str, path: FilePath, file: BinaryIO) -> dict[str, StoredTensor]:
+def read_header(caller: str, path: FilePath, file: BinaryIO) -> Tensors:
     """Reads the header of a file, which may be of anyone: nothing in it is believed unchecked."""
     try:
         first = file.read(8)
@@ -171,18 +177,16 @@ def read_header(caller: str, path: FilePath, file: BinaryIO) -> dict[str, Stored
         if not 8 < start <= end:  # before memory is allocated for it
             raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
         file.seek(8)
-        return _tensors(file, unique_json(file.read(start - 8)), start, end)
+        return _checked_tensors(file, unique_json(file.read(start - 8)), start, end)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."
         ) from error
 
 
-def _tensors(
-    file: BinaryIO, entries: Mapping[str, Any], start: int, end: int
-) -> dict[str, StoredTensor]:
+def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end: int) -> Tensors:
     """Returns the tensors of a file, whose bytes have to follow each other without gaps."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: Tensors = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
         if name == "__metadata__":

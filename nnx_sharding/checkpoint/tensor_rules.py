@@ -189,7 +189,12 @@ class Tensor:
 
     def _axis(self, axis: str, size: int, groups: Sequence[str]) -> Axis:
         """Returns an axis of this size in the array."""
-        index = _number_in(axis, groups) if axis.startswith("{") else self.put.get(axis)
+        index = self.put.get(axis)
+        if axis.startswith("{"):  # what a group of the pattern matched
+            text = groups[int(axis[1:-1])]
+            if not text.isdecimal():
+                raise ValueError(f"{axis} is {text!r}, which is no index of 0 or more")
+            index = int(text)
         start, end = (0, size) if index is None else _bounds(index)
         # The size is that of the model's array, so it is new here; the rest was checked before.
         if end > size:
@@ -209,14 +214,6 @@ def _same_axes(shape: tuple[int, ...]) -> tuple[Dimensions, Mapping[str, Axis]]:
     """Returns the axes of a tensor that is an array of this shape."""
     axes = {f"axis{i}": Axis(size, 0, size, 0, size) for i, size in enumerate(shape)}
     return [[name] for name in axes], axes
-
-
-def _number_in(axis: str, groups: Sequence[str]) -> int:
-    """Returns the index that ``{0}`` among dimensions is, by the text of a group."""
-    text = groups[int(axis[1:-1])]
-    if not text.isdecimal():
-        raise ValueError(f"{axis} is {text!r}, which is no index of 0 or more")
-    return int(text)
 
 
 def _plain(part: Any) -> Any:
@@ -314,9 +311,10 @@ def _written(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
     """Finds the places in an array of all tensors that one rule makes of it, by their names."""
-    known = _groups_in_path(pattern, tensor, path)
-    if known is None:
+    match = _path_pattern(pattern, tensor.path).fullmatch(path)
+    if match is None:
         return
+    known = {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
     # Without as many dimensions as the array has, `place` raises the error.
     dimensions = zip(tensor.sides(len(shape))[1], shape, strict=False)
     stacked = {int(x[0][1:-1]): size for x, size in dimensions if x[0].startswith("{")}
@@ -327,14 +325,6 @@ def _written(
         if not any(t.tensor == tensor and t.path == path for t in targets):
             raise ValueError(f"its tensor would be {name}, which the rules read into another array")
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
-
-
-def _groups_in_path(pattern: re.Pattern[str], tensor: Tensor, path: str) -> dict[int, str] | None:
-    """Returns the groups of a pattern that the path of an array shows; None for another path."""
-    match = _path_pattern(pattern, tensor.path).fullmatch(path)
-    if match is None:
-        return None
-    return {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
 
 
 @functools.lru_cache(maxsize=1024)  # each rule is compared with each array
