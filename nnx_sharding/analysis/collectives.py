@@ -12,9 +12,8 @@ consists of *computations*, lists of instructions that call each other.
 
 From other modules:
 
-    Module      the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
-                values that a value is handed on from, ``around`` the calls around a computation,
-                ``runs`` how often each runs
+    Module      the HLO program. ``around`` are the calls around a computation, ``runs`` is how
+                often it runs, ``roots`` has what it returns
     Use         the purpose, the parameters and the module of a collective
     Scheduled   what is computed while a collective is in progress, and before it
 """

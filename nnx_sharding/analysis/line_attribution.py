@@ -20,9 +20,7 @@ device. They say how the value is sharded where mesh axes have different sizes:
 From other modules:
 
     Attribution     the base: finds the place of each instruction; here a place is a line
-    Module          the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
-                    values that a value is handed on from, ``around`` the calls around a
-                    computation, ``runs`` how often each runs
+    Module          the HLO program; ``source`` has the lines that an instruction was made from
     read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
 """
 

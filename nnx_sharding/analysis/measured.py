@@ -6,9 +6,7 @@ instructions that call nothing but fused computations count.
 
 From other modules:
 
-    Module   the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the values
-             that a value is handed on from, ``around`` the calls around a computation, ``runs`` how
-             often each runs
+    Module   the HLO program, whose instructions have a name; ``homes`` is where each of them is
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ them. A *chain* are all instructions of one collective, which have its channel.
 
 From other modules:
 
-    Module          the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
-                    values that a value is handed on from, ``around`` the calls around a
-                    computation, ``runs`` how often each runs
+    Module          the HLO program. ``maker`` is the instruction that makes a value, ``around``
+                    the calls around a computation
     executed_work   the work of each instruction in one run of its computation
 """
 

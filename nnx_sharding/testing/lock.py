@@ -217,9 +217,11 @@ def locked(report: ProgramReport) -> Lock:
         TITLES["cost"]: {
             name: _figure_of(name.split()[0], figure) for name, figure in cost.items()
         },
-        TITLES["collective"]: _of_collectives(report.collectives),
+        TITLES["collective"]: {"all": {"": _UNKNOWN}},
         TITLES["parameter"]: _of_arguments(report),
     }
+    if report.collectives is not None:
+        lock[TITLES["collective"]] = _summed(map(_of_collective, report.collectives))
     if report.by_module is not None:
         lock[TITLES["module"]] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
@@ -244,7 +246,7 @@ def _of_line(row: LineRow) -> tuple[str, dict[str, float | None]]:
 
 
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
-    """Sums the figures of rows with one name.
+    """Sums the figures of rows with one name, such as of all layers of a list.
 
     Zeros are left out, and lines without any other figure. Units of which some row does not know
     the figure are named: ``{"": "unknown flops", "bytes": 64}``.
@@ -269,21 +271,10 @@ def _figure_of(unit: str, figure: float | None) -> Figures:
     return {"": _UNKNOWN} if figure is None else {unit: round(figure)}
 
 
-def _of_collectives(collectives: Iterable[Collective] | None) -> dict[str, Figures]:
-    """Sums the collectives of one name; None if those of the program are not known."""
-    if collectives is None:
-        return {"all": {"": _UNKNOWN}}
-    groups: defaultdict[str, list[Collective]] = defaultdict(list)
-    for collective in collectives:
-        groups[_collective_name(collective)].append(collective)
-    figures: dict[str, Figures] = {}
-    for name, group in groups.items():
-        sent = sum(collective.total_bytes_sent for collective in group)
-        times = [collective.times for collective in group if collective.times is not None]
-        is_known = len(times) == len(group)
-        runs: Figures = {"runs": sum(times)} if is_known else {"": "in a loop of unknown length"}
-        figures[name] = {"bytes": sent, **runs, "instructions": len(group)}
-    return figures
+def _of_collective(collective: Collective) -> tuple[str, Mapping[str, float | None]]:
+    """Returns the name and the figures of a collective; None for runs of an unknown number."""
+    figures = {"bytes": collective.total_bytes_sent, "runs": collective.times, "instructions": 1}
+    return _collective_name(collective), figures
 
 
 def _collective_name(collective: Collective) -> str:
