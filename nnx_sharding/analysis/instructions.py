@@ -307,8 +307,12 @@ class Computation(NamedTuple):
 def spell_out(computation: Computation) -> list[Computation]:
     """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call.
 
-    XLA prints an asynchronous computation with a single instruction as that, with a suffix. Changes
-    the instructions of ``computation``; the new computations have that single instruction each.
+    XLA prints an asynchronous computation with a single instruction as that, with a suffix::
+
+        %a = ((f32[8]), f32[8], u32[]) fusion-start(%x), calls=%f
+
+    It becomes ``async-start(%x), calls=%a.async``, in the instructions of ``computation``, and the
+    computation ``a.async`` has a parameter for each operand, and ``fusion(…), calls=%f``.
     """
     made = []
     for position, start in enumerate(computation.instructions):

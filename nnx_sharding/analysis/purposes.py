@@ -1,6 +1,6 @@
 """Decides what each collective of a program is for, from shapes, names and what it computes with.
 
-The first rule that applies decides (`_use_of`):
+The first rule that applies decides (`_Purposes.of`):
 
     parameter, state   it only moves arrays that are computed from Variables alone: parameters, or
                        others such as caches
@@ -65,70 +65,73 @@ def uses_of(
       rows: the arguments of the program.
       updated: for each array of its result the path of the Variable that it updates, or None.
     """
-    used = [row for row in rows if row.used]
-    variables = _Variables(row for row in used if row.variable is not None)
-    # Parameters have the names that JAX gave them, such as ``model['up'].value``; paths are better,
-    # but only known if the compiler has kept the parameters in their order.
-    arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
-    if inputs_of(module, used):
-        arguments |= {number: row.path for number, row in enumerate(used)}
-    origins = Origins(module, arguments, variables.paths)
-    results = _returned_by(module, updated)
-    return {
-        collective.name: _use_of(
-            collective, computation, module, origins, variables, results.get(collective.name)
-        )
-        for computation, collective in collectives
-    }
+    purposes = _Purposes(module, [row for row in rows if row.used], updated)
+    return {collective.name: purposes.of(collective, home.name) for home, collective in collectives}
 
 
-def _use_of(
-    collective: Instruction,
-    computation: Computation,
-    module: Module,
-    origins: Origins,
-    variables: _Variables,
-    updated: tuple[str, ...] | None,
-) -> Use:
-    """Decides what one collective is for, by the rules at the top of this file.
+class _Purposes:
+    """Decides what the collectives of one program are for."""
 
-    ``updated`` are the paths of the Variables to which the program writes the result; None if the
-    result is not returned.
-    """
-    by_name = module.within[computation.name]
-    operations_of = _operations_of_arrays(collective, by_name)
-    names = dict.fromkeys(name for names in operations_of for name in names)
-    modules = [module_of(name, variables.modules) or "" for name in names] or [""]
-    path = common(modules) or None
-    is_sum = collective.collective in ("all-reduce", "reduce-scatter")
-    operands = [Value(computation.name, name) for name in collective.operand_names]
-    # First rule. A sum of parameters is a result, so only what moves arrays is asked.
-    moved = [] if is_sum else [origins.of(operand) for operand in operands]
-    if moved and all(map(origins.are_parameters, moved)):
-        sources = frozenset().union(*moved)
-        kind: Purpose = "state" if sources <= variables.states else "parameter"
-        return Use(kind, tuple(sorted(sources)), path)
-    # Second rule, for each array that the collective makes.
-    gradients: set[str] = set()
-    # How often the loops around it run; None for an unknown length.
-    callers = (caller for _, caller in module.around(computation.name))
-    loops = (caller.name for caller in callers if caller.opcode == "while")
-    lengths = {*map(module.trip_counts.get, loops)}
-    is_each = len(operands) == len(operations_of)  # each operand becomes one array
-    dims_of_arrays = _dims_before_bitcasts(collective, by_name)
-    for i, (dims, own_names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
-        backward = {module_of(x, variables.modules) for x in own_names if "transpose(" in x}
-        # A sum outside of modules may belong to any gradient, since the compiler merges sums.
-        candidates = backward if is_sum else backward - {None}
-        parts = variables.with_part(candidates, dims, lengths)
-        own_operands = operands[i : i + 1] if is_each else operands
-        if parts and not any(map(origins.is_weighted, own_operands)):
-            gradients |= parts
-    if gradients:
-        return Use("gradient", tuple(sorted(gradients)), path)
-    if is_sum:
-        return Use("sum", (), path)
-    return Use("reshard", (), path) if updated is None else Use("result", updated, path)
+    def __init__(self, module: Module, used: Sequence[ParameterRow], updated: Sequence[str | None]):
+        """Prepares to decide; ``used`` are the arguments that the program takes."""
+        self._module = module
+        self._variables = _Variables(row for row in used if row.variable is not None)
+        # Parameters have the names that JAX gave them, such as ``model['up'].value``; paths are
+        # better, but only known if the compiler has kept the parameters in their order.
+        arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
+        if inputs_of(module, used):
+            arguments |= {number: row.path for number, row in enumerate(used)}
+        self._origins = Origins(module, arguments, self._variables.paths)
+        self._updated_by = _returned_by(module, updated)
+
+    def of(self, collective: Instruction, home: str) -> Use:
+        """Decides what a collective is for, by the rules at the top of this file.
+
+        ``home`` is the name of the computation that it is in.
+        """
+        operations_of = _operations_of_arrays(collective, self._module.within[home])
+        names = dict.fromkeys(name for names in operations_of for name in names)
+        modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
+        path = common(modules) or None
+        is_sum = collective.collective in ("all-reduce", "reduce-scatter")
+        # A sum of parameters is a result, so only what moves arrays is asked.
+        operands = [] if is_sum else collective.operand_names
+        moved = [self._origins.of(Value(home, name)) for name in operands]
+        if moved and all(map(self._origins.are_parameters, moved)):
+            sources = frozenset().union(*moved)
+            kind: Purpose = "state" if sources <= self._variables.states else "parameter"
+            return Use(kind, tuple(sorted(sources)), path)
+        if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
+            return Use("gradient", tuple(sorted(gradients)), path)
+        if is_sum:
+            return Use("sum", (), path)
+        updated = self._updated_by.get(collective.name)  # None if the result is not returned
+        return Use("reshard", (), path) if updated is None else Use("result", updated, path)
+
+    def _gradients(
+        self, collective: Instruction, home: str, operations_of: list[list[str]], *, is_sum: bool
+    ) -> set[str]:
+        """Collects the paths of the Variables of which a collective makes gradients.
+
+        ``operations_of`` has the names of the operations of each array that it makes.
+        """
+        # How often the loops around it run; None for an unknown length.
+        callers = (caller for _, caller in self._module.around(home))
+        loops = (caller.name for caller in callers if caller.opcode == "while")
+        lengths = {*map(self._module.trip_counts.get, loops)}
+        operands = [Value(home, name) for name in collective.operand_names]
+        is_each = len(operands) == len(operations_of)  # each operand becomes one array
+        dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
+        paths: set[str] = set()
+        for i, (dims, names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
+            backward = {module_of(x, self._variables.modules) for x in names if "transpose(" in x}
+            # A sum outside of modules may belong to any gradient, since the compiler merges sums.
+            candidates = backward if is_sum else backward - {None}
+            parts = self._variables.with_part(candidates, dims, lengths)
+            own_operands = operands[i : i + 1] if is_each else operands
+            if parts and not any(map(self._origins.is_weighted, own_operands)):
+                paths |= parts
+        return paths
 
 
 def _operations_of_arrays(

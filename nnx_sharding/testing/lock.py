@@ -360,24 +360,24 @@ def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
     """Yields the figures of a section that differ; of a line that one side lacks, the first one."""
+    is_total = part in ("memory", "cost")  # whose names say the unit
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
+        pairs: dict[str, tuple[Value, Value]]  # before and after, by unit
         if before is None or after is None:
             unit, value = next(iter((before or after or {}).items()))
-            missing: Value = None if isinstance(value, str) else 0
-            values = (value, missing) if after is None else (missing, value)
-            yield Change(part, f"{name}: {unit}" if unit else name, *values)
-            continue
-        if _UNKNOWN in (before.get(""), after.get("")) and before != after:
-            # The line has this text alone, so that no unit is on both sides.
-            yield Change(part, name, next(iter(before.values())), next(iter(after.values())))
-            continue
-        for unit in before | after:
-            if unit == _RULE and not (unit in before and unit in after):
-                continue
-            old_value, new_value = _figure_in(before, unit), _figure_in(after, unit)
+            nothing: Value = None if isinstance(value, str) else 0
+            pairs = {unit: (value, nothing) if after is None else (nothing, value)}
+        elif _UNKNOWN in (before.get(""), after.get("")):
+            # One of the lines has this text alone, so that no unit is on both sides.
+            pairs = {"": (next(iter(before.values())), next(iter(after.values())))}
+        else:
+            units = before | after
+            if _RULE not in before or _RULE not in after:  # a report without reasons has no rules
+                units.pop(_RULE, None)
+            pairs = {unit: (_figure_in(before, unit), _figure_in(after, unit)) for unit in units}
+        for unit, (old_value, new_value) in pairs.items():
             if old_value != new_value:
-                is_total = part in ("memory", "cost")  # whose names say the unit
                 label = f"{name}: {unit}" if unit and not is_total else name
                 yield Change(part, label, old_value, new_value)
 

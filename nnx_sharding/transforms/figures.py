@@ -104,18 +104,20 @@ class Figures:
         self, depth: int | None, hardware: Hardware | str | None, profile: Profile | None
     ) -> ModuleTable:
         """See :meth:`Compiled.by_module`."""
-        peak, dumped = self._hardware(hardware), self.dumped
-        table = self._module_tables.get(peak) if profile is None else None
-        if table is None:
-            measured = None
-            if profile is not None:
-                # The program of the profile, whose instructions are called alike.
-                measured = dumped.measured(measured_seconds(profile, self.module))
-            program = dumped.known(self._arguments, self._mesh, peak)
-            table = module_table(program, self._arguments, dumped.paths, measured)
-            if profile is None:
-                self._module_tables[peak] = table
+        peak = self._hardware(hardware)
+        if profile is not None:
+            seconds = measured_seconds(profile, self.module)
+            # The program of the profile, whose instructions are called alike.
+            table = self._module_table(peak, self.dumped.measured(seconds))
+        else:
+            if peak not in self._module_tables:
+                self._module_tables[peak] = self._module_table(peak)
+            table = self._module_tables[peak]
         return table if depth is None else table.at_depth(depth)
+
+    def _module_table(self, peak: Hardware | None, measured: Measured | None = None) -> ModuleTable:
+        program = self.dumped.known(self._arguments, self._mesh, peak)
+        return module_table(program, self._arguments, self.dumped.paths, measured)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
         """See :meth:`Compiled.by_line`."""
