@@ -144,11 +144,6 @@ def _captured_by(fun: object) -> Iterator[NamedValue]:
     yield from captured_values(fun)
 
 
-def distance(old: Facts, new: Facts) -> int:
-    """Counts the facts that differ; much faster than comparing them."""
-    return len(old.items ^ new.items)
-
-
 def compare(old: Facts, new: Facts) -> list[str]:
     """Returns a line for each of the outermost differences between two calls, in order.
 

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import types
 from collections import deque
@@ -41,7 +40,6 @@ from .differences import (
     Side,
     arguments_of,
     compare,
-    distance,
     facts_of,
     facts_of_captured,
     note_identities,
@@ -292,29 +290,15 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     if same:  # then only what they capture can differ
         closest = [_Closest(old, _captured(old, new)) for old in same]
         return min(closest, key=lambda old: len(old.differences))
-    old = _least_different(new, candidates, cache)
-    lines = _other_differences(old, new)
-    if old.plan.structure != new.plan.structure:
-        lines = [*compare(_facts(old, cache), _facts(new, cache)), *lines]
-    return _Closest(old, lines or ["the structure of the arguments, in a part without a name"])
-
-
-def _least_different(new: Trace, candidates: Sequence[Trace], cache: dict[Side, Facts]) -> Trace:
-    """Returns the first of the candidates with the fewest differences from a new trace.
-
-    Differences are counted and not written: `distance` is much faster than `compare`.
-    """
-    best = candidates[0]
-    least = math.inf  # the number of differences of the best candidate, each counted twice
-    for candidate in candidates:
-        is_same = candidate.plan.structure == new.plan.structure
-        # A changed fact counts twice in it, as it was and as it is.
-        count = 0 if is_same else distance(_facts(candidate, cache), _facts(new, cache))
-        if count < least:
-            count += 2 * len(_other_differences(candidate, new))
-        if count < least:
-            best, least = candidate, count
-        if least <= 2:  # one change: no other trace is more similar
+    best: _Closest | None = None
+    for old in candidates:
+        lines = _other_differences(old, new)
+        if old.plan.structure != new.plan.structure:
+            lines = [*compare(_facts(old, cache), _facts(new, cache)), *lines]
+        lines = lines or ["the structure of the arguments, in a part without a name"]
+        if best is None or len(lines) < len(best.differences):
+            best = _Closest(old, lines)
+        if len(best.differences) == 1:  # no other trace is more similar
             break
     return best
 
