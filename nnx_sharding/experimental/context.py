@@ -31,8 +31,7 @@ from ..partition.strategies import (
     base_specs,
     mesh_and_axes,
     mesh_and_axis,
-    notes_of_base,
-    strategies_by_path,
+    remarks_on,
 )
 from ..partition.variables import NamedVariable, variables
 from ..specs.activation_sharding import InOutSharding
@@ -145,10 +144,9 @@ def context_parallel(
     schedule = OverSequence(method, tuple(options.items()))
     sharded = InOutSharding(spec, input=spec, schedule=schedule)
     entries = {_attends: sharded, nnx.Embed: spec}
-    notes = notes_of_base(base, parameters, specs)
     activations = activations_of(base).extended(entries)
-    names = strategies_by_path(name, base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
+    remarks = remarks_on(specs, name, base, parameters)
+    return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
 def _head_axes(

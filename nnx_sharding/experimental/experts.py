@@ -19,9 +19,8 @@ from ..partition.strategies import (
     activations_of,
     base_specs,
     mesh_and_axes,
-    notes_of_base,
+    remarks_on,
     shard_dimension,
-    strategies_by_path,
 )
 from ..partition.variables import NamedVariable, variables
 from ..specs.filters import to_predicate
@@ -106,12 +105,9 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
-    activations, notes = (
-        activations_of(base).extended(kept=axes),
-        notes_of_base(base, parameters, specs),
-    )
-    names = strategies_by_path("expert_parallel", base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
+    activations = activations_of(base).extended(kept=axes)
+    remarks = remarks_on(specs, "expert_parallel", base, parameters)
+    return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:

@@ -12,8 +12,7 @@ it has, and these get the same entries of a spec:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,16 @@ from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Spec
 from .layers import Stacked
-from .variables import FOLLOWING, NamedVariable, Shape, SpecsByPath, from_paths, variables
+from .variables import (
+    FOLLOWING,
+    NO_REMARKS,
+    NamedVariable,
+    Remarks,
+    Shape,
+    SpecsByPath,
+    from_paths,
+    variables,
+)
 
 
 @_compat.api_boundary
@@ -259,15 +267,15 @@ def with_optimizer(
     parameters: Sequence[NamedVariable],
     optimizer: object,
     activations: ActivationSharding = FOLLOWING,
-    notes: Mapping[Path, str] = MappingProxyType({}),
-    strategies: Mapping[Path, str] = MappingProxyType({}),
+    remarks: Remarks = NO_REMARKS,
 ) -> StateSharding:
     """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow."""
     if optimizer is not None:
         state = optimizer_specs(optimizer, from_paths(specs), parameters)
         specs = union(specs, state)
-        strategies = {**dict.fromkeys(state, "optimizer_sharding"), **strategies}
-    return from_paths(specs, activations, notes, strategies)
+        strategies = dict.fromkeys(state, "optimizer_sharding") | remarks.strategies
+        remarks = remarks._replace(strategies=strategies)
+    return from_paths(specs, activations, remarks)
 
 
 def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:

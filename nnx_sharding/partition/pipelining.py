@@ -31,9 +31,8 @@ from .strategies import (
     activations_of,
     base_specs,
     mesh_and_axis,
-    notes_of_base,
+    remarks_on,
     shard_largest,
-    strategies_by_path,
 )
 from .variables import NamedVariable, variables
 
@@ -192,10 +191,8 @@ def pipeline(
         called = [(*path, number) for number in range(blocks)] or [path]
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
-    notes = notes_of_base(base, parameters, specs)
-    strategies = strategies_by_path("pipeline", base, parameters, specs)
-    activations = activations.extended(filters)
-    return with_optimizer(specs, parameters, optimizer, activations, notes, strategies)
+    remarks = remarks_on(specs, "pipeline", base, parameters)
+    return with_optimizer(specs, parameters, optimizer, activations.extended(filters), remarks)
 
 
 def _interleaves(schedule: str, repeats: int) -> bool:

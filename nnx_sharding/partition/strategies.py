@@ -45,7 +45,7 @@ from ..specs.types import AnyMesh, AxisName, Spec
 from ..transforms.stack import count_layer_dimensions
 from .mesh import axes_across_slices
 from .optimizer import optimizer_specs, optimizer_variables, union, with_optimizer
-from .variables import FOLLOWING, NamedVariable, SpecsByPath, from_paths, variables
+from .variables import FOLLOWING, NamedVariable, Remarks, SpecsByPath, from_paths, variables
 
 
 @_compat.api_boundary
@@ -69,9 +69,8 @@ def replicated(
     """
     parameters = variables(model)
     specs = base_specs("replicated", parameters, base, given_mesh("replicated", mesh))
-    notes = notes_of_base(base, parameters, specs)
-    names = strategies_by_path("replicated", base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations_of(base), notes, names)
+    remarks = remarks_on(specs, "replicated", base, parameters)
+    return with_optimizer(specs, parameters, optimizer, activations_of(base), remarks)
 
 
 @_compat.api_boundary
@@ -147,10 +146,10 @@ def fsdp(
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
     own = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
-    notes = {**notes_of_base(base, parameters, specs), **own}
+    remarks = remarks_on(specs, "fsdp", base, parameters)
+    remarks.notes.update(own)
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
-    names = strategies_by_path("fsdp", base, parameters, specs)
-    return with_optimizer(specs, parameters, optimizer, activations, notes, names)
+    return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
 @_compat.api_boundary
@@ -204,10 +203,9 @@ def zero1(
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     own = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
-    notes = {**notes_of_base(base, parameters, specs), **own}
-    names = dict.fromkeys(state_specs, "zero1")
-    names |= strategies_by_path("zero1", base, parameters, specs)
-    return from_paths(union(specs, state_specs), activations_of(base), notes, names)
+    remarks = remarks_on({**state_specs, **specs}, "zero1", base, parameters)
+    remarks.notes.update(own)
+    return from_paths(union(specs, state_specs), activations_of(base), remarks)
 
 
 def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
@@ -292,49 +290,38 @@ def base_specs(
     return specs
 
 
-def notes_of_base(
-    base: StateSharding | None, parameters: Iterable[NamedVariable], specs: SpecsByPath
-) -> dict[Path, str]:
-    """Returns the notes of ``base`` that still hold, by path.
-
-    What it says of an array that it shards does, such as that heads are split. Why it leaves one
-    replicated is no longer of interest once ``specs`` shards that array.
-    """
-    notes: dict[Path, str] = {}
-    for variable in parameters if base is not None else ():
-        assert base is not None
-        number, before = base.find(variable.path, variable.variable)
-        note = "" if number is None else getattr(base.filters[number], "note", "")
-        was_sharded = isinstance(before, PartitionSpec) and any(map(axes_of, before.partitions))
-        if note and (was_sharded or specs[variable.path] == before):
-            notes[variable.path] = note
-    return notes
-
-
-def strategies_by_path(
+def remarks_on(
+    specs: SpecsByPath,
     name: str,
     base: StateSharding | None,
-    parameters: Sequence[NamedVariable],
-    specs: SpecsByPath,
-) -> dict[Path, str]:
-    """Returns which strategies chose each spec: ``tensor_parallel, fsdp`` if both shard the array.
+    parameters: Iterable[NamedVariable],
+) -> Remarks:
+    """Returns what reports say of the specs of a strategy, with what still holds of ``base``.
+
+    What ``base`` notes of an array that it shards does, such as that heads are split. Why it leaves
+    one replicated is no longer of interest once ``specs`` shards that array.
 
     Args:
-      name: the strategy that returns ``specs``.
+      specs: the specs by path.
+      name: the strategy.
       base: what it adds to; its strategies count where it has sharded an array.
       parameters: the Variables of the model.
-      specs: the specs by path.
     """
-    names = {variable.path: name for variable in parameters}
-    for variable in parameters if base is not None else ():
+    remarks = Remarks({}, dict.fromkeys(specs, name))
+    for path, variable, *_ in parameters if base is not None else ():
         assert base is not None
-        number, before = base.find(variable.path, variable.variable)
-        if number is None or (isinstance(before, PartitionSpec) and not spec_axes(before)):
+        number, before = base.find(path, variable)
+        if number is None:
             continue
-        earlier = getattr(base.filters[number], "strategy", "") or base.names[number]
-        is_kept = specs[variable.path] == before
-        names[variable.path] = earlier if is_kept else f"{earlier}, {name}"
-    return names
+        was_sharded = not isinstance(before, PartitionSpec) or any(map(axes_of, before.partitions))
+        is_kept = specs[path] == before
+        note = getattr(base.filters[number], "note", "")
+        if note and (was_sharded or is_kept):
+            remarks.notes[path] = note
+        if was_sharded:
+            earlier = getattr(base.filters[number], "strategy", "") or base.names[number]
+            remarks.strategies[path] = earlier if is_kept else f"{earlier}, {name}"
+    return remarks
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:

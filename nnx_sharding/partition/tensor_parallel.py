@@ -30,8 +30,8 @@ from .strategies import (
     ambiguous_layers,
     base_specs,
     mesh_and_axes,
+    remarks_on,
     shard_dimension,
-    strategies_by_path,
 )
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
@@ -150,8 +150,8 @@ def tensor_parallel(
     if size > 1:
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    names = strategies_by_path("tensor_parallel", base, every, specs)
-    return with_optimizer(specs, every, optimizer, activations, notes, names)
+    remarks = remarks_on(specs, "tensor_parallel", base, every)._replace(notes=notes)
+    return with_optimizer(specs, every, optimizer, activations, remarks)
 
 
 def _notes(

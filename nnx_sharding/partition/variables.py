@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -261,24 +260,32 @@ def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> 
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
+class Remarks(NamedTuple):
+    """What reports say of the arrays of a model, by path."""
+
+    notes: dict[Path, str]  # why one stays replicated, or what its spec costs
+    strategies: dict[Path, str]  # those that chose its spec: ``tensor_parallel, fsdp``
+
+
+NO_REMARKS = Remarks({}, {})
+
+
 def from_paths(
     specs: SpecsByPath,
     activations: ActivationSharding = FOLLOWING,
-    notes: Mapping[Path, str] = MappingProxyType({}),
-    strategies: Mapping[Path, str] = MappingProxyType({}),
+    remarks: Remarks = NO_REMARKS,
 ) -> StateSharding:
     """Makes the result of a strategy: a ``StateSharding`` from one sharding for each path.
 
     Args:
       specs: the sharding of each path.
       activations: how activations are sharded.
-      notes: by path, why an array stays replicated, for ``check_sharding``.
-      strategies: by path, the strategies that chose the sharding, for lock files.
+      remarks: what ``check_sharding`` and lock files say of the arrays.
     """
     # One filter for all paths with the same spec: models have thousands of paths, and few specs.
     groups: dict[tuple[Any, str, str], list[Path]] = {}
     for path, spec in specs.items():
-        key = spec, notes.get(path, ""), strategies.get(path, "")
+        key = spec, remarks.notes.get(path, ""), remarks.strategies.get(path, "")
         groups.setdefault(key, []).append(path)
     rules = [(Paths(paths, *texts), spec) for (spec, *texts), paths in groups.items()]
     return StateSharding(rules, activations=activations)
