@@ -74,7 +74,7 @@ LAST = (
 # Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
-    *("agreement.py", "bounded.py", "code_names.py", "compiled_mismatches.py", "convolutions.py"),
+    *("agreement.py", "bounded.py", "compiled_mismatches.py", "convolutions.py"),
     *("failures.py", "listing.py", "memory.py", "problems.py", "fingerprint.py", "publishing.py"),
     *("tree_shardings.py", "guard/known.py"),
 )

@@ -119,9 +119,15 @@ def spec_of_constraint(error: BaseException) -> str | None:
 
 
 def is_array_like(x: object) -> bool:
-    """Whether JAX accepts ``x`` as an array, or as another value of one of its own types."""
+    """Whether JAX accepts ``x`` as an array, or as another value of one of its own types.
+
+    That is so for arrays and tracers, abstract arrays, numbers, references, and values of hijax
+    types, but not for NumPy arrays of strings or objects.
+    """
+    # Nearly all are of these types; `jax.typeof` takes a hundred times as long (2.5 µs).
     if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
         return True
+    # Of a Variable, or an array of another library, `jax.typeof` would raise other errors.
     if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
         return True
     try:

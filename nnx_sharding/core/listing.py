@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
-from .code_names import names_of
+from .functions import names_of
 from .static_equality import value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 

@@ -107,17 +107,21 @@ def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def joined(array: AnyArray) -> np.ndarray[Any, Any]:
-    """Returns the whole of an array in new memory of the host, which a CPU device adopts."""
-    is_global = isinstance(array, jax.Array)
-    array = array if is_global else np.asarray(array)
+    """Copies all of an array, whose parts this process holds, into new memory of the host.
+
+    ``jax.device_put`` to a CPU device adopts this memory instead of copying it once more.
+    """
+    is_sharded = isinstance(array, jax.Array)
+    source: Any = array if is_sharded else np.asarray(array)
     # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    whole = aligned(array.shape, dtype)
-    if not is_global:
-        whole[...] = array
-        return whole
-    # One replica of each part.
-    parts = {bounds_of(x.index, array.shape): x for x in array.addressable_shards}
-    for shard in parts.values():
-        whole[shard.index] = np.asarray(shard.data)
+    whole = aligned(source.shape, jax.dtypes.canonicalize_dtype(source.dtype))
+    if is_sharded:
+        # Of shards with the same bounds, which are replicas of one part, one is enough.
+        shards = {
+            bounds_of(shard.index, source.shape): shard for shard in source.addressable_shards
+        }
+        for shard in shards.values():
+            whole[shard.index] = np.asarray(shard.data)
+    else:
+        whole[...] = source
     return whole

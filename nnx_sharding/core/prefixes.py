@@ -25,7 +25,11 @@ from .treedefs import PyTreeDef, is_leaf_treedef
 
 
 def is_spec(x: object) -> bool:
-    """Whether ``x`` is a leaf of a prefix: a spec, None, or a mapping of filters."""
+    """Whether ``x`` is a leaf of a prefix of specs, not a container of further ones.
+
+    Such leaves are a single spec or None, and what has specs for all Variables of a module: a
+    ``StateSharding``, an ``nnx.State`` or a module of specs, or what ``nnx.prefix`` returns.
+    """
     return (
         is_single_spec(x)
         or isinstance(x, StateSharding | nnx.State)

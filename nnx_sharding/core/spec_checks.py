@@ -23,13 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
-from ..specs.fitting import (
-    Fit,
-    OnIndivisible,
-    describe,
-    fit_sharding,
-    spec_and_mesh,
-)
+from ..specs.fitting import Fit, Mismatch, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, Arrays, AxisName, Objects, Spec
 from .problems import join_paths
@@ -48,59 +42,65 @@ def check_mesh(
       objects: the objects of the inputs, by index.
       leaves: the arrays of the inputs, by slot.
     """
-    faults: dict[Any, list[str]] = {}  # the reasons why each spec does not fit
-    sizes: dict[AxisName, int] = {}  # of the axes of meshes, for the message
+    mismatches: dict[Any, Sequence[Mismatch]] = {}  # by spec
+    sizes: dict[AxisName, int] = {}  # of the axes of all meshes
     for spec in (*transform.in_specs.written, *transform.out_specs.written):
         pair = spec_and_mesh(spec, transform.context)
-        if pair is not None and (reasons := _mesh_faults(transform, spec, pair[1])):
-            faults[spec] = reasons
+        if pair is not None and (own := _mesh_mismatches(transform, spec, pair[1])):
+            mismatches[spec] = own
             sizes.update(pair[1].shape)
-    if not faults:
+    if not mismatches:
         return
-    users = _users_of(faults, locations, objects, leaves)
+    names_by_spec = _names_by_spec(mismatches, locations, objects, leaves)
     lines = []
-    for spec, reasons in faults.items():
+    for spec, own in mismatches.items():
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
-        lines.append(
-            f"  {describe(spec)} for {join_paths(users[spec] or [option])}: {'; '.join(reasons)}"
-        )
+        names = join_paths(names_by_spec[spec] or [option])
+        lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, own))}")
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    first_reason = next(iter(faults.values()))[0]
-    anchor = "axis-used-twice" if " is used " in first_reason else ""
-    anchor = "unknown-axis" if "has no axis" in first_reason else anchor
+    # One section of docs/errors.md for the message: that about the first mismatch.
+    first = next(iter(mismatches.values()))[0]
+    anchor = ""
+    if first.kind == "unknown":
+        anchor = "unknown-axis"
+    elif first.kind == "repeated":
+        anchor = "axis-used-twice"
     head = f"{transform.name}: these specs do not fit the mesh:"
     raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
 
 
-def _mesh_faults(transform: Sharded, spec: Spec, mesh: AnyMesh) -> list[str]:
-    """Returns what is wrong with a spec on its mesh, such as a missing axis."""
+def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[Mismatch]:
+    """Returns what is wrong with a spec on its mesh, such as an axis that the mesh does not have.
+
+    ``mesh`` is that of the spec, if it is a sharding, or the one that applies to the call.
+    """
     context = transform.context
     is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
-    # A transform that passes no shardings to JAX runs on one mesh, by the types of arrays.
+    # Without ``passes_shardings``, as in `shard_map`, a program runs on the mesh of the call: JAX
+    # gets specs, and would ignore the meshes of shardings.
     if is_other and not transform.passes_shardings:
-        return [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
-    fit = fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False)
-    return list(map(str, fit.problems))
+        return [Mismatch(f"it is for another mesh, {mesh}; give the PartitionSpec alone")]
+    return fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False).problems
 
 
-def _users_of(
+def _names_by_spec(
     specs: Iterable[Any], locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
 ) -> dict[Any, list[str]]:
     """Returns the names of the arrays that have each of some specs, for a message.
 
     It asks all filters again, which takes long.
     """
-    users: dict[Any, list[str]] = {spec: [] for spec in specs}
+    names: dict[Any, list[str]] = {spec: [] for spec in specs}
     for place in locations:
         spec = place.part.spec
         if isinstance(spec, StateSharding):
             subject = place.subject(objects, leaves)
             spec = spec.find_below(place.part.below, place.location.path, subject).sharding
-        if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
-            users[spec].append(place.name)
-    return users
+        if isinstance(spec, PartitionSpec | NamedSharding) and spec in names:
+            names[spec].append(place.name)
+    return names
 
 
 def fit_specs(

@@ -170,16 +170,17 @@ def _key_as_pickled(cls: type, value: object) -> Hashable | None:
     itself, with its own ``==``, if its class does not say how to pickle it. None if the value has
     no hash, since it may change then, or if it cannot be pickled.
     """
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # pickling runs code of the class, which may raise any
         hash(value)
-        reduced: Any  # (function that makes the copy, its arguments, its state…)
         if cls in copyreg.dispatch_table:
             reduced = copyreg.dispatch_table[cls](value)
         elif any(name in vars(base) for base in cls.__mro__[:-1] for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
             return cls, value
-        return cls, _nested_key(reduced[1:])  # the function is the same for all of a class
+        # ``reduced`` is (function that makes a copy, its arguments, its state…); all values of a
+        # class have the same function.
+        return cls, _nested_key(reduced[1:])
     return None
 
 

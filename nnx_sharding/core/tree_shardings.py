@@ -171,7 +171,7 @@ class _Fitter:
         fit, mesh = self._fit_array(slot, leaf, sharding, pair)
         if fit.problems:
             self._refused.append(fit.line(name))
-            if pair is not None and any(mismatch.kind == "axis" for mismatch in fit.problems):
+            if pair is not None and any(mismatch.is_about_mesh for mismatch in fit.problems):
                 sizes = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.shape.items())
                 self._remedy = f"The mesh has the axes {sizes}."
             return None

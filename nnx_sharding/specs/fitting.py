@@ -36,8 +36,14 @@ class Mismatch(NamedTuple):
     """One reason why a spec does not fit a mesh or a shape, and the axes that it is about."""
 
     reason: str
-    kind: Literal["axis", "repeated", "rank", "indivisible", "other"] = "other"
+    # unknown: the mesh has no such axis; unusable: it may not be named here.
+    kind: Literal["unknown", "unusable", "repeated", "rank", "indivisible", "other"] = "other"
     axes: tuple[Any, ...] = ()
+
+    @property
+    def is_about_mesh(self) -> bool:
+        """Whether the spec names an axis that no spec may name here."""
+        return self.kind in ("unknown", "unusable")
 
     def __str__(self) -> str:
         return self.reason
@@ -113,7 +119,7 @@ def fit_sharding(
         spec = with_entries(spec, pad_entries(spec, len(shape)))
     problems = list(_unusable(spec, mesh, usable))
     if lenient:
-        corrections += [problem for problem in problems if problem.kind == "axis"]
+        corrections += [problem for problem in problems if problem.is_about_mesh]
         dropped = {axis for correction in corrections for axis in correction.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
@@ -178,7 +184,8 @@ def _unusable(
             word = "unreduced" if axis in spec.unreduced else "reduced"
             reason = f"only axes of type Explicit can be {word}; {axis!r} is of type Auto"
         if reason is not None:
-            yield Mismatch(reason, "axis", (axis,))
+            is_known = axis in mesh.axis_names
+            yield Mismatch(reason, "unusable" if is_known else "unknown", (axis,))
         if times > 1:
             reason = f"{axis!r} is used {times} times; an axis can shard only one dimension"
             yield Mismatch(reason, "repeated", (axis,))

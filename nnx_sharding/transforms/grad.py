@@ -425,21 +425,18 @@ class ValueAndGrad(Differentiable[P, R]):
     def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
         """Returns the arguments that ``argnums`` names, with what is differentiated in each."""
         arguments = {argument.name: argument for argument in plan.arguments}
-        filters = self._chosen_filters(call, arguments)  # by argument, in the order of argnums
-        locations = {name: list[NamedLocation]() for name in filters}
-        has_arrays = False
-        for named in self._matching(plan, flat, filters):
-            locations[named.argument.name].append(named)
-            has_arrays |= bool(named.location.slots)
-        if not has_arrays and self._transform.is_chosen:
-            self._refuse_empty(flat, filters)
         values = _by_name(plan, call.tree)
+        filters = self._chosen_filters(call, arguments)  # by argument, in the order of argnums
+        matching = [*self._matching(plan, flat, filters)]
+        if self._transform.is_chosen and not any(named.location.slots for named in matching):
+            self._refuse_empty(flat, filters)
         targets = []
         for name, chosen in zip(filters, self._transform.wrt, strict=True):
+            own = [named for named in matching if named.argument.name == name]
             # As in Flax, without graph updates a gradient has the form of the whole argument,
             # unless the user gave a filter that says which part.
             is_state = self._modes["updates"] or chosen.filter is not None
-            targets.append(Target(arguments[name], values[name], locations[name], is_state))
+            targets.append(Target(arguments[name], values[name], own, is_state))
         return targets
 
     def _chosen_filters(

@@ -25,14 +25,7 @@ from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.guard.known import flatten_known
 from ..core.rebuild import NodeChange, node_changes, rebuild, update_operations
-from ..core.structure import (
-    Container,
-    NodeEntry,
-    Structure,
-    VariableEntry,
-    locations_in,
-    parts_of,
-)
+from ..core.structure import Container, NodeEntry, Structure, VariableEntry, locations_in, parts_of
 from ..core.unflatten import perform, pytree_of, unflatten, value_at
 from ..errors import by_kind, raise_listed
 from ..specs.filters import subject_text, to_predicate
