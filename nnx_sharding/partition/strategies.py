@@ -271,13 +271,14 @@ def base_specs(
     """
     if not isinstance(base, StateSharding | None):
         raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
+    if base is None:
+        return {variable.path: PartitionSpec() for variable in parameters}
     specs: SpecsByPath = {}
     mismatches = []
-    on_indivisible = "error" if base is None else base.on_indivisible or "error"
+    on_indivisible = base.on_indivisible or "error"
     for variable in parameters:
-        spec: Spec = None
-        if base is not None:
-            _, spec = base.find(variable.path, variable.variable)
+        spec: Spec
+        _, spec = base.find(variable.path, variable.variable)
         for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:

@@ -27,6 +27,7 @@ from ..core.structure import (
     VariableEntry,
     atoms,
     holds_objects,
+    is_leaf_variable,
     parts_of,
 )
 from ..specs.activation_sharding import ActivationSharding
@@ -46,6 +47,7 @@ class NamedVariable(NamedTuple):
     path: Path
     variable: Any  # the Variable, or the array
     arrays: tuple[Any, ...]
+    shapes: Sequence[Shape]  # of its arrays; a number is a scalar
     is_buffer: bool = False  # an array that a model with Variables holds outside of them
     layers: Stacked = Stacked()  # the dimensions of stacked layers
     is_norm: bool = False  # a parameter or statistic of a normalization layer
@@ -56,15 +58,9 @@ class NamedVariable(NamedTuple):
         return path_string(self.path)
 
     @property
-    def shapes(self) -> list[Shape]:
-        """The shapes of its arrays; a number is a scalar."""
-        return [tuple(getattr(array, "shape", ())) for array in self.arrays]
-
-    @property
     def shape(self) -> Shape | None:
         """The shape of its arrays; None if they have different ones."""
-        shapes = self.shapes
-        return shapes[0] if shapes and shapes.count(shapes[0]) == len(shapes) else None
+        return self.shapes[0] if self.shapes.count(self.shapes[0]) == len(self.shapes) else None
 
     @property
     def layer_shape(self) -> Shape:
@@ -120,6 +116,8 @@ class Listing(NamedTuple):
         while stack:
             path, child = stack.pop()
             entry = structure.entries[child] if isinstance(child, int) else child
+            if is_leaf_variable(entry):
+                continue
             parts: Sequence[tuple[Path, Any]] = ()
             if isinstance(child, int):
                 if child in seen:
@@ -184,10 +182,12 @@ def _listing(tree: object) -> Listing:
     for place in _places(flat):
         arrays = tuple(flat.leaves[slot] for slot in place.slots)
         is_buffer = not place.is_variable and bare_parameters.isdisjoint(place.slots)
-        shape = tuple(getattr(arrays[0], "shape", ()))
-        stacked = layers.find(place.path, place.subject, place.slots, shape)
+        shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+        stacked = layers.find(place.path, place.subject, place.slots, shapes[0])
         is_norm = layers.is_norm(place.subject)
-        named.append(NamedVariable(place.path, place.subject, arrays, is_buffer, stacked, is_norm))
+        named.append(
+            NamedVariable(place.path, place.subject, arrays, shapes, is_buffer, stacked, is_norm)
+        )
     return Listing(flat, named)
 
 
