@@ -10,12 +10,11 @@ From other modules:
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import repeat
 from typing import NamedTuple
 
 from ..specs.types import Arrays, Objects
 from .flattener import Flattener
-from .recording import UNRECORDED, ReadRecorder
+from .recording import ReadRecorder
 from .snapshot import Snapshot
 from .structure import Structure
 
@@ -69,7 +68,7 @@ def flatten(
             recorder=recorder,
             also_data=also_data,
         )
-        structure = _flatten_once(flattener, tree, statics, is_input=first_objects is None)
+        structure = flattener.describe(tree, statics, is_input=first_objects is None)
         met_later = flattener.left_out.intersection(flattener.index_of)
         if not met_later:
             leaves, objects = flattener.leaves, flattener.objects
@@ -78,38 +77,3 @@ def flatten(
         # graph in both places, and the walk starts again with that in mind.
         also_data |= met_later
         recorder = recorder and recorder.restarted()
-
-
-def _flatten_once(
-    flattener: Flattener, tree: object, statics: Sequence[object], *, is_input: bool
-) -> Structure:
-    """Returns the structure of a tree and static arguments, as the flattener describes it.
-
-    Args:
-      flattener: a new one, which knows the objects that get the first indices.
-      tree: the tree.
-      statics: the static arguments.
-      is_input: whether the tree is the input of a function, not its output.
-    """
-    recorder = flattener.recorder
-    num_first = len(flattener.objects)
-    root_slots: list[int] = []
-    # JAX itself refuses a ref that is passed twice; results may share one.
-    root = flattener.pytree_child(tree, root_slots, link_refs=not is_input, is_root=True)
-    positions = repeat(UNRECORDED) if recorder is None else recorder.static_positions
-    static_children = tuple(map(flattener.static_child, statics, positions))
-    # The first objects have an entry even if nothing in the tree refers to them any more.
-    for index in range(num_first):
-        if index not in flattener.replaced and index not in flattener.linked:
-            flattener.link_index(index)
-    flattener.describe_pending()
-    structure = Structure(
-        tuple(flattener.entries),
-        root,
-        tuple(flattener.slots),
-        tuple(root_slots),
-        static_children,
-        flattener.origins,
-    )
-    structure.shares = flattener.has_repeats
-    return structure

@@ -40,6 +40,7 @@ from .structure import (
     NodeEntry,
     RefEntry,
     StaticObject,
+    Structure,
     VariableEntry,
     children_of,
 )
@@ -92,6 +93,30 @@ class Flattener:
         self._forms: dict[Any, _compat.NodeForm] = {}
         self._nodes: dict[int, _Described] = {}  # by the id of the form
         self._metadata: dict[tuple[Any, ...], _Described] = {}  # by names and ids of values
+
+    def describe(self, tree: object, statics: Sequence[object], *, is_input: bool) -> Structure:
+        """Returns the structure of a tree and static arguments; called once for each walk.
+
+        ``is_input`` says whether the tree is the input of a function, not its output.
+        """
+        num_first = len(self.objects)
+        root_slots: list[int] = []
+        # JAX itself refuses a ref that is passed twice; results may share one.
+        root = self.pytree_child(tree, root_slots, link_refs=not is_input, is_root=True)
+        recorder = self.recorder
+        positions = repeat(UNRECORDED) if recorder is None else recorder.static_positions
+        static_children = tuple(map(self.static_child, statics, positions))
+        # The first objects have an entry even if nothing in the tree refers to them any more.
+        for index in range(num_first):
+            if index not in self.replaced and index not in self.linked:
+                self.link_index(index)
+        self.describe_pending()
+        entries, slots = tuple(self.entries), tuple(self.slots)
+        structure = Structure(
+            entries, root, slots, tuple(root_slots), static_children, self.origins
+        )
+        structure.shares = self.has_repeats
+        return structure
 
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
         """Returns the index of an object; the first link adds it to those to be described."""

@@ -126,9 +126,10 @@ class Listing:
         self._number[id(value)] = len(self.met)
         self.met.append(value)
         self.tokens.append(cls.__name__)
-        lister = _LISTERS.get(cls)
-        if lister is not None:
-            lister(self, value)
+        if cls in _PARTS:
+            self._add_all(getattr(value, name) for name in _PARTS[cls])
+        elif cls in _LISTERS:
+            _LISTERS[cls](self, value)
         elif isinstance(value, type):
             self._add_class(value)
         else:
@@ -247,23 +248,11 @@ class Listing:
         else:
             self.add(owner)
 
-    def _add_method(self, method: types.MethodType) -> None:
-        self._add_all((method.__func__, method.__self__))
-
-    def _add_property(self, prop: property) -> None:
-        self._add_all((prop.fget, prop.fset, prop.fdel))
-
-    def _add_cached_property(self, prop: functools.cached_property[Any]) -> None:
-        self.add(prop.func)
-
     def _add_tuple_field(self, field: object) -> None:
         self.tokens.append(field.__reduce__()[1])  # its index
 
     def _add_descriptor(self, descriptor: Any) -> None:
         self.tokens.append(descriptor.__qualname__)
-
-    def _add_wrapped(self, wrapper: Any) -> None:
-        self.add(wrapper.__wrapped__)
 
     def _add_context_variable(self, variable: contextvars.ContextVar[Any]) -> None:
         self.tokens.append(variable.name)
@@ -327,6 +316,13 @@ def _is_wrapper(value: object) -> bool:
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN_TYPES = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
+# The attributes of objects of exactly these types that are listed in their place.
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    property: ("fget", "fset", "fdel"),
+    functools.cached_property: ("func",),
+    **dict.fromkeys((staticmethod, classmethod, type(functools.lru_cache(len))), ("__wrapped__",)),
+}
 # How objects of exactly these types are listed; all others by `Listing._add_object`.
 _LISTERS: dict[type, Any] = {
     types.FunctionType: Listing._add_function,
@@ -334,13 +330,7 @@ _LISTERS: dict[type, Any] = {
     types.CellType: Listing._add_cell,
     types.ModuleType: Listing._add_module,
     types.BuiltinFunctionType: Listing._add_builtin,
-    types.MethodType: Listing._add_method,
     type: Listing._add_class,
-    property: Listing._add_property,
-    functools.cached_property: Listing._add_cached_property,
-    staticmethod: Listing._add_wrapped,
-    classmethod: Listing._add_wrapped,
-    type(functools.lru_cache(len)): Listing._add_wrapped,
     contextvars.ContextVar: Listing._add_context_variable,
     type(vars(collections.namedtuple("Single", "field"))["field"]): Listing._add_tuple_field,
     **dict.fromkeys((float, complex), Listing._add_value),

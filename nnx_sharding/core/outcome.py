@@ -126,7 +126,7 @@ def pack(
     Returns:
       What the pure function returns: the groups of outputs, and last the outcome.
     """
-    changes, sources = _compare(plan, leaves, after, specs)  # sources: of unchanged arrays so far
+    outcome, sources = _compare(plan, leaves, after, specs)  # sources: of unchanged arrays so far
     group_of_spec = _group_numbers(plan, specs, names)
     outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
     output_names: list[list[str]] = [[] for _ in group_of_spec]
@@ -146,46 +146,31 @@ def pack(
     # With ``strict``, an output has to use the buffer of each of these.
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
-    outcome = Outcome(
-        structure=after.structure,
-        sources=tuple(sources[slot] for slot in range(len(after.leaves))),
-        values=tuple(changes.values),
-        metadata=tuple(changes.metadata),
-        nodes=tuple(changes.nodes),
-        statics=tuple(changes.statics),
-        replaced=tuple(changes.replaced),
-        has_effects=_compat.trace_has_effects(),
-    )
+    outcome.sources = tuple(sources[slot] for slot in range(len(after.leaves)))
+    outcome.has_effects = _compat.trace_has_effects()
     return (*map(OutputGroup, map(tuple, output_names), outputs), outcome)
-
-
-@dataclasses.dataclass
-class _Changes:
-    """What changed of the input objects; `Outcome` has the same fields."""
-
-    values: list[int] = dataclasses.field(default_factory=list)
-    metadata: list[int] = dataclasses.field(default_factory=list)
-    nodes: list[NodeChange] = dataclasses.field(default_factory=list)
-    statics: list[int] = dataclasses.field(default_factory=list)
-    replaced: list[int] = dataclasses.field(default_factory=list)
 
 
 def _compare(
     plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
-) -> tuple[_Changes, dict[int, Source]]:
+) -> tuple[Outcome, dict[int, Source]]:
     """Compares the objects of the arguments before and after the call.
 
     ``leaves`` are the arrays before the call; ``specs`` those of the arrays ``after`` it, by slot.
 
     Returns:
-      What changed, and the sources of the unchanged arrays, by slot after the call.
+      What changed, without sources, and the sources of the unchanged arrays, by slot after the
+      call.
     """
-    changes, sources = _Changes(), dict[int, Source]()
+    sources: dict[int, Source] = {}
+    # Indices of input objects, in the fields of an `Outcome` with these names.
+    values, metadata, statics, replaced = list[int](), list[int](), list[int](), list[int]()
+    nodes: list[NodeChange] = []
     for index, old in enumerate(plan.structure.entries):
         new = after.structure.entries[index]  # of the same object
         slots = after.structure.slots[index]
         if isinstance(new, NodeEntry) and not plan.updates:
-            changes.replaced.append(index)
+            replaced.append(index)
         if not slots and new == old:
             continue
         fresh = set(slots)  # the slots of arrays that are outputs
@@ -198,16 +183,25 @@ def _compare(
                 sources[slot] = Source(INPUT, old_slot)
                 fresh.discard(slot)
         if isinstance(new, VariableEntry) and new != old:
-            changes.metadata.append(index)
+            metadata.append(index)
         elif isinstance(new, VariableEntry) and fresh:
-            changes.values.append(index)
+            values.append(index)
         elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
             change = node_changes(index, old, after.structure, fresh)
             if change is not None:
-                changes.nodes.append(change)
+                nodes.append(change)
         elif isinstance(new, StaticObject):
-            changes.statics.append(index)
-    return changes, sources
+            statics.append(index)
+    outcome = Outcome(
+        structure=after.structure,
+        sources=(),
+        values=tuple(values),
+        metadata=tuple(metadata),
+        nodes=tuple(nodes),
+        statics=tuple(statics),
+        replaced=tuple(replaced),
+    )
+    return outcome, sources
 
 
 def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> dict[Any, int]:

@@ -204,12 +204,7 @@ class InnerTransform(Transform):
     ) -> Program:
         """Returns the transformed function in the forms that calls use; nothing is compiled here.
 
-        Args:
-          plan: the plan, for which this is called once.
-          function: its pure function.
-          in_specs: not used, as the plan has them.
-          out_specs: likewise.
-          donated: empty, since these transforms donate nothing.
+        Specs are not used, as the plan has them, and these transforms donate nothing.
         """
         call = self.jax_transform(plan, function)
 

@@ -72,15 +72,7 @@ class Jit(Sharded):
         out_specs: Sequence[object],
         donated: tuple[int, ...],
     ) -> Program:
-        """Compiles the function by ``jax.jit``.
-
-        Args:
-          plan: the plan of the call.
-          function: takes and returns flat arrays.
-          in_specs: for each of its arguments, what ``jax.jit`` takes; None to leave it to JAX.
-          out_specs: the same for what it returns.
-          donated: the positions of donated arguments.
-        """
+        """Compiles the function by ``jax.jit``, to which each spec is a sharding, or None."""
         # Only for these options: it makes Python forget which warnings it has shown already.
         is_deprecated = self.device is not None or self.backend is not None
         with warnings.catch_warnings() if is_deprecated else contextlib.nullcontext():

@@ -178,15 +178,7 @@ class _ShardMap(Sharded):
         out_specs: Sequence[PartitionSpec],
         donated: tuple[int, ...],
     ) -> Program:
-        """Maps the function over shards, and compiles that for calls at top level.
-
-        Args:
-          plan: the plan of the call.
-          function: takes all arrays; returns a group of arrays for each spec, and the outcome.
-          in_specs: the spec of each array.
-          out_specs: the spec of each group.
-          donated: empty, since ``shard_map`` donates nothing.
-        """
+        """Maps the function over shards, and compiles that for calls at top level."""
         map_over = functools.partial(
             jax.shard_map,
             function,
