@@ -24,8 +24,8 @@ from ..testing.shrinking import shrink, with_values
 from ..testing.virtual_devices import call_with_devices
 from ..transforms.jit import unjitted
 from ..transforms.lifted import Lifted
-from .options import UsageError, UserError, count, mesh_sizes, option, say, user_code
-from .programs import find
+from .options import UsageError, count, mesh_sizes, option, say
+from .user_functions import UserError, find, user_code
 
 _SAME = """\
 The function takes the mesh and returns (jit(step, in_shardings=...), *arguments). If it has a

@@ -1,4 +1,4 @@
-"""Types of options, output and errors that the commands share.
+"""Types of options, output and the error of a wrong command line, which the commands share.
 
 The type of an option is a function of its text, which argparse calls; `option` makes argparse show
 the message of the ValueError that it raises.
@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from ..analysis.json_codec import file_path
@@ -22,26 +22,6 @@ T = TypeVar("T")
 
 class UsageError(ValueError):
     """The command line is wrong; the exit code is 2."""
-
-
-class UserError(RuntimeError):
-    """The user's code failed."""
-
-
-@contextlib.contextmanager
-def user_code(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever the user's code raises in the block.
-
-    ``what`` is the beginning of its text: ``train.py:step failed``.
-    """
-    try:
-        yield
-    # From a nested block, with a message of its own.
-    except (UsageError, UserError):
-        raise
-    except (Exception, SystemExit) as error:
-        text = f": {error}" if str(error) else ""
-        raise UserError(f"{what}: {type(error).__name__}{text}") from error
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import signal
 import sys
@@ -44,17 +43,8 @@ from ..testing.lock import TOLERANCE, changes_since, described, lock_text, repor
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import (
-    UsageError,
-    UserError,
-    count,
-    mesh_sizes,
-    option,
-    output,
-    percentage,
-    say,
-    user_code,
-)
+from .options import UsageError, count, mesh_sizes, option, output, percentage, say
+from .user_functions import UserError, find, user_code
 
 T = TypeVar("T")
 
@@ -491,62 +481,6 @@ def _called(
         with user_code(f"{arguments.target} failed"):
             value = function() if parameter is None else function(mesh=mesh)
         return make(arguments, arguments.target, value)
-
-
-def find(text: str, *, is_function: bool = True) -> Any:
-    """Imports the function that a user names on the command line.
-
-    Args:
-      text: ``package.module:function``, ``path/to/file.py:function``, or with the name of a class
-        in front of the function: ``train.py:Model.step``.
-      is_function: whether it has to be a function, not any value.
-
-    Raises:
-      UsageError: there is none.
-      UserError: the module cannot be imported.
-    """
-    place, _, name = text.rpartition(":")
-    if not place or not name:
-        raise UsageError(
-            f"{text!r} does not name a function; write package.module:function or "
-            "path/file.py:function."
-        )
-    value = _imported(place)
-    # A method or a static function of a class may be named, too.
-    for part in name.split("."):
-        if not hasattr(value, part):
-            # Private names are nothing to suggest. `suggestion` is empty if none is similar.
-            names = [known for known in vars(value) if not known.startswith("_")]
-            raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
-        value = getattr(value, part)
-    if is_function and not callable(value):
-        raise UsageError(f"{text} is not a function, but {value!r:.200}.")
-    return value
-
-
-def _imported(place: str) -> Any:
-    """Imports a module by its name, or by the path of its file."""
-    path = Path(place).resolve() if place.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise UsageError(f"no such file: {place}.")
-    # As Python does: a file may import its neighbours, a module what is in the current folder.
-    folder = str(path.parent if path else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    name = path.stem if path else place
-    with user_code(f"{place} cannot be imported"):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # The module may be there, and lack what it imports itself. If not, the error names it
-            # or a package that it is in: `a` or `a.b` of `a.b`.
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise UsageError(f"no module named {error.name!r}.") from None
-    # Python imports only the first of two files with one name.
-    if path is not None and getattr(module, "__file__", None) != str(path):
-        raise UsageError(f"{place} has the name of another module, {module!r}; rename the file.")
-    return module
 
 
 def _use_virtual_devices(number: int) -> None:

@@ -235,11 +235,11 @@ class Arguments:
             optimizer = self.parts[part] if part in owners else None
             model = self.parts[owner] if owner in self.parts else getattr(optimizer, "model", None)
             chain = [call for call in calls if call[0] is not zero1 or optimizer is not None]
-            name = recipe.apply(chain, (owner, model), (part, optimizer))
+            name = recipe.apply(chain, _Part(owner, model), _Part(part, optimizer))
             names.setdefault(owner, name)
             names[part] = name
             if offloaded and optimizer is not None:
-                names[part] = recipe.offload(name, (part, optimizer))
+                names[part] = recipe.offload(name, _Part(part, optimizer))
         specs = {name: self._spec(part, batch) for name, part in self.parts.items()}
         shardings = [recipe.made[names[x]] if x in names else specs[x] for x in self.parts]
         texts = {name: "None" if spec is None else spec_text(spec) for name, spec in specs.items()}
@@ -265,6 +265,13 @@ class Arguments:
         return tuple(jax.tree_util.tree_unflatten(self._tree, resized))
 
 
+class _Part(NamedTuple):
+    """A model or an optimizer in the arguments."""
+
+    text: str  # the expression for it
+    value: Any
+
+
 class _Recipe:
     """Makes shardings, and writes the lines that make them."""
 
@@ -273,41 +280,39 @@ class _Recipe:
         self.made: dict[str, Any] = {}  # by their names in the lines
         self.lines: list[str] = []
 
-    def apply(
-        self, chain: Sequence[Call], model: tuple[str, Any], optimizer: tuple[str, Any]
-    ) -> str:
+    def apply(self, chain: Sequence[Call], model: _Part, optimizer: _Part) -> str:
         """Applies a chain to a model; returns the name of the sharding.
 
         Args:
           chain: strategies; the last one is given the optimizer, as its state follows all of them.
-          model: the expression for it, and itself.
-          optimizer: likewise; None without one.
+          model: the model.
+          optimizer: its optimizer; the value is None without one.
         """
         name = f"sharding{len(self.made) + 1 if self.made else ''}"
         chain = chain or [(replicated, {})]
-        key: tuple[Any, ...] = (self._mesh, model[0])
+        key: tuple[Any, ...] = (self._mesh, model.text)
         for i, (strategy, options) in enumerate(chain):
-            given, more = [model[0], "mesh=mesh"], dict[str, Any]()
+            given, more = [model.text, "mesh=mesh"], dict[str, Any]()
             if i > 0:
                 given.append(f"base={name}")
                 more["base"] = self.made[name]
-            if optimizer[1] is not None and i == len(chain) - 1:
-                given.append(f"optimizer={optimizer[0]}")
-                more["optimizer"] = optimizer[1]
-                key = (*key, optimizer[0])
+            if optimizer.value is not None and i == len(chain) - 1:
+                given.append(f"optimizer={optimizer.text}")
+                more["optimizer"] = optimizer.value
+                key = (*key, optimizer.text)
             given += [f"{option}={value!r}" for option, value in options.items()]
             key = (*key, strategy, *options.items())
             if key not in self._known:
-                self._known[key] = strategy(model[1], mesh=self._mesh, **more, **options)
+                self._known[key] = strategy(model.value, mesh=self._mesh, **more, **options)
             self.made[name] = self._known[key]
             self.lines.append(f"{name} = {strategy.__name__}({', '.join(given)})")
         return name
 
-    def offload(self, sharding: str, optimizer: tuple[str, Any]) -> str:
+    def offload(self, sharding: str, optimizer: _Part) -> str:
         """Moves the state of an optimizer to the host; returns the name of the sharding."""
         name = f"{sharding}_on_host"
-        self.made[name] = offload(self.made[sharding], optimizer[1], mesh=self._mesh)
-        self.lines.append(f"{name} = offload({sharding}, {optimizer[0]}, mesh=mesh)")
+        self.made[name] = offload(self.made[sharding], optimizer.value, mesh=self._mesh)
+        self.lines.append(f"{name} = offload({sharding}, {optimizer.text}, mesh=mesh)")
         return name
 
 

@@ -40,7 +40,6 @@ from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes, time_text
 from ..diagnostics.progress import progress
 from ..errors import each_warning_once, message, raise_listed
-from ..experimental.context import METHODS
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..partition.variables import models_unchanged
 from ..report.comparison import (
@@ -139,32 +138,6 @@ class PlanningResult(Pictured):
             least = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
             yield f"bound: no other candidate takes less than {least}, for its products alone"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
-        yield from self._methods()
-
-    def _methods(self) -> Iterator[str]:
-        """Yields what each method of attention over sharded sequences costs, the best first."""
-        groups: dict[str, list[str]] = {}  # of what is the same but for the method
-        for name in self.comparison.reports:  # ranked
-            method = next((x for x in METHODS if f", {x}" in name), None)
-            if method is not None:
-                groups.setdefault(name.replace(f", {method}", ""), []).append(name)
-        for same, names in groups.items():
-            if len(names) > 1:
-                yield f"attention of {same}:"
-                yield from (f"  {self._costs(name)}" for name in names)
-
-    def _costs(self, name: str) -> str:
-        """Returns what decides between methods: time, bytes sent and memory."""
-        method = next(x for x in METHODS if f", {x}" in name)
-        if isinstance(report := self.comparison.reports[name], Failure):
-            return f"{method}: {' '.join(report.error.split())}"
-        figures = self.comparison.figures.get(name, {})
-        parts = [f"sends {bytes_text(figures.get('bytes_sent'))}"]
-        if (seconds := figures.get("roofline")) is not None:
-            parts.insert(0, f"takes {time_text(seconds)}")
-        parts.append(f"peak {bytes_text(figures.get('peak'))}")
-        does_fit = self.comparison.fits(name) is not False
-        return f"{method}: {', '.join(parts)}{'' if does_fit else ', which does not fit'}"
 
     def explained(self) -> Iterator[str]:
         """Yields the summary, and why each of the others that were compiled is not the best."""
@@ -266,9 +239,8 @@ def plan(
       roofline: they compute in each tick;
     * ``+ context``: :func:`~nnx_sharding.experimental.context_parallel` over ``context``, which
       also shards the second dimension of the batch; by default where there are fewer rows than
-      devices. All three methods of attention are tried, and what each costs is printed; and, on
-      meshes that have the axis ``ring`` as well, all-to-all within ``context`` with a ring over
-      that, for more devices than heads.
+      devices. All three methods of attention are tried; and, on meshes that have the axis ``ring``
+      as well, all-to-all within ``context`` with a ring over that, for more devices than heads.
 
     Args:
       step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
@@ -346,11 +318,24 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
     """
     start = time.monotonic()
-    where = {"devices": devices, "topology": topology, "num_slices": num_slices}
-    tried = {"axes": axes, "meshes": meshes, "strategies": strategies, "variants": variants}
-    aim = {"maximize": maximize, "memory_limit": memory_limit, "hardware": hardware, "most": most}
-    question: dict[str, Any] = where | tried | aim | {"measure": measure}
-    search, compile_on = prepare(step, args, options, **question, quiet=quiet)
+    search, compile_on = prepare(
+        step,
+        args,
+        options,
+        devices=devices,
+        topology=topology,
+        num_slices=num_slices,
+        axes=axes,
+        meshes=meshes,
+        strategies=strategies,
+        variants=variants,
+        maximize=maximize,
+        memory_limit=memory_limit,
+        hardware=hardware,
+        most=most,
+        measure=measure,
+        quiet=quiet,
+    )
     how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
     how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
@@ -575,13 +560,15 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
 
 
 def _check_counts(topology: str | None, **counts: Any) -> None:
-    wrong = [
-        f"  {name}={count!r}: expected a number of at least {least}"
-        for name, count in counts.items()
-        for least in [0 if name == "measure" else 1]
-        if (count is not None or name in ("num_slices", "measure"))
-        and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least)
-    ]
+    """Raises a ValueError for counts that are no numbers, or too small."""
+    wrong = []
+    for name, count in counts.items():
+        least = 0 if name == "measure" else 1
+        if count is None and name in ("devices", "most"):  # all of them
+            continue
+        is_number = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        if not is_number or count < least:
+            wrong.append(f"  {name}={count!r}: expected a number of at least {least}")
     if topology is not None and counts["devices"] is not None:
         wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")
     raise_listed(ValueError, "plan: these arguments cannot be used:", wrong)

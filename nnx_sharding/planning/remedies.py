@@ -16,7 +16,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text
 from ..report.comparison import Failure
 from .candidates import Candidate, split_name
-from .search import Search
+from .search import Needs, Search
 
 _MOST_TIMES = 64  # as many devices, or microbatches; and a batch that is as small a part
 
@@ -48,22 +48,15 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
             return
 
 
-def _smallest(
-    search: Search, reports: Mapping[str, ProgramReport | Failure]
-) -> tuple[Candidate, int, int, int] | None:
-    """Finds the candidate that needs least: with its variant, arguments, and all else in bytes."""
-    peaks = dict[str, tuple[int, int]]()  # with the arguments
+def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Needs | None:
+    """Finds the candidate that needs least: by its program if any was compiled, else by shapes."""
+    compiled = []
     for name, report in reports.items():
         memory = None if isinstance(report, Failure) else report.memory
         if memory is not None and memory.peak is not None and memory.arguments is not None:
-            peaks[name] = memory.peak, memory.arguments
-    if peaks:
-        name = min(peaks, key=peaks.__getitem__)
-        (peak, arguments), entry = peaks[name], search.entries[name]
-        return entry.candidate, entry.number, arguments, peak - arguments
-    if search.smallest is None:
-        return None
-    return (*search.smallest, 0)
+            entry, rest = search.entries[name], memory.peak - memory.arguments
+            compiled.append(Needs(entry.candidate, entry.number, memory.arguments, rest))
+    return min(compiled, key=lambda x: x.arguments + x.rest, default=search.smallest)
 
 
 def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Iterator[str]:

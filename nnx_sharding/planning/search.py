@@ -47,6 +47,15 @@ class PredictedCandidate(NamedTuple):
     number: int  # of the variant
 
 
+class Needs(NamedTuple):
+    """What a candidate needs on each device."""
+
+    candidate: Candidate
+    number: int  # of its variant
+    arguments: int  # bytes
+    rest: int  # bytes besides its arguments; 0 if it was not compiled
+
+
 @dataclasses.dataclass
 class Search:
     """The candidates, and which of them is compiled next."""
@@ -64,8 +73,8 @@ class Search:
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # The candidate with the smallest arguments, whether they fit or not, and their bytes.
-        self.smallest: tuple[Candidate, int, int] | None = None
+        # Of the candidate with the smallest arguments, whether they fit or not.
+        self.smallest: Needs | None = None
         self._given = len(self.variants)  # by the user; the search adds others
         self._varied = set[str]()  # the candidates for which it did
         self._seen: dict[Any, str] = {}
@@ -105,8 +114,8 @@ class Search:
             except Exception as error:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
-            if self.smallest is None or prediction.arguments < self.smallest[-1]:
-                self.smallest = candidate, index, prediction.arguments
+            if self.smallest is None or prediction.arguments < self.smallest.arguments:
+                self.smallest = Needs(candidate, index, prediction.arguments, rest=0)
             key = variant.text, variant.lines, candidate.rows, prediction.key
             # Equal shardings compile to equal programs.
             same = self._seen.setdefault(key, candidate.name)
