@@ -26,6 +26,7 @@ import dataclasses
 import itertools
 import math
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -150,7 +151,7 @@ class PlanningResult(Pictured):
         for name in others:
             report, limit = reports[name], self.comparison.memory_limit
             if isinstance(report, Failure):
-                why = f"failed: {report.error.partition(chr(10))[0]}"
+                why = f"failed: {textwrap.shorten(report.error, 300, placeholder=' …')}"
             elif not self.comparison.fits(name):
                 why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
             else:
