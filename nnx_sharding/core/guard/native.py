@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from pathlib import Path
 
 from ... import _compat
 from ..static_equality import opened as open_static
@@ -26,9 +27,12 @@ def _load_walk() -> type[Walk]:
         if not is_pure:
             is_missing = isinstance(error, ModuleNotFoundError)
             logging.getLogger("nnx_sharding").warning(
-                "nnx_sharding was installed without its C extension%s, so calls are slower. "
-                "Install a wheel, or a C compiler and nnx_sharding again. "
+                "nnx_sharding in %s is without its C extension%s, so calls are slower. "
+                "Install a wheel, or a C compiler and nnx_sharding again. If this is a checkout, "
+                "install it with `pip install -e .`, or run your program in another folder. "
                 "NNX_SHARDING_PURE_PYTHON=1 silences this.",
+                # In a checkout, a program imports that, even if another copy is installed.
+                Path(__file__).parents[3],
                 "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
