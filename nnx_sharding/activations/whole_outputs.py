@@ -33,7 +33,7 @@ from ..core.flatten import flatten
 from ..core.retyping import LEFT_AUTO_AXES, LeftAutoAxes
 from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
-from ..specs.fitting import axes_of, pad_entries, spec_axes
+from ..specs.fitting import axes_of, entry_of, pad_entries, spec_axes
 from ..specs.head_names import KEYS
 from ..specs.types import AxisName
 from .calls import Frame, Shape, Tag, VariableSpecs
@@ -184,7 +184,7 @@ class WholeOutputs:
         axes = axes.difference(spec_axes(spec))  # these still shard it
         if gathered := sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str):
             over = ", ".join(map(repr, gathered))
-            sharded = PartitionSpec(*pad_entries(spec, x.ndim)[:-1], _entry(gathered))
+            sharded = PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered))
             self._gathered.append(_GatheredOutput(name, x, over, sharded, LEFT_AUTO_AXES.get()))
 
     def _add_cache(
@@ -203,7 +203,7 @@ class WholeOutputs:
             # A cache of stacked layers, (layers, batch, …), has not the batch in front.
             if first.shape[0] in x.shape[: match.dimension] and not any(entries):
                 entries[x.shape.index(first.shape[0])] = batch
-            entries[match.dimension] = _entry(names)
+            entries[match.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
         pattern, over = exact_path(frame.tag.path), ", ".join(map(repr, names))
         method = frame.method
@@ -238,57 +238,56 @@ class WholeOutputs:
 
         for pattern, caches in self._caches.items():
             if used_caches := [x for x in caches if is_used(x)]:
-                _warn(transform, _about_caches(pattern, used_caches), anchor="gathered-cache")
+                _warn_of_caches(transform, pattern, used_caches)
         outputs = [*self._gathered, *itertools.chain(*self._caches.values())]
         if results := [x for x in outputs if is_undeclared(x)]:
-            about = _about_results(transform.out_name, results)
-            _warn(transform, about, anchor="gathered-result")
+            _warn_of_results(transform, results)
         if used := [x for x in self._gathered if is_used(x)]:
-            _warn(transform, _about_columns(used), anchor="gathered-output")
+            _warn_of_columns(transform, used)
 
 
-class _Text(NamedTuple):
-    """The parts of a warning: what happens, a line for each array, what to do."""
-
-    head: str
-    lines: Sequence[str]
-    remedy: str
-
-
-def _warn(transform: Sharded, text: _Text, *, anchor: str) -> None:
+def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, anchor: str) -> None:
     """Warns of a function, or raises an error where it is strict."""
-    head, lines = f"{transform.name}: on Explicit axes, {text.head}", [*dict.fromkeys(text.lines)]
-    warning = message(head, lines, text.remedy)
-    warn_or_raise(UnshardedWarning, warning, strict=transform.strict, anchor=anchor)
+    head = f"{transform.name}: on Explicit axes, {head}"
+    text = message(head, [*dict.fromkeys(lines)], remedy)
+    warn_or_raise(UnshardedWarning, text, strict=transform.strict, anchor=anchor)
 
 
-def _about_caches(declared: str, caches: Sequence[_GatheredOutput]) -> _Text:
-    """Returns the parts of a warning about caches that the function uses outside of modules."""
-    return _Text(
+def _warn_of_caches(transform: Sharded, declared: str, caches: Sequence[_GatheredOutput]) -> None:
+    """Warns of caches that the function uses outside of modules.
+
+    ``declared`` is what to write for ``activation_shardings``.
+    """
+    _warn(
+        transform,
         "new arrays that a module returns are typed like its first input, so these are gathered "
         "over axes that shard their heads:",
         [x.line(f", at {x.at}") for x in caches],
         f"Declare them: activation_shardings={declared}, where specs is a tuple (or pytree) with a "
         "spec for each array that it returns, and a StateSharding for each module.",
+        anchor="gathered-cache",
     )
 
 
-def _about_results(option: str, results: Sequence[_GatheredOutput]) -> _Text:
-    """Returns the parts of a warning about results of the function that no spec is declared for."""
+def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> None:
+    """Warns of results of the function that no spec is declared for."""
     whole = _short(jax.typeof(results[0].array).sharding.spec)
-    return _Text(
+    _warn(
+        transform,
         "what modules return is whole in the dimensions that they shard, so these results, whose "
         "shardings are not declared, are gathered:",
         [x.line() for x in results],
-        f"Declare them in {option}: nothing is gathered then. If the first has to be whole, write "
-        f"{whole}.",
+        f"Declare them in {transform.out_name}: nothing is gathered then. If the first has to be "
+        f"whole, write {whole}.",
+        anchor="gathered-result",
     )
 
 
-def _about_columns(used: Sequence[_GatheredOutput]) -> _Text:
-    """Returns the parts of a warning about columns that are used outside of modules."""
+def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> None:
+    """Warns of columns that are used outside of modules."""
     whole = _short(jax.typeof(used[0].array).sharding.spec)
-    return _Text(
+    _warn(
+        transform,
         "operations outside of modules get whole arrays, so what these modules return is gathered "
         "over axes that shard its last dimension:",
         [x.line(says_spec=False) for x in used],
@@ -296,6 +295,7 @@ def _about_columns(used: Sequence[_GatheredOutput]) -> _Text:
         "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
         f"so: activation_shardings={{'^$': {whole}}}; of a module that returns several arrays, in "
         "a tuple for these.",
+        anchor="gathered-output",
     )
 
 
@@ -319,11 +319,6 @@ def _results(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
         ids = undeclared if spec is None else declared
         ids.update(id(x) for x in flatten(part).leaves)
     return declared, undeclared
-
-
-def _entry(axes: Sequence[AxisName]) -> AxisName | tuple[AxisName, ...]:
-    """Returns the entry of a spec for a dimension that is sharded over some axes."""
-    return axes[0] if len(axes) == 1 else (*axes,)
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:

@@ -124,8 +124,7 @@ class Plan:
         program = None if fingerprint is None else self.programs.get(fingerprint)
         if program is not None:
             return program
-        function, donated = self.pure_function(fingerprint), tuple(sorted(self.donated))
-        program = self.transform.compile(self, function, self.specs, self.out_specs, donated)
+        program = self.transform.compile(self, self.pure_function(fingerprint))
         if fingerprint is not None:
             # Another thread may have been first; all have to use the same one.
             program = self.programs.setdefault(fingerprint, program)

@@ -188,22 +188,11 @@ class Transform:
     ) -> None:
         """Raises an error for arrays that cannot be outputs with these specs."""
 
-    def compile(
-        self,
-        plan: Plan,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
-        donated: tuple[int, ...],
-    ) -> Program:
-        """Returns a pure function, transformed by JAX: by ``jax.jit``, ``jax.vmap`` and so on.
+    def compile(self, plan: Plan, function: Callable[..., Any]) -> Program:
+        """Returns the program of a plan: its pure function, transformed by JAX.
 
-        Args:
-          plan: the plan of which it is the program.
-          function: takes all arrays; returns groups of outputs, one for each of ``out_specs``.
-          in_specs: the final spec of each array.
-          out_specs: that of each group of outputs.
-          donated: the slots of donated arrays.
+        The function takes all arrays, of which the plan has the ``specs``, and returns a group of
+        outputs for each of its ``out_specs``, and last the outcome.
         """
         raise NotImplementedError
 

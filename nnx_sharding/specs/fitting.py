@@ -248,7 +248,7 @@ def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[Par
 def _prefixes(entry: object) -> list[Any]:
     """Returns an entry, the same without its last axis, without the last two, and so on."""
     axes = axes_of(entry)
-    return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
+    return [entry, *(entry_of(axes[:count]) for count in reversed(range(len(axes))))]
 
 
 def _num_parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
@@ -256,11 +256,11 @@ def _num_parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
     return math.prod(sizes[axis] for axis in axes_of(entry))
 
 
-def _entry(axes: tuple[AxisName, ...]) -> Any:
-    """Returns the entry of a spec that names these axes."""
+def entry_of(axes: Sequence[AxisName]) -> Any:
+    """Returns the entry of a spec that names these axes: None, one axis, or a tuple of several."""
     if not axes:
         return None
-    return axes if len(axes) > 1 else axes[0]
+    return tuple(axes) if len(axes) > 1 else axes[0]
 
 
 def axes_of(entry: object) -> tuple[Any, ...]:
@@ -290,7 +290,7 @@ def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
             entries.append(entry)
         else:
             kept = tuple(axis for axis in axes_of(entry) if axis in axes)
-            entries.append(_entry(kept))
+            entries.append(entry_of(kept))
     unreduced = spec.unreduced.intersection(axes)
     reduced = spec.reduced.intersection(axes)
     if not unreduced:  # `update` keeps the kind of reduction, which JAX refuses without axes

@@ -194,17 +194,10 @@ class InnerTransform(Transform):
         pass_paths(caller, unflattened)
         return contextlib.nullcontext(self.user_function(plan, caller, unflattened))
 
-    def compile(
-        self,
-        plan: Plan,
-        function: Function,
-        in_specs: Sequence[object],
-        out_specs: Sequence[object],
-        donated: tuple[int, ...],
-    ) -> Program:
+    def compile(self, plan: Plan, function: Function) -> Program:
         """Returns the transformed function in the forms that calls use; nothing is compiled here.
 
-        Specs are not used, as the plan has them, and these transforms donate nothing.
+        It is called once for each plan.
         """
         call = self.jax_transform(plan, function)
 

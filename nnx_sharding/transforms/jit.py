@@ -64,24 +64,17 @@ class Jit(Sharded):
         """Puts the mesh into context, and shards activations, while the function is traced."""
         return _in_mesh(self.context, sharded_activations(plan, caller, unflattened, leaves))
 
-    def compile(
-        self,
-        plan: Plan,
-        function: Callable[..., object],
-        in_specs: Sequence[object],
-        out_specs: Sequence[object],
-        donated: tuple[int, ...],
-    ) -> Program:
+    def compile(self, plan: Plan, function: Callable[..., object]) -> Program:
         """Compiles the function by ``jax.jit``, to which each spec is a sharding, or None."""
         # Only for these options: it makes Python forget which warnings it has shown already.
         is_deprecated = self.device is not None or self.backend is not None
         with warnings.catch_warnings() if is_deprecated else contextlib.nullcontext():
             if is_deprecated:  # the user has had the warning when he decorated the function
                 warnings.simplefilter("ignore", DeprecationWarning)
-            jitted = jax.jit(function, **self._jax_options(in_specs, out_specs, donated))
+            jitted = jax.jit(function, **self._jax_options(plan))
         top_level: Callable[..., Any] = jitted
-        input_mesh = _abstract_mesh(in_specs)
-        mesh = input_mesh or _abstract_mesh(out_specs)
+        input_mesh = _abstract_mesh(plan.specs)
+        mesh = input_mesh or _abstract_mesh(plan.out_specs)
         if mesh is not None:
             # An abstract mesh has no devices; without shardings of inputs, the arrays have them.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
@@ -89,23 +82,22 @@ class Jit(Sharded):
             staged=jitted, top_level=top_level, inline=jitted, traced_each_time=top_level
         )
 
-    def _jax_options(
-        self, in_specs: Sequence[object], out_specs: Sequence[object], donated: tuple[int, ...]
-    ) -> dict[str, Any]:
+    def _jax_options(self, plan: Plan) -> dict[str, Any]:
         """Returns the options of ``jax.jit`` that were given: some exclude each other."""
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
-        if any(spec is not None for spec in in_specs):
-            options["in_shardings"] = tuple(in_specs)
-        if any(spec is not None for spec in out_specs):
-            options["out_shardings"] = (*out_specs, None)  # None for the outcome, without arrays
+        if any(spec is not None for spec in plan.specs):
+            options["in_shardings"] = tuple(plan.specs)
+        if any(spec is not None for spec in plan.out_specs):
+            # None for the outcome, which holds no arrays.
+            options["out_shardings"] = (*plan.out_specs, None)
         if self.compiler_options is not None:
             options["compiler_options"] = dict(self.compiler_options)
         if self.device is not None:
             options["device"] = self.device
         if self.backend is not None:
             options["backend"] = self.backend
-        if donated:
-            options["donate_argnums"] = donated
+        if plan.donated:
+            options["donate_argnums"] = tuple(sorted(plan.donated))
         return options
 
 

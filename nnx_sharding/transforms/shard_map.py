@@ -170,20 +170,13 @@ class _ShardMap(Sharded):
     ) -> AbstractContextManager[Callable[..., Any]]:
         return sharded_activations(plan, caller, unflattened, leaves)
 
-    def compile(
-        self,
-        plan: Plan,
-        function: Callable[..., object],
-        in_specs: Sequence[PartitionSpec],
-        out_specs: Sequence[PartitionSpec],
-        donated: tuple[int, ...],
-    ) -> Program:
+    def compile(self, plan: Plan, function: Callable[..., object]) -> Program:
         """Maps the function over shards, and compiles that for calls at top level."""
         map_over = functools.partial(
             jax.shard_map,
             function,
-            in_specs=tuple(in_specs),
-            out_specs=(*out_specs, PartitionSpec()),  # the last one for the outcome
+            in_specs=tuple(plan.specs),
+            out_specs=(*plan.out_specs, PartitionSpec()),  # the last one for the outcome
             check_vma=self.check_vma,
         )
         # With the mesh as given, None for that in context: inside a trace it may already have
@@ -192,13 +185,13 @@ class _ShardMap(Sharded):
         mesh = self.context
         options = dict[str, Any]()
         if isinstance(mesh, Mesh):
-            inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
+            inputs = tuple(NamedSharding(mesh, spec) for spec in plan.specs)
             typed = _with_types(mapped, inputs)
             if self.usable_axes == frozenset(mesh.axis_names):
                 if AxisType.Auto not in mesh.axis_types:  # otherwise JAX reshards
                     options["in_shardings"] = inputs
                 # Redundant, but gives results a NamedSharding, as shard_map does.
-                outputs = (NamedSharding(mesh, spec) for spec in out_specs)
+                outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
                 options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(typed, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else typed
