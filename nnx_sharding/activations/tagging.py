@@ -10,6 +10,7 @@ A tag has each twice: as the array is outside of its module (``outside``), and a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -28,28 +29,18 @@ from .calls import Tag, VariableSpecs
 from .variables import Variable, is_parameter, modules_in, own_variables
 
 
+@dataclasses.dataclass
 class Tagger:
     """Makes the tags of modules in one trace."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        unflattened: Unflattened,
-        mesh: Mesh | AbstractMesh | None,
-        axes: frozenset[AxisName],
-        explicit_axes: frozenset[AxisName],
-    ):
-        """Keeps what tags are made from.
+    plan: Plan  # of the call: which spec is declared for each of its arrays
+    unflattened: Unflattened  # the arguments in the trace
+    mesh: Mesh | AbstractMesh | None  # of the trace
+    axes: frozenset[AxisName]  # of the mesh, except the manual ones
+    explicit_axes: frozenset[AxisName]
 
-        Args:
-          plan: the plan of the call: which spec is declared for each of its arrays.
-          unflattened: the arguments in the trace.
-          mesh: the mesh of the trace, or None.
-          axes: its axes that are not manual.
-          explicit_axes: its axes that are Explicit.
-        """
-        self._plan, self._unflattened, self._mesh = plan, unflattened, mesh
-        self._axes, self._explicit_axes = axes, explicit_axes
+    def __post_init__(self) -> None:
+        """Starts with no tags."""
         # Tags of modules that the function has from elsewhere, by id, with the module itself, so
         # that no other one gets its id.
         self._foreign: dict[int, tuple[Tag, object]] = {}
@@ -57,7 +48,7 @@ class Tagger:
     @functools.cached_property
     def _indices(self) -> dict[int, int]:
         """The index of each object of the arguments, by its id."""
-        return {id(x): i for i, x in enumerate(self._unflattened.objects)}
+        return {id(x): i for i, x in enumerate(self.unflattened.objects)}
 
     def tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: object
@@ -70,21 +61,21 @@ class Tagger:
           sources: what the user and strategies declare for the module.
           module: the module in the trace.
         """
-        gathered = self._axes.intersection(self._gathered_axes(sources))
+        gathered = self.axes.intersection(self._gathered_axes(sources))
         # Over the stages of a pipeline, layers are sharded, but not what is in them.
         schedules = (x.schedule for source in sources for x in source.shardings)
-        inside = self._axes - gathered - {schedule.axis for schedule in schedules if schedule}
+        inside = self.axes - gathered - {schedule.axis for schedule in schedules if schedule}
         specs: dict[Path, VariableSpecs] = {}
-        if gathered or self._explicit_axes:
+        if gathered or self.explicit_axes:
             for own_path, variable in own_variables(module):
                 variable_specs = self._variable_specs(variable, gathered, inside)
                 if variable_specs is not None:
                     specs[own_path] = variable_specs
-        return Tag(name, path, sources, gathered, specs, self._mesh)
+        return Tag(name, path, sources, gathered, specs, self.mesh)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> set[AxisName]:
         """Returns the axes over which sources gather parameters while their module runs."""
-        batch = self._plan.batch_axes
+        batch = self.plan.batch_axes
         gathered = set[AxisName]()
         for source in sources:
             gathered.update(batch if source.gather is True else source.gather or ())
@@ -102,7 +93,7 @@ class Tagger:
         """
         value = _compat.get_value(variable)
         declared = self._declared_spec(variable)
-        pair = spec_and_mesh(type_spec(value) if declared is None else declared, self._mesh)
+        pair = spec_and_mesh(type_spec(value) if declared is None else declared, self.mesh)
         if pair is None or not isinstance(value, jax.Array):
             return None
         spec, _ = pair
@@ -121,8 +112,8 @@ class Tagger:
         A Variable of several arrays, as of a quantized type, has no spec of its own.
         """
         index = self._indices.get(id(variable))
-        slots = () if index is None else self._plan.structure.slots[index]
-        return self._plan.object_specs.get(slots[0]) if len(slots) == 1 else None
+        slots = () if index is None else self.plan.structure.slots[index]
+        return self.plan.object_specs.get(slots[0]) if len(slots) == 1 else None
 
     def tag_foreign(self, module: object, sources: tuple[ActivationSharding, ...]) -> Tag:
         """Returns the tag of a module that is not from the arguments: the root of a path.

@@ -16,6 +16,7 @@ From other modules:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,7 +89,7 @@ def fit_shardings(
       ValueError, TypeError, NoMeshError: for all that does not fit; with ``strict``, also for
         corrections and filters without effect, which otherwise are warnings.
     """
-    fitter = _Fitter(caller, resolved, mesh, **options)
+    fitter = _Fitter(caller=caller, resolved=resolved, mesh=mesh, **options)
     shardings = []
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         shardings.append(fitter.fit(slot, name, leaf, spec))
@@ -98,45 +99,27 @@ def fit_shardings(
     return shardings
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Fitter:
     """Fits specs to the arrays of a tree, and collects what is wrong, for one error of all."""
 
-    def __init__(
-        self,
-        caller: str,
-        resolved: Resolved,
-        mesh: Mesh | AbstractMesh | None,
-        *,
-        on_indivisible: OnIndivisible = "error",
-        explicit: bool = False,
-        places: bool = False,
-        whole: bool = False,
-        lenient: bool = False,
-        adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec,
-    ):
-        """Prepares to fit the specs of many arrays.
+    caller: str  # the function that the user called, for messages
+    resolved: Resolved  # the spec of each array
+    mesh: Mesh | AbstractMesh | None  # of each ``PartitionSpec``
+    # What to do where a spec does not divide a shape, unless a ``StateSharding`` decides.
+    on_indivisible: OnIndivisible = "error"
+    explicit: bool = False  # whether specs may only name Explicit axes
+    places: bool = False  # whether arrays get the shardings now; outside of a trace, by moving them
+    # Whether a spec has to decide about all dimensions, and only arrays and numbers may have one.
+    whole: bool = False
+    lenient: bool = False  # whether specs are corrected, not refused, and ignored without a mesh
+    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec  # changes the spec of an array first
 
-        Args:
-          caller: the function that the user called, for messages.
-          resolved: the spec of each array.
-          mesh: the mesh of each ``PartitionSpec``.
-          on_indivisible: what to do where a spec does not divide a shape, unless a
-            ``StateSharding`` decides.
-          explicit: whether specs may only name Explicit axes.
-          places: whether the arrays get the shardings now; outside of a trace, by moving them.
-          whole: whether a spec has to decide about all dimensions, and only arrays and numbers
-            may have one.
-          lenient: whether specs are corrected instead of refused, and ignored without a mesh.
-          adapt: changes a spec for its array before it is fitted.
-        """
-        self._caller, self._mesh, self._adapt = caller, mesh, adapt
-        self._explicit, self._places = explicit, places
-        self._whole, self._lenient = whole, lenient
-        self._default_action: OnIndivisible = "drop" if lenient else on_indivisible
-        self._actions = resolved.on_indivisible  # by slot
-        self._moves = places and _compat.trace_is_clean()  # inside a trace, nothing is moved
+    def __post_init__(self) -> None:
+        """Starts with no problems."""
+        self._moves = self.places and _compat.trace_is_clean()  # inside a trace, nothing is moved
         # Cached, since the many arrays of a model have few different shapes and specs.
-        options: Any = {"unconstrained": not (explicit or whole), "lenient": lenient}
+        options: Any = {"unconstrained": not (self.explicit or self.whole), "lenient": self.lenient}
         self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
         # The lines of messages.
         self.corrected: list[str] = []
@@ -156,15 +139,15 @@ class _Fitter:
           leaf: the array, or what is in its place.
           spec: its spec, sharding or format; None without one.
         """
-        spec = self._adapt(spec, leaf)
+        spec = self.adapt(spec, leaf)
         # `place` (`whole`) makes arrays of numbers; for others they stay unchanged.
         is_number = isinstance(leaf, bool | int | float | complex)
-        if not is_shardable(leaf) and not (self._whole and is_number):
-            if self._whole and spec is not None:
+        if not is_shardable(leaf) and not (self.whole and is_number):
+            if self.whole and spec is not None:
                 self._not_arrays.append(f"  {name}: a {type(leaf).__name__}")
             return None
         sharding = spec.sharding if isinstance(spec, Format) else spec
-        pair = spec_and_mesh(sharding, self._mesh)  # None for a sharding that has no spec
+        pair = spec_and_mesh(sharding, self.mesh)  # None for a sharding that has no spec
         if pair is None and isinstance(spec, PartitionSpec):
             self._without_mesh.append(f"  {name}: {spec}")
             return None
@@ -199,21 +182,22 @@ class _Fitter:
           sharding: its spec or sharding.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """
-        action = self._actions.get(slot, self._default_action)
+        default = "drop" if self.lenient else self.on_indivisible
+        action = self.resolved.on_indivisible.get(slot, default)
         shape = np.shape(leaf)
         mesh: Any
         target: Any  # to which the array is moved
         if pair is None:
-            mesh, target = self._mesh, sharding
+            mesh, target = self.mesh, sharding
             fit = self._fit_once(sharding, mesh, shape, on_indivisible=action)
         else:
             spec, mesh = pair
-            if self._places:
+            if self.places:
                 mesh = mesh_in_trace(mesh)
             # Whether an array can be moved depends on the devices, not on the spec.
             target = NamedSharding(mesh, PartitionSpec())
             fit = self._fit_once(spec, mesh, shape, on_indivisible=action)
-            if self._explicit and not fit.problems:
+            if self.explicit and not fit.problems:
                 fit = fit.refuse(_not_explicit(spec, mesh))  # None if all axes are Explicit
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
         if self._moves and isinstance(target, Sharding) and is_concrete:
@@ -222,15 +206,15 @@ class _Fitter:
 
     def raise_for_mismatches(self) -> None:
         """Raises the errors for what was wrong, if anything."""
-        if self._without_mesh and not self._lenient:
-            raise no_mesh(self._caller, self._without_mesh)
+        if self._without_mesh and not self.lenient:
+            raise no_mesh(self.caller, self._without_mesh)
         raise_listed(
             TypeError,
-            f"{self._caller}: these leaves have a sharding, but are not arrays:",
+            f"{self.caller}: these leaves have a sharding, but are not arrays:",
             self._not_arrays,
             "Give them the sharding None, or keep them out of the tree.",
         )
-        head = f"{self._caller}: these specs cannot be used:"
+        head = f"{self.caller}: these specs cannot be used:"
         raise_listed(ValueError, head, self._refused, self._remedy)
 
 
