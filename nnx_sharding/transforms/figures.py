@@ -116,7 +116,7 @@ class Figures:
         return table if depth is None else table.at_depth(depth)
 
     def _module_table(self, peak: Hardware | None, measured: Measured | None = None) -> ModuleTable:
-        program = self.dumped.known(self._arguments, self._mesh, peak)
+        program = self.dumped.compiled_program(self._arguments, self._mesh, peak)
         return module_table(program, self._arguments, self.dumped.paths, measured)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
@@ -125,7 +125,7 @@ class Figures:
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
         made = made_values(self._compiled._recorder.traced, dumped.paths)
-        program = dumped.known(self._arguments, self._mesh, self._hardware(hardware))
+        program = dumped.compiled_program(self._arguments, self._mesh, self._hardware(hardware))
         return line_table(program, made, dumped.paths, dumped.whole, measured)
 
     def activations(self, rows: ActivationTable, *, exactly: bool = False) -> ActivationTable:

@@ -53,7 +53,7 @@ class DumpedProgram(NamedTuple):
     # Of the arguments, None for an unused one; None for all if the compiler failed.
     shardings: Sequence[Sharding | None] | None
 
-    def known(
+    def compiled_program(
         self, rows: Sequence[ParameterRow], mesh: Mesh | None, hardware: Hardware | None
     ) -> CompiledProgram:
         """Returns what tables of memory and cost are made of; ``rows`` are the arguments."""

@@ -62,8 +62,8 @@ def _explanation(
         for sharding, leaf in zip(plan.shardings, recorder.leaves, strict=True)
     ]
     rows = argument_rows(plan, program.infos, program.shardings or shardings, shardings)
-    known = program.known(rows, mesh_of(shardings), None)
-    return _with_remedies(error, module_table(known, rows, program.paths), rows)
+    compiled = program.compiled_program(rows, mesh_of(shardings), None)
+    return _with_remedies(error, module_table(compiled, rows, program.paths), rows)
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
