@@ -63,7 +63,6 @@ class Facts(NamedTuple):
     """The facts about a call."""
 
     facts: dict[str, Fact]  # by label, from the outside to the inside
-    items: frozenset[tuple[str, Fact]]  # the same pairs as a set, so that few comparisons are made
     arguments: frozenset[str]  # the labels of the arguments
 
 
@@ -86,7 +85,7 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
     dynamic = [signature.names[i] for i in signature.dynamic]
     static = [f"static argument {name}" for name in signature.static_names]
     arguments = frozenset([*dynamic, *signature.dynamic_keywords, *static])
-    return Facts(facts, frozenset(facts.items()), arguments)
+    return Facts(facts, arguments)
 
 
 def facts_of_captured(fun: object) -> Facts:
@@ -111,7 +110,7 @@ def facts_of_captured(fun: object) -> Facts:
         if isinstance(value, types.FunctionType):
             inner = captured_values(value)
             pending += [(f"{label}, captured {name}", part) for name, part in inner]
-    return Facts(facts, frozenset(facts.items()), frozenset())
+    return Facts(facts, frozenset())
 
 
 def unlisted_captures(fun: object) -> list[str]:
@@ -151,9 +150,8 @@ def compare(old: Facts, new: Facts) -> list[str]:
     If it is an object that compares unequal, it is listed only if no part of it is.
     """
     before, after = old.facts, new.facts
-    different = {label for label, _ in old.items ^ new.items}
     # In the order of the new call; what only the old one had comes last.
-    order = [label for label in after | before if label in different]
+    order = [label for label in after | before if before.get(label) != after.get(label)]
     # By label, the text of what to list. None is needed for an argument that only one call has: the
     # caller says so by the way in which the function was called.
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
