@@ -265,10 +265,7 @@ class Instruction(_Written):
         if "%" in after or self.opcode == "custom-call":  # one may be named after a string
             named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
         else:
-            # Found one by one: an expression for all takes most of the time of a large program.
-            places = sorted((before.find(f" {key}="), key) for key in _CALLS)
-            starts = [(key, place + len(key) + 2) for place, key in places if place >= 0]
-            named = [(key, x[0]) for key, start in starts if (x := _CALLED.match(before, start))]
+            named = _CALLED.findall(before)
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
     @property
@@ -384,7 +381,7 @@ _SENDS = re.compile(r'"has_communication"\s*:\s*true')
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation", "select", "scatter"}
-_CALLED = re.compile(r"\{[^{}]*\}|[^\s,{}]+")
+_CALLED = re.compile(rf" ({'|'.join(sorted(_CALLS))})=(\{{[^{{}}]*\}}|[^\s,{{}}]+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
 _FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them
 _TOKEN = re.compile(rf"{_QUOTED.pattern}|{_FLAT}|[()\[\]{{}},]")
