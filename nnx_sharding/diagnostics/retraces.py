@@ -282,8 +282,6 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     """
     # The latest first: training loops change one thing at a time.
     candidates = [*reversed(earlier[-MAX_COMPARED:])]
-    if not candidates:
-        return None
     # Structures are hashed once; to compare keys of large models takes longer.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     same = [old for old in alike if old.key == new.key]
