@@ -29,6 +29,7 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -337,41 +338,47 @@ def plan(
         measure=measure,
         quiet=quiet,
     )
-    how: dict[str, Any] = {"memory_limit": search.limit, "hardware": search.hardware}
-    how |= {"cache_dir": cache_dir, "devices": compile_on, "quiet": quiet}
+    compile_programs = partial(
+        compile_all,
+        memory_limit=search.limit,
+        hardware=search.hardware,
+        cache_dir=cache_dir,
+        devices=compile_on,
+        quiet=quiet,
+    )
     time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
-    limits: dict[str, Any] = {"most": most, "time_limit": time_left}
-    limits["ruled_out"] = search.ruled_out
     try:
-        found = compile_all("plan", search.programs, search.pick, **limits, **how)
+        compiled = compile_programs(
+            "plan",
+            search.programs,
+            search.pick,
+            most=most,
+            time_limit=time_left,
+            ruled_out=search.ruled_out,
+        )
     except SearchInterrupted as interrupt:
         ranked = _ranked(interrupt.result, search)
         raise SearchInterrupted(_result(search, ranked, INTERRUPTED)) from None
-    search.rule_out_failing(found.reports)  # which may have ended after the last choice
-    failures = _failures_of_step(found)
-    # The step is at fault, not the candidates.
-    if failures and len(failures) == len(found.reports):
-        # Which of equal failures ended first is a matter of time.
-        others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
-        reasons = {name: failure.error for name, failure in failures.items()} | others
-        cause = next(iter(failures.values())).exception
-        raise ValueError(_listed_once("plan: no candidate can be lowered:", reasons)) from cause
-    ranked = _ranked(found, search)
-    compiled = len(ranked.reports) - len(failures)
-    why = f"the {compiled} compiled are predicted to be better"
-    if time_limit and compiled != most:
-        why = f"not compiled within {time_limit} s"
+    search.rule_out_failing(compiled.reports)  # which may have ended after the last choice
+    failures = _failures_of_step(compiled)
+    if len(failures) == len(compiled.reports) > 0:
+        raise _error_of_step(failures, search)
+    ranked = _ranked(compiled, search)
+    count = len(ranked.reports) - len(failures)
+    why_left = f"the {count} compiled are predicted to be better"
+    if time_limit and count != most:
+        why_left = f"not compiled within {time_limit} s"
     try:
         if measure:
             ranked = _ranked(_measured(ranked, search, measure, quiet=quiet), search)
         best = next(iter(ranked.reports), None)
         if by_module and best is not None and ranked.fits(best):
             lower = {best: search.entries[best].lower}
-            detailed = compile_all("modules of the best", lower, by_module=True, **how).compiled
+            detailed = compile_programs("modules of the best", lower, by_module=True).compiled
             ranked = dataclasses.replace(ranked, reports={**ranked.reports, **detailed})
     except KeyboardInterrupt:
-        raise SearchInterrupted(_result(search, ranked, why)) from None
-    return _result(search, ranked, why)
+        raise SearchInterrupted(_result(search, ranked, why_left)) from None
+    return _result(search, ranked, why_left)
 
 
 def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
@@ -510,6 +517,16 @@ def _failures_of_step(found: Comparison) -> dict[str, Failure]:
     """Selects what could not be traced: a fault of the step or a strategy, not of the compiler."""
     failures = {name: x for name, x in found.reports.items() if isinstance(x, Failure)}
     return {name: failure for name, failure in failures.items() if not is_of_compiler(failure)}
+
+
+def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueError:
+    """Makes the error for a step that no candidate could be traced for: it is at fault itself."""
+    # Which of equal failures ended first is a matter of time.
+    others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
+    reasons = {name: failure.error for name, failure in failures.items()} | others
+    error = ValueError(_listed_once("plan: no candidate can be lowered:", reasons))
+    error.__cause__ = next(iter(failures.values())).exception
+    return error
 
 
 def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:

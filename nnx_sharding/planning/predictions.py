@@ -1,10 +1,10 @@
 """What candidates need, before anything is compiled: from shapes, and from one trace of the step.
 
-**Memory** is that of the arguments, exactly but for the padding of tiles. **Compute** is that of
-the matrix products and convolutions in the jaxpr of the step. **Bytes sent** are those of a
-training step on one device, roughly; b are the bytes of a parameter, or of what is left of it after
-axes that divide it for good (`model`, `stage`, `expert`), s the number of its shards over axes of
-the batch, and n the number of devices on these:
+**Memory**: the bytes of the arguments, exact except for the padding of tiles. **Compute**: the
+matrix products and convolutions in the jaxpr of the step. **Bytes sent**: what one device sends in
+a training step, roughly. Let b be the bytes of a parameter, divided by the sizes of the axes that
+shard it during the whole step (`model`, `stage`, `expert`). Let s be the number of its shards over
+axes of the batch, and n the number of devices along these axes:
 
     sharded over the batch    3 b (1 - 1/s)            gathered twice, its gradient scattered
     its replicas              2 b/s (1 - s/n)          all-reduce of the gradient's shards
@@ -16,10 +16,10 @@ the batch, and n the number of devices on these:
     context                   tokens × features × …    keys and values, or heads for positions,
                               both ways: `CONTEXT_ROUNDS`
 
-First within slices, then between them, over the axes along which there are different slices. What
-goes between stages does so where their axis is one of these: the devices next to another slice send
-it all over the slower network. The features that go between stages and for attention are
-as many as the smallest parameter of a layer has elements, such as the scale of a norm.
+Sums over a parameter's axes are first within slices, then between them. What stages send goes over
+the slower network if their axis is one along which there are different slices. The number of
+features that go between stages, and for attention, is taken to be the number of elements of the
+smallest parameter of a layer, such as the scale of a norm.
 """
 
 from __future__ import annotations
