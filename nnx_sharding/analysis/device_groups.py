@@ -82,24 +82,22 @@ def _mesh_groups(text: str) -> Groups:
         devices = np.array(_sizes(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
-    parts = {name: _AxisPart(before=size, size=1) for name, size in sizes.items()}
-    for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes):
-        if name in sizes:
-            is_whole = not before
-            parts[name] = (
-                _AxisPart(1, sizes[name]) if is_whole else _AxisPart(int(before), int(size))
-            )
-    dims = list[int]()
-    for name, part in parts.items():
+    parts = {  # a whole axis has no part
+        name: _AxisPart(int(before or 1), int(size or sizes.get(name, 1)))
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)
+    }
+    dims = list[int]()  # three for each axis: before the part, the part, after it
+    for name, size in sizes.items():
+        part = parts.get(name, _AxisPart(before=size, size=1))
         taken = part.before * part.size
-        if not taken or sizes[name] % taken:
+        if not taken or size % taken:
             raise ValueError(f"{name} is not divisible into {part.before} × {part.size}")
-        dims += [part.before, part.size, sizes[name] // taken]
+        dims += [part.before, part.size, size // taken]
     # (before, part, after, before, part, after, …) → (before, after, …, part, part, …)
     grouped = range(1, len(dims), 3)
-    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(parts), 0))
+    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(sizes), 0))
     # → (groups, devices of a group)
-    return _tuples(groups.reshape(-1, math.prod(part.size for part in parts.values())))
+    return _tuples(groups.reshape(-1, math.prod(dims[1::3])))
 
 
 def _tuples(groups: np.ndarray) -> Groups:

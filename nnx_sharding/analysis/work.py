@@ -363,18 +363,20 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
-    operands = operands or [()]
-    result, first = _elements(instruction.results), _elements(operands[0])
-    if opcode == "select-and-scatter":  # which selects in windows of the operand, by two callees
-        source = operands[min(1, len(operands) - 1)]
-        counts = [_joined_in_windows(instruction, operands[0], source), _elements(source)]
+    first, *others = operands or [()]
+    results, last = instruction.results, (others or [first])[-1]
+    if opcode == "select-and-scatter":  # selects in windows of the first operand, then adds
+        source = (others or [first])[0]
+        counts = [_joined_in_windows(instruction, first, source), _elements(source)]
         return [*zip(callees, counts, strict=False)]
     if opcode == "reduce":
-        count = max(first - result, 0)
+        count = max(_elements(first) - _elements(results), 0)
     elif opcode == "reduce-window":
-        count = _joined_in_windows(instruction, operands[0], instruction.results)
-    else:
-        count = _elements(operands[-1]) if opcode == "scatter" else result
+        count = _joined_in_windows(instruction, first, results)
+    elif opcode == "scatter":
+        count = _elements(last)  # of an update
+    else:  # map
+        count = _elements(results)
     return [(callee, count) for callee in callees]
 
 
