@@ -12,7 +12,6 @@ From other modules:
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -55,14 +54,12 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
         return entry.value is LEAF and _compat.is_variable(obj)
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
         return False
-    # A container among the attributes may be changed in place, which does not show.
-    others = [child for child in entry.children if type(child) not in (Static, int)]
-    return all(child in _all_node_states() for child in others)
-
-
-@functools.cache
-def _all_node_states() -> tuple[Container, ...]:
-    return tuple(map(_node_state, itertools.product((False, True), repeat=2)))
+    # A container among the attributes may be changed in place, which does not show. What shows is
+    # Flax's record of how far the module is set up: its flags are a part of the content.
+    return all(
+        type(child) in (Static, int) or key == _compat.STATE
+        for key, child in zip(entry.keys, entry.children, strict=True)
+    )
 
 
 def _content(obj: object) -> tuple[Any, ...]:

@@ -521,34 +521,11 @@ def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-class _Residuals:
-    """What the forward rule leaves for the backward rule: arrays, which JAX keeps, and the rest."""
+class _ForwardResult(NamedTuple):
+    """What a forward rule did, besides its output; flattened."""
 
-    def __init__(self, nondiff: Sequence[object], residuals: object):
-        """Keeps what a backward rule needs from the forward rule.
-
-        Args:
-          nondiff: the arguments that are not differentiated.
-          residuals: what the forward rule returned for the backward rule.
-        """
-        flat = flatten((nondiff, residuals))
-        leaves = enumerate(flat.leaves)
-        self._slots = [slot for slot, x in leaves if isinstance(x, jax.Array | np.ndarray)]
-        self._arrays = [flat.leaves[slot] for slot in self._slots]
-        # Without tracers, which JAX would keep with the rules.
-        self._leaves = replace_slots(flat.leaves, self._slots, [None] * len(self._slots))
-        self._structure = flat.structure
-
-    def take_arrays(self) -> list[Any]:
-        """Takes the arrays out, for JAX to keep."""
-        arrays = self._arrays
-        self._arrays = []
-        return arrays
-
-    def build(self, arrays: Sequence[object]) -> tuple[Sequence[Any], Any]:
-        """Returns the arguments that are not differentiated, and the residuals, of these arrays."""
-        leaves = replace_slots(self._leaves, self._slots, arrays)
-        return unflatten(self._structure, leaves).root  # type: ignore[no-any-return]
+    arguments: Flat  # as they were before the rule
+    residuals: Flat  # the arguments that are not differentiated, and what the rule returned
 
 
 class _CallWithVjp(_Call):
@@ -570,7 +547,7 @@ class _CallWithVjp(_Call):
         forward_rule, _ = self.rules
         # The arguments and residuals. The pure function that calls the rule returns arrays of the
         # output alone, so they are noted here.
-        notes: list[tuple[Flat, _Residuals]] = []
+        notes: list[_ForwardResult] = []
 
         @functools.wraps(forward_rule, updated=())
         def output_of_rule(*args: Any) -> Any:
@@ -579,22 +556,33 @@ class _CallWithVjp(_Call):
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
             check_pair(f"custom_vjp: {expected}", pair)
             output, residuals = pair
-            notes.append((arguments, _Residuals(self.split(args).nondiff, residuals)))
+            notes.append(_ForwardResult(arguments, flatten((self.split(args).nondiff, residuals))))
             return output
 
         outcome, outputs = self.trace(output_of_rule, arrays, forward_rule)
         arguments, residuals = notes[-1]
-        form = self.cotangent_form(arguments)
-        backward = functools.partial(self._backward, outcome, arguments.structure, form, residuals)
-        return outputs, jax.tree_util.Partial(backward, residuals.take_arrays())
+        # JAX keeps the arrays. The rest is kept with the rules, without tracers.
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in residuals.leaves]
+        arrays = [x if y else None for x, y in zip(residuals.leaves, is_array, strict=True)]
+        others = [None if y else x for x, y in zip(residuals.leaves, is_array, strict=True)]
+        backward = functools.partial(
+            self._backward,
+            outcome,
+            arguments.structure,
+            self.cotangent_form(arguments),
+            residuals.structure,
+            others,
+        )
+        return outputs, jax.tree_util.Partial(backward, arrays)
 
     def _backward(
         self,
         outcome: Outcome,
         before: Structure,
         form: TangentForm,
-        residuals: _Residuals,
-        residual_arrays: Sequence[object],
+        residuals: Structure,
+        others: Sequence[object],
+        arrays: Sequence[object],
         cotangents: GroupArrays,
     ) -> tuple[list[Any]]:
         """Runs the backward rule.
@@ -603,15 +591,18 @@ class _CallWithVjp(_Call):
           outcome: what the forward rule did.
           before: the structure of the arguments before it.
           form: the form of their cotangents.
-          residuals: what the forward rule left.
-          residual_arrays: the arrays in that.
+          residuals: the structure of what the forward rule left: the arguments that are not
+            differentiated, and what it returned for this rule.
+          others: the leaves of that; None for arrays.
+          arrays: the arrays in that; None for other leaves.
           cotangents: the cotangents of the outputs.
 
         Returns:
           The cotangents of the arrays in ``slots``; None for zeros.
         """
         _, backward_rule = self.rules
-        nondiff, user_residuals = residuals.build(residual_arrays)
+        leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
+        nondiff, user_residuals = unflatten(residuals, leaves).root
         # By slot after the call; the last one is in `_NO_SLOT`.
         values = [*self.tangents_after(outcome, cotangents), None]
         arguments = _arguments_after(before, outcome)
@@ -626,8 +617,8 @@ class _CallWithVjp(_Call):
                 options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
         results = backward_rule(*nondiff, user_residuals, cotangent, **options)
         name = f"custom_vjp: {name_of(backward_rule)}: cotangents"
-        arrays = form.tangents_in(name, results, may_omit=True)
-        by_slot = dict(zip(form.slots, arrays, strict=True))
+        cotangents_in = form.tangents_in(name, results, may_omit=True)
+        by_slot = dict(zip(form.slots, cotangents_in, strict=True))
         return ([by_slot.get(slot) for slot in self.slots],)
 
     def _cotangents_in_states(
