@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import subprocess
 import sys
@@ -42,3 +43,28 @@ def test_nothing_else_is_imported():
 
 # `stages` imports the first two, StateSharding the last.
 NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.specs.filters")
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        ("{commit}\n{today}\ntest ok 9 s\n", None),
+        ("{commit}\n{today}\ntest ok 9 s\nasan FAILED 9 s\n", "nightly: asan FAILED 9 s"),
+        ("{commit}\n2020-01-01\ntest ok 9 s\n", "days ago"),
+        ("{commit}-dirty\n{today}\ntest ok 9 s\n", "is not a commit that this one has"),
+        (None, "there is no report of a nightly run"),
+    ],
+)
+def test_a_release_needs_a_nightly_run_that_passed(report, problem, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    check_release = importlib.import_module("check_release")
+    head = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(head, cwd=check_release.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not in a clone")
+    path = tmp_path / "nightly.txt"
+    if report is not None:
+        today = datetime.datetime.now(datetime.UTC).date()
+        path.write_text(report.format(commit=done.stdout.strip(), today=today))
+    problems = check_release.nightly_problems(path)
+    assert not problems if problem is None else len(problems) == 1 and problem in problems[0]

@@ -386,7 +386,7 @@ def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> 
     runners = {}
     for name in found.fitting[:count]:
         entry = search.entries[name]
-        variant = search.variants[entry.number]
+        variant = search.variants[entry.variant_index]
         runners[name] = Runner.of(entry.candidate, variant.fun, entry.args, variant.options)
     seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
     return dataclasses.replace(found, reports={**found.reports, **failures}, measured=seconds)

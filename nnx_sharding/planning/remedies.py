@@ -55,7 +55,7 @@ def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) ->
         memory = None if isinstance(report, Failure) else report.memory
         if memory is not None and memory.peak is not None and memory.arguments is not None:
             entry, rest = search.entries[name], memory.peak - memory.arguments
-            compiled.append(Needs(entry.candidate, entry.number, memory.arguments, rest))
+            compiled.append(Needs(entry.candidate, entry.variant_index, memory.arguments, rest))
     return min(compiled, key=lambda x: x.arguments + x.rest, default=search.smallest)
 
 

@@ -40,18 +40,18 @@ class PredictedCandidate(NamedTuple):
     prediction: Prediction
     args: tuple[Any, ...]  # abstract, of the step
     seconds: dict[str, float]  # predicted, of each resource alone
-    exposed: float  # the share of the interconnect's that compute is predicted not to hide
+    exposed: float  # the share of the interconnect's time that compute may not hide
     least: float | None  # a lower bound of its time, if known
     lower: Lower
     alike: tuple[str, str]  # variant and strategy: the predictions of these are as far off
-    number: int  # of the variant
+    variant_index: int  # in `Search.variants`
 
 
 class Needs(NamedTuple):
     """What a candidate needs on each device."""
 
     candidate: Candidate
-    number: int  # of its variant
+    variant_index: int  # in `Search.variants`
     arguments: int  # bytes
     rest: int  # bytes besides its arguments; 0 if it was not compiled
 
@@ -89,7 +89,7 @@ class Search:
         Args:
           strategy: its name.
           mesh: the mesh.
-          index: the number of the variant.
+          index: that of the variant, in ``variants``.
           rows: the number of rows of the batch if the largest is sought; 0 for those given.
         """
         variant, arguments = self.variants[index], self._arguments[index]
@@ -155,7 +155,7 @@ class Search:
             least=products.least_seconds(count, peak) if products and peak else None,
             lower=partial(lowered, strategy, variant.fun, args, variant.options),
             alike=(variant.name, candidate.strategy),
-            number=index,
+            variant_index=index,
         )
         self.entries[candidate.name] = entry
         self.programs[candidate.name] = entry.lower
@@ -259,7 +259,9 @@ class Search:
             # By its arguments alone it would fit, so its activations decide.
             if memory and memory.peak is not None and self._is_new(name, entry):
                 rows = entry.candidate.rows
-                self._add_variants(entry, with_less_memory(self.variants[entry.number], rows))
+                self._add_variants(
+                    entry, with_less_memory(self.variants[entry.variant_index], rows)
+                )
         if fitting:
             times = found.figures
             best = min(fitting, key=lambda name: times[name]["roofline"] or math.inf)
@@ -269,12 +271,12 @@ class Search:
             is_worth = roofline and roofline.estimate and waits > roofline.estimate / 20
             is_gathered = split_name(entry.candidate.strategy)[0] in ("fsdp", "hsdp")
             if is_worth and is_gathered and self._is_new(best, entry):
-                ahead = with_prefetch(self.variants[entry.number])
+                ahead = with_prefetch(self.variants[entry.variant_index])
                 self._add_variants(entry, [ahead] if ahead else [])
 
     def _is_new(self, name: str, entry: PredictedCandidate) -> bool:
         """Whether a candidate has a variant of the user, and gets others now for the first time."""
-        is_new = entry.number < self._given and name not in self._varied
+        is_new = entry.variant_index < self._given and name not in self._varied
         self._varied.add(name)
         return is_new
 
