@@ -334,7 +334,7 @@ def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> i
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
         say(f"compare: failed: {', '.join(failed)}", error=True)
-    elif not comparison.fitting:
+    elif comparison.reports and not comparison.fitting:  # none was compiled: nothing is known
         limit = bytes_text(comparison.memory_limit)
         say(f"compare: no strategy fits {limit} on each device", error=True)
     return int(bool(failed) or not comparison.fitting)
