@@ -24,11 +24,19 @@ from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_sharding import StateSharding, experimental, jit, partition, shard_map, stack
+from nnx_sharding import (
+    StateSharding,
+    experimental,
+    jit,
+    partition,
+    shard_map,
+    stack,
+    value_and_grad,
+)
 from nnx_sharding.analysis import HARDWARE, Hardware
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.errors import UnshardedWarning
-from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
+from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
 from nnx_sharding.planning.plan import PlanningResult, prepare
@@ -598,6 +606,36 @@ def test_a_pipeline_is_a_candidate_for_a_stack():
         assert name in {*by_default.candidates, *by_default.ruled_out}
     assert not any("pipeline" in x for x in strategies_of(Arguments([dense], "m"), 4))
     assert Arguments([odd], "m").stages == [3] and Arguments([odd], "m").layers == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_schedule_sends_is_predicted(schedule):
+    """Between stages, and for gradients: in each tick, or once with 1F1B, as it is compiled."""
+    stages, replicas, microbatches, rows, width = 4, 2, 8, 64, 32
+    model = stack(nnx.Linear, 8, width, width, rngs=nnx.Rngs(0))
+    x = jnp.ones((rows, width))
+    mesh = make_mesh({"stage": stages, "data": replicas})
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    gradient = value_and_grad(loss)
+    if schedule == "1f1b":
+        gradient = accumulate_gradients(loss, steps=microbatches)
+    options = {"microbatches": microbatches, "schedule": schedule}
+    shardings = pipeline(model, mesh=mesh, **options), P("data")
+    step = jit(lambda *args: gradient(*args), mesh=mesh, in_shardings=shardings)
+    compiled = step.lower(model, x).compile().collectives()
+    candidate = Candidate("dp + pipeline", dict(mesh.shape), "", shardings, mesh)
+    args = [model, x]
+    predicted = predict(candidate, args, Arguments(args, ["model", "x"]), Axes()).sent[0]
+    ticks, held = microbatches + stages - 1, 8 // stages * width * (width + 1) * 4
+    between = 2 * rows / replicas * width * 4 * (ticks / microbatches + 1)
+    gradients = 2 * held * (1 - 1 / replicas) * (1 if schedule == "1f1b" else ticks)
+    assert predicted == pytest.approx(between + gradients)
+    reduced = [x for x in compiled if x.axes == ("data",) and x.bytes > 4]
+    over_data = sum(x.bytes_sent * x.times for x in reduced)
+    assert over_data == pytest.approx(gradients, rel=0.01)
 
 
 def test_products_by_hand():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+from jax.sharding import AbstractMesh
 
 from .jax_names import private_name, source_info_util
 
@@ -137,11 +138,18 @@ def used_part(
     return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
 
 
-def run_equation(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Runs one operation of a traced program, under the names and lines that it was traced with."""
+def run_equation(
+    equation: Any, inputs: Sequence[Any], mesh: AbstractMesh | None = None
+) -> list[Any]:
+    """Runs one operation of a traced program, under the names and lines that it was traced with.
+
+    Also with the mesh that it was traced with, unless another one is given.
+    """
     parameters = equation.primitive.get_bind_params(equation.params)
     with contextlib.ExitStack() as stack:
         stack.enter_context(equation.ctx.manager)
+        if mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         if source_info_util is not None:
             names = source_info_util.current_name_stack() + equation.source_info.name_stack
             traceback = equation.source_info.traceback

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
-from ..core.retyping import PARTIAL, PartialSum
 from ..specs.fitting import axes_of_type, keep_axes, spec_axes, with_entries, with_reduced
 from ..specs.paths import Path
 from ..specs.types import AxisName
@@ -48,10 +47,6 @@ def gathered_values(
         new = _gathered(tag, path, variable, value, mesh, axes)
         if new is value:
             continue
-        # The gradient of the new value goes to the same partial sum (`partial_sums.py`).
-        partial_sums = PARTIAL.get() or {}
-        if id(value) in partial_sums:
-            partial_sums[id(new)] = PartialSum(new, partial_sums[id(value)].sums)
         changes.append((variable, new))
     return changes
 

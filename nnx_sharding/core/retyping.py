@@ -37,17 +37,6 @@ from .rebuild import rebuild
 from .structure import Structure
 
 
-class PartialSum(NamedTuple):
-    """A parameter of the current trace whose gradient goes to partial sums."""
-
-    parameter: jax.Array  # held so that no other array gets its id
-    sums: jax.Array
-
-
-# By the id of the parameter, as tracers have no hash.
-PARTIAL: ContextVar[dict[int, PartialSum] | None] = ContextVar("PARTIAL", default=None)
-
-
 class LeftAutoAxes:
     """Arrays of one trace that left Auto axes, each with the array that is still on them.
 
@@ -164,21 +153,10 @@ class RetypedArrays(NamedTuple):
 
     @classmethod
     def of(cls, change: AxisTypeChange | None, leaves: Arrays) -> RetypedArrays:
-        """Returns arrays that keep their sharding over the axes that remain Explicit.
-
-        Partial sums of these arrays (``PARTIAL``) are retyped in the same way.
-        """
+        """Returns arrays that keep their sharding over the axes that remain Explicit."""
         if change is None:
             return cls.unchanged(leaves)
-        inside = [retype(leaf, change.inner) for leaf in leaves]
-        partial_sums = PARTIAL.get()
-        if partial_sums is not None:
-            # All are looked up before any is added, since an unchanged array keeps its id.
-            entries = [partial_sums.get(id(leaf)) for leaf in leaves]
-            for new, entry in zip(inside, entries, strict=True):
-                if entry is not None:
-                    partial_sums[id(new)] = PartialSum(new, retype(entry.sums, change.inner))
-        return cls(change, leaves, inside)
+        return cls(change, leaves, [retype(leaf, change.inner) for leaf in leaves])
 
     @classmethod
     def unchanged(cls, leaves: Arrays) -> RetypedArrays:

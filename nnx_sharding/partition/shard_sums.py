@@ -2,8 +2,8 @@
 
 Let D devices hold the rows of a batch. The gradient of a parameter is a sum over rows, such as the
 product ``xᵀ @ d_y`` of an (inputs, rows) and a (rows, outputs) array. The compiler gives each
-device the sum over its own rows, and adds these at once, by an all-reduce: in each tick of a
-pipeline.
+device the sum over its own rows, and adds these at once, by an all-reduce: for each microbatch of
+``accumulate_gradients``, or in each tick of a pipeline.
 
 The sum over rows may be split, whatever the layers do, as long as it is added up in the end::
 
@@ -20,6 +20,9 @@ before.
 What has rows is known from the dimensions of the inputs that have them. It is found by shapes, and
 only says which sums are split: a wrong guess costs time, as each sum may be split in any dimension.
 What is not found, such as in a ``shard_map``, is reduced at once, as without this.
+
+On Auto axes, shard sums are constrained to be on their devices; on Explicit ones, that is in their
+types. One backward pass may have both, as modules of a strategy run with Auto axes.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..specs.fitting import keep_axes
+from ..core.constrain import in_context, retype, type_mesh, type_spec
+from ..specs.fitting import axes_of_type, keep_axes, pad_entries
 from ..specs.paths import enclosing_paths
 from ..specs.types import AnyMesh
 
@@ -69,6 +73,7 @@ _LINEAR = frozenset(
         "neg",
         "reduce_sum",
         "reshape",
+        "reshard",
         "sharding_constraint",
         "slice",
         "squeeze",
@@ -95,7 +100,7 @@ class ShardSums:
     """Splits sums over rows by the shards of these.
 
     Attributes:
-      mesh: the mesh, whose axes are Auto.
+      mesh: the mesh.
       axes: the mesh axes that shard the rows.
     """
 
@@ -109,7 +114,10 @@ class ShardSums:
 
     def zeros(self, x: jax.Array, dtype: Any, *entries: object) -> jax.Array:
         """Returns shard sums of zero for an array, whose first dimensions are sharded as given."""
-        return self._constrain(jnp.zeros((self.shards, *x.shape), dtype or x.dtype), *entries)
+        sums = jnp.zeros((self.shards, *x.shape), dtype or x.dtype)
+        if (spec := type_spec(x)) is not None:
+            sums = retype(sums, type_mesh(x), PartitionSpec(None, *spec.partitions))
+        return self._constrain(sums, *entries)
 
     def evaluate(
         self,
@@ -142,22 +150,44 @@ class ShardSums:
         ]
 
     def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
-        """Shards the first dimension of shard sums like the rows."""
-        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
-        spec = PartitionSpec(self.axes, *entries, *rest)
-        out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-        return out
+        """Shards shard sums like the rows; on Auto axes, the next dimensions as given."""
+        sharding = jax.typeof(x).sharding
+        mesh = self.mesh if sharding.mesh.empty else sharding.mesh
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            if rows := self._explicit_entry(mesh):
+                others = pad_entries(self._keep_other_axes(sharding), x.ndim)[1:]
+                x = retype(x, mesh, PartitionSpec(rows, *others))
+            auto = axes_of_type(mesh, AxisType.Auto)
+            if entries or not auto.isdisjoint(self.axes):
+                rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
+                spec = keep_axes(PartitionSpec(self.axes, *entries, *rest), auto)
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return x
+
+    def _explicit_entry(self, mesh: AnyMesh) -> tuple[str, ...]:
+        """Returns the entry of specs for the rows on the Explicit axes of a mesh."""
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        return tuple(axis for axis in self.axes if axis in explicit)
+
+    def _keep_other_axes(self, sharding: NamedSharding) -> PartitionSpec:
+        """Returns a spec without the axes of the rows."""
+        return keep_axes(sharding.spec, {*sharding.mesh.axis_names}.difference(self.axes))
 
     def _whole(self, value: _Value) -> Any:
         """Adds up shard sums: (shards, *shape) → shape."""
-        return value.array.sum(0) if value.is_split else value.array
+        if not value.is_split:
+            return value.array
+        with in_context(type_mesh(value.array)):
+            return value.array.sum(0)
 
     def _split(self, value: _Value) -> jax.Array:
         """Returns shard sums: those of a sum that is known already are 0, but for the first one."""
         if value.is_split:
             return self._constrain(value.array)
-        is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value.array)) == 0
-        return self._constrain(jnp.where(is_first, value.array, jnp.zeros_like(value.array)))
+        with in_context(type_mesh(value.array)):
+            is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value.array)) == 0
+            sums = jnp.where(is_first, value.array, jnp.zeros_like(value.array))
+        return self._constrain(sums)
 
     def _run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
         """Runs a jaxpr; outputs that are wanted are shard sums where that is possible."""
@@ -188,7 +218,7 @@ class ShardSums:
                 return self._run_remat(equation, inputs, wanted)
             if name == "scan":
                 return self._run_scan(equation, inputs, wanted)
-            if any(x.is_split for x in inputs) and _is_linear(name, inputs):
+            if _is_linear(equation, inputs):
                 return self._map(equation, inputs)
             if dims := self._summed_dims(equation, inputs):
                 return self._split_sum(equation, inputs, dims)
@@ -199,7 +229,7 @@ class ShardSums:
     def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
         """Runs a linear operation on each shard sum."""
         name = equation.primitive.name
-        if name == "sharding_constraint":
+        if name in ("sharding_constraint", "reshard"):
             return [_Value(self._constrain_otherwise(inputs[0].array, equation), is_split=True)]
         if name == "add_any":
             arrays = [self._split(x) for x in inputs]
@@ -210,39 +240,54 @@ class ShardSums:
         return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, dims)]
 
     def _constrain_otherwise(self, x: jax.Array, equation: JaxprEqn) -> jax.Array:
-        """Shards shard sums like the value, but for the axes of the rows, which shard the sums."""
-        sharding = equation.params["sharding"]
+        """Shards shard sums like the value, but for the axes of the rows, which shard the sums.
+
+        A ``reshard`` may also give them the types of another mesh.
+        """
+        sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return x
-        others = {*sharding.mesh.axis_names}.difference(self.axes)
-        entries = keep_axes(sharding.spec, others).partitions
+        entries = self._keep_other_axes(sharding).partitions
+        if equation.primitive.name == "reshard":
+            rows = self._explicit_entry(sharding.mesh) or None
+            return self._constrain(retype(x, sharding.mesh, PartitionSpec(rows, *entries)))
         return self._constrain(x, *(entry or PartitionSpec.UNCONSTRAINED for entry in entries))
 
     def _split_sum(
         self, equation: JaxprEqn, inputs: Sequence[_Value], dims: Sequence[int | None]
     ) -> list[_Value]:
-        """Runs an operation that sums over rows once for each shard of these.
+        """Runs an operation that sums over rows once for each shard of these, on Auto axes.
 
         Args:
           equation: the operation.
           inputs: its inputs.
           dims: for each of these the dimension that is summed over; None for one that has none.
         """
-
-        def split(value: _Value, dim: int | None) -> Any:
-            x = self._whole(value)
-            if dim is None:
-                return x
-            # (…, rows, …) → (…, shards, rows / shards, …)
-            return x.reshape(*x.shape[:dim], self.shards, -1, *x.shape[dim + 1 :])
-
-        arrays = [split(x, dim) for x, dim in zip(inputs, dims, strict=True)]
+        whole = [self._whole(x) for x in inputs]
+        meshes = (type_mesh(x) for x in whole)
+        mesh = next(filter(None, meshes), self.mesh)
+        # JAX cannot type all operations that map over an Explicit axis, such as convolutions.
+        auto = mesh.abstract_mesh.update_axis_types(
+            dict.fromkeys(axes_of_type(mesh, AxisType.Explicit), AxisType.Auto)
+        )
+        arrays = [retype(x, auto) for x in whole]
         in_axes = [None if dim is None else int(dim) for dim in dims]  # from NumPy's integers
-        if equation.primitive.name == "scatter-add":
-            # What is added to counts once.
-            arrays[0], in_axes[0] = self._split(inputs[0]), 0
-        [out] = _run_mapped(equation, arrays, in_axes)
-        return [_Value(self._constrain(out), is_split=True)]
+        with jax.sharding.use_abstract_mesh(auto):
+            for i, dim in enumerate(in_axes):
+                if dim is not None:  # (…, rows, …) → (…, shards, rows / shards, …)
+                    shape = arrays[i].shape
+                    split = (*shape[:dim], self.shards, -1, *shape[dim + 1 :])
+                    arrays[i] = arrays[i].reshape(split)
+            if equation.primitive.name == "scatter-add":
+                # What is added to counts once.
+                arrays[0], in_axes[0] = self._split(_Value(arrays[0])), 0
+            [out] = _run_mapped(equation, arrays, in_axes, auto)
+        out = self._constrain(out)
+        if auto != mesh.abstract_mesh:
+            rows = self._explicit_entry(mesh) or None
+            others = self._keep_other_axes(equation.outvars[0].aval.sharding)  # type: ignore[attr-defined]
+            out = retype(out, mesh, PartitionSpec(rows, *others.partitions))
+        return [_Value(out, is_split=True)]
 
     def _summed_dims(
         self, equation: JaxprEqn, inputs: Sequence[_Value]
@@ -256,6 +301,12 @@ class ShardSums:
             dims = next((pair for pair in contracted if x == pair[0] or y == pair[1]), None)
         elif name == "reduce_sum" and inputs[0].rows in params["axes"]:
             dims = (inputs[0].rows,)
+        elif name == "conv_general_dilated":
+            # The rows are the input features of a convolution that returns a kernel's gradient.
+            numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+            dims = numbers.lhs_spec[1], numbers.rhs_spec[1]
+            if groups > 1 or dims != tuple(x.rows for x in inputs):
+                dims = None
         elif name == "scatter-add":
             dims = _scattered_rows(params["dimension_numbers"], inputs)
         sizes = [
@@ -278,6 +329,9 @@ class ShardSums:
         # Added up here, and not in each step.
         constants = [_Value(self._whole(x), x.rows) for x in inputs[: starts[0]]]
         carried, scanned = inputs[slice(*starts)], inputs[starts[1] :]
+        # What has rows is no sum over these, though sums of a later operation are linear in it.
+        are_sums = [x.rows is None for x in carried] + [True] * (len(wanted) - count)
+        wanted = [wants and is_sum for wants, is_sum in zip(wanted, are_sums, strict=True)]
         init = [
             self._split(x) if wants else self._whole(x)
             for x, wants in zip(carried, wanted[:count], strict=True)
@@ -309,7 +363,9 @@ class ShardSums:
         ]
         for x, step in zip(stacked, outputs[count:], strict=True):
             if step.is_split:  # (length, shards, …) → (shards, length, …)
-                results.append(_Value(self._constrain(jnp.swapaxes(x, 0, 1)), is_split=True))
+                with in_context(type_mesh(x)):
+                    swapped = jnp.swapaxes(x, 0, 1)
+                results.append(_Value(self._constrain(swapped), is_split=True))
             else:
                 results.append(_Value(x, None if step.rows is None else step.rows + 1))
         return results
@@ -325,11 +381,21 @@ class ShardSums:
         return self._run(equation.params["jaxpr"], values, wanted)
 
 
-def _run_mapped(equation: JaxprEqn, arrays: Arrays, dims: Sequence[int | None]) -> list[Any]:
-    """Runs an operation over these dimensions of its inputs; None for those that stay whole."""
+def _run_mapped(
+    equation: JaxprEqn,
+    arrays: Arrays,
+    dims: Sequence[int | None],
+    mesh: AbstractMesh | None = None,
+) -> list[Any]:
+    """Runs an operation over these dimensions of its inputs; None for those that stay whole.
+
+    With a mesh, on that one, whose axes are Auto.
+    """
+    if mesh is not None and equation.params.get("out_sharding") is not None:
+        equation = equation.replace(params={**equation.params, "out_sharding": None})
 
     def run(*arrays: Any) -> list[Any]:
-        return _compat.run_equation(equation, arrays)
+        return _compat.run_equation(equation, arrays, mesh)
 
     outputs: list[Any] = jax.vmap(run, in_axes=tuple(dims))(*arrays)
     return outputs
@@ -367,8 +433,14 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _is_linear(name: str, inputs: Sequence[_Value]) -> bool:
-    """Whether an operation is linear in the inputs that are shard sums."""
+def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
+    """Whether an operation is linear in the inputs that are shard sums, and is run on each."""
+    name = equation.primitive.name
+    sizes = [math.prod(x.array.shape[1:]) for x in inputs if x.is_split]
+    # Sums that are broadcast, as to all rows, are added up before: they take less memory so.
+    shapes = [getattr(x.aval, "shape", ()) for x in equation.outvars]
+    if not sizes or any(math.prod(shape) > max(sizes) for shape in shapes):
+        return False
     if name in _PRODUCTS:
         first, second = (x.is_split for x in inputs)
         return first != second and not (name == "div" and second)

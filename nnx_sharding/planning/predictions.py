@@ -11,7 +11,8 @@ axes of the batch, and n the number of devices along these axes:
     tensor parallelism        tokens × features × …    activations on both sides of a kernel
     experts                   tokens × features × …    tokens go to two experts and back
     pipeline                  tokens × features × …    between stages, in each tick, both ways; and
-                              what is above for the layers of a stage is sent in each tick, too;
+                              what is above for the layers of a stage is sent in each tick, too,
+                              but with 1F1B what is not sharded over the batch: it is reduced once;
                               blocks of a list move to their stages, and their gradients back
     context                   tokens × features × …    keys and values, or heads for positions,
                               both ways: `CONTEXT_ROUNDS`
@@ -219,6 +220,7 @@ class _Sums:
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
         self.ticks = 1  # how often a stage gathers its layers, and sums their gradients
+        self.interleaves = False  # whether a pipeline runs by 1F1B
         self.key: list[Any] = [tuple(self.sizes.items())]
         self.tokens = arguments.tokens / self._devices("replica", *SHARDING)  # of one device
 
@@ -269,7 +271,7 @@ class _Sums:
             sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
             self.idle = schedule.ticks / schedule.microbatches
-            self.ticks = schedule.ticks
+            self.ticks, self.interleaves = schedule.ticks, schedule.interleaves
             # In each tick forward and backward; and what leaves the stages, and its gradient.
             sent += 2 * self.tokens * per_token * (self.idle + 1)
         if stages & self.crossing:
@@ -317,7 +319,8 @@ class _Sums:
             shards, devices = self._count(axes & over), self._count(axes)
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
-        times = self.ticks if stage else 1
+        is_reduced_once = self.interleaves and others.isdisjoint(over)
+        times = self.ticks if stage and not is_reduced_once else 1
         self.within, self.between = self.within + times * sent[0], self.between + times * sent[1]
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(row, [*zip(row.shape, split, strict=True)], expert, model, stage)

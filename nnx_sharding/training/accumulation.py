@@ -11,17 +11,18 @@ Microbatch i has the rows i, i + steps, i + 2·steps, …: the rows, (batch, …
 (batch / steps, steps, …), and the scan runs over the second dimension. So each device keeps the
 rows that it has; blocks of successive rows would be on some of the devices only.
 
-If rows are sharded over devices, each gradient is a sum over these. The totals of parameters in
-layers that compute each row by itself are kept as *partial sums*, one for each device
-(``transforms/partial_sums.py``), and these are added up once, after the scan. Partial sums need
-Explicit axes, on which the type of an array says how it is sharded.
+If rows are sharded over devices, each gradient is a sum over these. The totals of parameters that
+are replicated over the axes of the rows are kept as *shard sums*, one for each device
+(``partition/shard_sums.py``), and these are added up once, after the scan. By the types on Explicit
+axes it is known what is replicated. On Auto axes, ``axis`` makes them Explicit around the loop, so
+that parameters are gathered before it; in the loop they are Auto again, as the loss is written for.
 
 What it builds on:
 
 * `ValueAndGrad.prepare` finds the arrays that are differentiated in a call (``PreparedCall``: their
-  *slots*, which are their numbers among all arrays of the arguments, in ``slots``; those with
-  partial sums in ``partial``); `value_and_gradients` returns the value and a list with their
-  gradients; `PreparedCall.build_gradient` puts such a list into the form of the arguments.
+  *slots*, which are their numbers among all arrays of the arguments);
+  `ValueAndGrad.differentiate` calls the loss with a function that differentiates it at arrays;
+  `PreparedCall.build_gradient` puts gradients into the form of the arguments.
 * `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
 * `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
   with None for the last dimensions.
@@ -49,13 +50,13 @@ from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
-from ..partition.shard_sums import add_up
+from ..partition.shard_sums import ShardSums, add_up
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes, suggestion
 from ..specs.paths import Path, accessor, path_key
+from ..specs.types import AxisName
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.grad import PreparedCall, ValueAndGrad
-from ..transforms.in_trace import type_text
-from ..transforms.partial_sums import PartialSums, with_sums
+from ..transforms.in_trace import Function, replace_slots, traced_slots, type_text
 
 # Values of arguments, by name.
 _Arguments: TypeAlias = Mapping[str, Any]
@@ -83,11 +84,10 @@ def accumulate_gradients(
     of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
     random streams, happen once for each microbatch.
 
-    On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of layers that
-    compute each row independently, such as ``nnx.Linear``, are summed on each device and reduced
-    once, after the loop, if the parameter is replicated over the axes of the rows. All others, such
-    as those of ``BatchNorm`` and of your own modules, are reduced for each microbatch. With
-    ``pipeline(schedule="1f1b")`` these are reduced once, too.
+    On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of parameters that
+    are replicated over the axes of the rows are summed on each device, and reduced once, after the
+    loop. Those of parameters that these axes shard are reduced for each microbatch, and so is what
+    a function computes in a ``shard_map``.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -101,9 +101,9 @@ def accumulate_gradients(
         classes, are the same for all microbatches. By default, all that hold arrays but no modules
         or Variables and are not differentiated, apart from scalars; if these arrays do not have
         equally many rows, it is an error.
-      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
-        within the loop, where parameters are replicated over it, so that the reduction follows the
-        loop. What other axes shard, they shard in the loop too.
+      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. Parameters are
+        replicated over it within the loop, so that the reduction follows the loop. What other axes
+        shard, they shard in the loop too.
       dtype: the dtype in which gradients are summed and returned; None for their own.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -172,140 +172,217 @@ class _Accumulation:
         batch = {name: _split_rows(name, bound.arguments[name], self.steps) for name in names}
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
         if self.axis is None:
-            return self._accumulate(bound, rest, batch)
-        # Parameters and other arguments are replicated over the axis, as partial sums need it.
+            return self._accumulate(bound, rest, batch, frozenset())
+        explicit = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit)
+        auto = frozenset(axes_of(self.axis)).difference(explicit)
+        # Parameters and other arguments are replicated over the axis, as shard sums need it.
         in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
 
         # Both are arguments and not in `bound`: `explicit_axes` changes only the types of these.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            return self._accumulate(bound, rest, batch)
+            return self._accumulate(bound, rest, batch, auto)
 
-        explicit = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
-        return explicit(rest, batch)  # type: ignore[no-any-return]
+        run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
+        return run(rest, batch)  # type: ignore[no-any-return]
 
     def _accumulate(
-        self, bound: inspect.BoundArguments, rest: _Arguments, batch: _Arguments
+        self,
+        bound: inspect.BoundArguments,
+        rest: _Arguments,
+        batch: _Arguments,
+        auto: frozenset[AxisName],
     ) -> tuple[Any, Any]:
-        """Returns the mean value and gradient of the microbatches, which a scan runs over.
+        """Returns the mean value and gradient of the microbatches.
+
+        Microbatches in the stages of a pipeline run with Auto axes, as its layers do, and those of
+        a loss that is written for Auto axes as well. Results get their types on Explicit axes back:
+        gradients those of their parameters, auxiliary data those of the rows.
 
         Args:
           bound: the arguments of the loss, by name; changed here.
           rest: those of them that are the same for all microbatches.
           batch: those with rows, reshaped to (batch / steps, steps, …).
+          auto: the Explicit axes that are Auto for the loss.
 
         Returns:
           The value, with ``has_aux`` a pair of it and the auxiliary data of all microbatches,
           (steps, …); and the gradient in the form of the differentiated arguments.
         """
         bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
-        sums = _partial_sums_over_rows(batch)
+        outer = jax.sharding.get_abstract_mesh()
         # Of the whole batch: which arrays are differentiated does not depend on the rows.
-        prepared = self.gradient.prepare(bound.args, bound.kwargs, sums)
-        if has_interleaved_pipeline(prepared.flat.objects):
-            return self._interleave(bound, rest, batch, sums)
-
-        def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
-            """Adds the gradients of one microbatch to the totals, and returns its value."""
-            bound.arguments.update({**rest, **microbatch})
-            call = self.gradient.prepare(bound.args, bound.kwargs, sums)
-            value, gradients = with_sums(sums, self.gradient.value_and_gradients, call, sums)
-            _check_aux(value[1] if self.has_aux else ())
-            pairs = zip(totals, gradients, strict=True)
-            return [total + d.astype(total.dtype) for total, d in pairs], value
-
-        # Totals are carried, modules stay whole, and the rows are split along axis 1, the steps of
-        # (batch / steps, steps, …). Values are stacked: (steps,).
-        run = scan(
-            step, in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=self.steps, **self.modes
-        )
-        totals, values = run(self._zeros(prepared, sums), rest, batch)
-        # Microbatches are equally large, so the mean of their means is the mean of the batch.
-        value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
-        return value, prepared.build_gradient(self._means(prepared, totals))
-
-    def _interleave(
-        self,
-        bound: inspect.BoundArguments,
-        rest: _Arguments,
-        batch: _Arguments,
-        sums: PartialSums | None,
-    ) -> tuple[Any, Any]:
-        """Does the same as `_accumulate` with microbatches interleaved in the stages of a pipeline.
-
-        The whole loss runs with Auto axes, as layers do: what is sent from stage to stage, and what
-        these keep, is sharded as the compiler chooses. Results get their types on Explicit axes
-        back: gradients those of their parameters, auxiliary data those of the rows.
-
-        Args:
-          bound: the arguments of the loss, by name; changed here.
-          rest: those of them that are the same for all microbatches.
-          batch: those with rows, reshaped to (batch / steps, steps, …).
-          sums: knows the Explicit axes of the rows; None if there are none.
-        """
-        mesh = jax.sharding.get_abstract_mesh()
+        whole = self.gradient.prepare(bound.args, bound.kwargs)
+        specs = [type_spec(x) for x in whole.arrays()]
+        meshes = [type_mesh(x) for x in whole.arrays()]
+        sums = _sums_over_rows(batch)
+        # Sums of parameters that other devices have parts of would take the memory of the whole.
+        is_split = [
+            sums is not None and spec is not None and {*sums.axes}.isdisjoint(spec_axes(spec))
+            for spec in specs
+        ]
+        is_interleaved = has_interleaved_pipeline(whole.flat.objects)
+        accumulate: Callable[..., tuple[Any, Sequence[jax.Array]]] = self._scan
+        if is_interleaved:
+            accumulate = self._interleave
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
-        rows = typed[0] if typed else None
-        call = self.gradient.prepare(bound.args, bound.kwargs)
-        gradient_specs = [type_spec(x) for x in call.arrays()]
-        row_axes = () if sums is None else axes_of(sums.rows)
-        # Those that other devices have parts of would take their memory.
-        is_replicated = [
-            spec is not None and {*row_axes}.isdisjoint(spec_axes(spec)) for spec in gradient_specs
-        ]
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
-            rest, microbatches = inputs
-            first = jax.tree.map(lambda x: x[0], microbatches)  # (rows, …)
-            bound.arguments.update({**rest, **first})
-            call = self.gradient.prepare(bound.args, bound.kwargs)  # of arrays on Auto axes
-            pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(microbatches), strict=True)]
-            value, totals = accumulate_interleaved(
-                self.gradient, call, pairs, self.dtype, row_axes, is_replicated
-            )
-            _check_aux(value[1] if self.has_aux else ())
+            value, totals = accumulate(bound, *inputs, sums, is_split)
             gradients = []
-            for total, spec in zip(totals, gradient_specs, strict=True):
+            for total, spec, mesh in zip(totals, specs, meshes, strict=True):
                 mean = total / self.steps
                 gradients.append(mean if spec is None else retype(mean, mesh, spec))
             return value, gradients
 
         def retype_aux(x: jax.Array) -> jax.Array:
             """Types auxiliary data, (steps, …), as what a module returns for the rows."""
-            spec = PartitionSpec() if rows is None else output_spec(x, rows, None)
-            typed: jax.Array = retype(x, mesh, spec)
-            return typed
+            spec = output_spec(x, typed[0], None) if typed else PartitionSpec()
+            return cast(jax.Array, retype(x, outer, spec))
 
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        inputs = (rest, microbatches)
-        value, gradients = cast(Any, with_auto_axes(inputs, run, explicit, retype_aux))
-        return value, call.build_gradient(gradients)
+        if is_interleaved:
+            auto = frozenset(axes_of_type(outer, AxisType.Explicit))
+        outputs = with_auto_axes((rest, microbatches), run, auto, retype_aux)
+        value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
+        return value, whole.build_gradient(gradients)
 
-    def _zeros(self, prepared: PreparedCall, sums: PartialSums | None) -> list[jax.Array]:
-        """Returns a total of zero for each array that is differentiated.
+    def _scan(
+        self,
+        bound: inspect.BoundArguments,
+        rest: _Arguments,
+        microbatches: _Arguments,
+        sums: ShardSums | None,
+        is_split: Sequence[bool],
+    ) -> tuple[Any, list[jax.Array]]:
+        """Differentiates one microbatch after the other, in a scan.
 
-        It has the shape of the array; of one with partial sums, (*shape, shards of the rows).
+        Args:
+          bound: the arguments of the loss, by name; changed here.
+          rest: those of them that are the same for all microbatches.
+          microbatches: those with rows, (steps, rows, …).
+          sums: splits sums over rows; None if these are not known to be sharded.
+          is_split: for each array that is differentiated, whether its total is kept as shard sums.
+
+        Returns:
+          The mean value, with ``has_aux`` a pair of it and the auxiliary data, (steps, …); and the
+          sum of the gradients of each array that is differentiated.
         """
-        zeros = []
-        for slot, array in zip(prepared.slots, prepared.arrays(), strict=True):
-            if sums is not None and slot in prepared.partial:
-                zeros.append(sums.zeros(array, self.dtype))
-            else:
-                zeros.append(jnp.zeros_like(array, self.dtype))
-        return zeros
 
-    def _means(self, prepared: PreparedCall, totals: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduces the totals of all microbatches, and divides them by the number of these."""
-        names = [prepared.plan.names[slot] for slot in prepared.slots]
-        return [
-            _reduce_total(total, parameter, name) / self.steps
-            for total, parameter, name in zip(totals, prepared.arrays(), names, strict=True)
+        def differentiate(
+            call: PreparedCall, microbatch: _Arguments
+        ) -> tuple[Any, Sequence[jax.Array]]:
+            if sums is None:
+                return self.gradient.value_and_gradients(call)
+            rows = [x for x in jax.tree.leaves(microbatch) if jnp.ndim(x)]
+            return _differentiate_by_shards(self.gradient, call, sums, rows, is_split)
+
+        def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
+            """Adds the gradients of one microbatch to the totals, and returns its value."""
+            bound.arguments.update({**rest, **microbatch})
+            call = self.gradient.prepare(bound.args, bound.kwargs)
+            value, gradients = differentiate(call, microbatch)
+            _check_aux(value[1] if self.has_aux else ())
+            return [*map(_add, totals, gradients)], value
+
+        bound.arguments.update(rest)
+        call = self.gradient.prepare(bound.args, bound.kwargs)
+        zeros = [
+            sums.zeros(x, self.dtype) if sums and splits else jnp.zeros_like(x, self.dtype)
+            for x, splits in zip(call.arrays(), is_split, strict=True)
         ]
+        # Totals are carried, modules stay whole, and values are stacked: (steps,).
+        run = scan(
+            step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
+        )
+        totals, values = run(zeros, rest, microbatches)
+        names = [call.plan.names[slot] for slot in call.slots]
+        reduced = [
+            add_up(total, 0, name) if splits else total  # (shards, *shape) → shape
+            for total, name, splits in zip(totals, names, is_split, strict=True)
+        ]
+        # Microbatches are equally large, so the mean of their means is the mean of the batch.
+        value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
+        return value, reduced
+
+    def _interleave(
+        self,
+        bound: inspect.BoundArguments,
+        rest: _Arguments,
+        microbatches: _Arguments,
+        sums: ShardSums | None,
+        is_split: Sequence[bool],
+    ) -> tuple[Any, Sequence[jax.Array]]:
+        """Does the same as `_scan` with microbatches interleaved in the stages of a pipeline."""
+        first = jax.tree.map(lambda x: x[0], microbatches)  # (rows, …)
+        bound.arguments.update({**rest, **first})
+        call = self.gradient.prepare(bound.args, bound.kwargs)
+        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(microbatches), strict=True)]
+        row_axes = () if sums is None else sums.axes
+        value, totals = accumulate_interleaved(
+            self.gradient, call, pairs, self.dtype, row_axes, is_split
+        )
+        _check_aux(value[1] if self.has_aux else ())
+        return value, totals
+
+
+def _differentiate_by_shards(
+    gradient: ValueAndGrad[..., Any],
+    call: PreparedCall,
+    sums: ShardSums,
+    rows: Sequence[jax.Array],
+    is_split: Sequence[bool],
+) -> tuple[Any, Sequence[jax.Array]]:
+    """Calls and differentiates the loss of one microbatch; some gradients are shard sums.
+
+    Args:
+      gradient: differentiates the loss.
+      call: its call with the microbatch.
+      sums: splits sums over rows.
+      rows: the arrays of the microbatch.
+      is_split: for each array that is differentiated, whether its gradient is shard sums.
+
+    Returns:
+      What the loss returns, and the gradient of each array that is differentiated.
+    """
+    gradient.check_types(call)
+    slots = traced_slots(call.flat.leaves)
+    position = {slot: i for i, slot in enumerate(slots)}
+    targets = [position[slot] for slot in call.slots]
+    ids = {id(x) for x in rows}
+    row_dims = [0 if id(call.flat.leaves[slot]) in ids else None for slot in slots]
+
+    def derivative_of(function: Function, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the gradients and the outputs of a function, as `differentiate` asks."""
+        treedefs = list[Any]()  # of the outputs, whose leaves are arrays
+
+        def gradients_and_outputs(arrays: Sequence[Any]) -> list[Any]:
+            def loss(chosen: Sequence[Any]) -> tuple[Any, Any]:
+                [value], outputs = function(replace_slots(arrays, targets, chosen))
+                return value, outputs
+
+            derivative = jax.value_and_grad(loss, has_aux=True)
+            (_, outputs), gradients = derivative([arrays[i] for i in targets])
+            leaves, treedef = jax.tree.flatten(outputs)
+            treedefs.append(treedef)
+            return [*gradients, *leaves]
+
+        wanted = [number for number, splits in enumerate(is_split) if splits]
+        found = sums.evaluate(gradients_and_outputs, arrays, row_dims, wanted)
+        gradients, leaves = found[: len(targets)], found[len(targets) :]
+        return gradients, jax.tree.unflatten(treedefs[-1], leaves)
+
+    return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
+
+
+def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Adds a gradient to a total, whose dtype and type on Explicit axes the sum has."""
+    gradient, spec = gradient.astype(total.dtype), type_spec(total)
+    return total + (gradient if spec is None else retype(gradient, type_mesh(total), spec))
 
 
 def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> PathFunction:
-    """Returns the ``in_sharding`` of arguments for a loop in which ``axis`` is Explicit.
+    """Returns the ``in_sharding`` of arguments for what runs with an Explicit ``axis``.
 
     Other Explicit axes shard the arguments as before. ``axis`` shards the first dimension of
     arguments with ``rows``, and nothing of others. For the axis ``"data"``, an array with the spec
@@ -456,30 +533,12 @@ def _check_aux(aux: object) -> None:
     )
 
 
-def _partial_sums_over_rows(batch: _Arguments) -> PartialSums | None:
-    """Returns partial sums over the Explicit axes that shard the rows; None if there are none.
+def _sums_over_rows(batch: _Arguments) -> ShardSums | None:
+    """Returns shard sums over the Explicit axes that shard the rows; None if there are none.
 
     Arrays of the batch may be sharded over fewer axes than others; the most are taken.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    row_entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]  # None if unsharded
-    rows = max(row_entries, key=lambda entry: len(axes_of(entry)), default=None)
-    return None if rows is None else PartialSums(type_mesh(typed[0]), rows)
-
-
-def _reduce_total(total: jax.Array, parameter: jax.Array, name: str) -> jax.Array:
-    """Adds up the partial sums of the devices to the gradient of a parameter.
-
-    Args:
-      total: the sum over microbatches: of the parameter's shape, or (*shape, devices) if each
-        device has its own.
-      parameter: the parameter, whose sharding the gradient gets.
-      name: the expression for it, such as ``model.up.kernel``.
-    """
-    if total.ndim > parameter.ndim:
-        total = add_up(total, -1, name)  # (*parameter.shape, shards of the rows) → parameter.shape
-    if type_spec(parameter) is None:
-        return total
-    # Gradients that were not partial sums may have left it sharded in another way.
-    reduced: jax.Array = jax.sharding.reshard(total, jax.typeof(parameter).sharding)
-    return reduced
+    row_axes = [axes_of(jax.typeof(x).sharding.spec.partitions[0]) for x in typed]
+    axes = max(row_axes, key=len, default=())
+    return ShardSums(type_mesh(typed[0]), tuple(axes)) if axes else None

@@ -315,9 +315,6 @@ class _Custom(InnerTransform):
         cls = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: cls(self, plan, function, leaves).run()
 
-    def passes_sums(self, spec: object) -> bool:
-        return False  # the rule has the whole gradient
-
 
 class _Rules(FunctionGroup):
     """A function and the rules for its derivative; called, it is the function."""

@@ -7,14 +7,12 @@
 (:meth:`PreparedCall.build_gradient`): a state by path for each module, as in Flax. The *plan* is
 what is known of all calls with arguments of one structure; a *location* is where a Variable or an
 array is in an argument.
-`accumulate_gradients` takes the same three steps, with the second one in a loop, and with *partial
-sums*: gradients that are not yet summed over devices (``partial_sums.py``).
+`accumulate_gradients` takes the same three steps, with the second one in a loop.
 
 From other modules:
 
     tangent_type   the type that a gradient has; None for integers and the like
     value_at       what a location has: an array, or a Variable's pytree of arrays
-    PartialSums    has the partial sums of parameters; ``zeros`` makes them, ``slots`` says of which
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from ..specs.fitting import suggestion
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function, is_array, type_text
 from .lifted import Modes, P, R, lift
-from .partial_sums import PartialSums
 from .tangents import tangent_type, without_tangent
 
 
@@ -262,7 +259,6 @@ class PreparedCall(NamedTuple):
       flat: its arguments.
       targets: the arguments that are differentiated.
       slots: the slots of the arrays that are differentiated.
-      partial: those of them with partial sums.
       is_single: whether the gradient is of one argument, not a tuple.
     """
 
@@ -270,7 +266,6 @@ class PreparedCall(NamedTuple):
     flat: Flat
     targets: list[Target]
     slots: list[int]
-    partial: list[int]
     is_single: bool
 
     def arrays(self) -> list[Any]:
@@ -343,43 +338,29 @@ class ValueAndGrad(Differentiable[P, R]):
             return value, gradient
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
-    def prepare(
-        self, args: tuple[object, ...], kwargs: dict[str, object], sums: PartialSums | None = None
-    ) -> PreparedCall:
-        """Finds the arrays that are differentiated in a call, and which of them have partial sums.
-
-        ``sums`` is None unless gradients are accumulated.
-        """
+    def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> PreparedCall:
+        """Finds the arrays that are differentiated in a call."""
         plan, flat = self._find_plan(args, kwargs)
         targets = self._targets(plan, self._sort(args, kwargs), flat)
         unique: dict[int, None] = {}  # in order; targets that share a Variable have its slots twice
         for target in targets:
             for named in target.locations:
                 unique |= dict.fromkeys(named.location.slots)
-        with_sums = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
         return PreparedCall(
             plan=plan,
             flat=flat,
             targets=targets,
             slots=[*unique],
-            partial=[slot for slot in unique if slot in with_sums],
             is_single=self._transform.is_single,
         )
 
-    def value_and_gradients(
-        self, prepared: PreparedCall, sums: PartialSums | None = None
-    ) -> tuple[Any, list[Any]]:
+    def value_and_gradients(self, prepared: PreparedCall) -> tuple[Any, list[Any]]:
         """Calls and differentiates the function.
 
-        Args:
-          prepared: the call.
-          sums: makes the partial sums of parameters, if gradients are accumulated.
-
         Returns:
-          What the function returns, and the gradient of each array that is differentiated, with the
-          partial sums of those that have some.
+          What the function returns, and the gradient of each array that is differentiated.
         """
-        self._check_types(prepared)
+        self.check_types(prepared)
         transform = self._transform
         options: dict[str, Any] = {
             "holomorphic": transform.holomorphic,
@@ -388,8 +369,6 @@ class ValueAndGrad(Differentiable[P, R]):
 
         def gradients_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
             """Returns the gradients and the outputs of a function, as `differentiate` asks."""
-            if sums is not None:
-                return _differentiate_with_sums(function, arrays, prepared, sums, options)
 
             def loss(arrays: Sequence[Any]) -> tuple[Any, Any]:
                 [value], outputs = function(arrays)  # the loss is the only array of the output
@@ -401,7 +380,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
         return self.differentiate(prepared.plan, prepared.flat, prepared.slots, gradients_of)
 
-    def _check_types(self, prepared: PreparedCall) -> None:
+    def check_types(self, prepared: PreparedCall) -> None:
         """Raises a ``TypeError`` for arrays without a derivative, such as integers.
 
         JAX would find it, too, but it knows neither their paths nor the option ``wrt``.
@@ -524,44 +503,3 @@ class ValueAndGrad(Differentiable[P, R]):
             )
             raise see(error, anchor="unknown-parameter")
         return names[position]
-
-
-def _differentiate_with_sums(
-    function: Function,
-    arrays: list[object],
-    prepared: PreparedCall,
-    sums: PartialSums,
-    options: Mapping[str, Any],
-) -> tuple[list[Any], Any]:
-    """Differentiates at arrays, some of which have partial sums (`partial_sums.py`).
-
-    Layers that use a parameter row by row also take partial sums of zero, whose gradients are the
-    partial sums. The parameter itself gets the gradient of its other uses.
-
-    Args:
-      function: takes the arrays that are differentiated; returns the loss, and what a call returns.
-      arrays: the arrays.
-      prepared: the call, which says which arrays have partial sums.
-      sums: makes and adds partial sums.
-      options: the options of ``jax.value_and_grad``.
-
-    Returns:
-      For each array its gradient, or its partial sums; and what the call returns.
-    """
-    slots, partial = prepared.slots, prepared.partial
-
-    def loss(arrays: Sequence[Any], zeros: Sequence[jax.Array]) -> tuple[Any, Any]:
-        parameters = dict(zip(slots, arrays, strict=True))
-        pairs = zip((parameters[slot] for slot in partial), zeros, strict=True)
-        with sums.with_partials(pairs):
-            [value], outputs = function(arrays)
-        return value, outputs
-
-    # With respect to the sums as well: their gradient is what a layer would add to them.
-    derivative = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
-    zeros = [sums.zeros(prepared.flat.leaves[slot]) for slot in partial]
-    (_, outputs), (gradients, new_sums) = derivative(arrays, zeros)
-    by_slot = dict(zip(slots, gradients, strict=True))
-    for slot, new in zip(partial, new_sums, strict=True):
-        by_slot[slot] = sums.add(new, by_slot[slot])
-    return [by_slot[slot] for slot in slots], outputs

@@ -27,7 +27,6 @@ Words of all transforms:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -46,10 +45,8 @@ from ..core.static_arguments import PLAIN_TYPES
 from ..core.static_equality import Static
 from ..core.transform import Program, Transform
 from ..core.unflatten import Unflattened
-from ..specs.types import Axis
 from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R
-from .partial_sums import PARTIAL_SUMS, PartialSums
 
 Function: TypeAlias = Callable[..., Any]
 # What a call gets that JAX does not trace, such as flags, by slot.
@@ -199,63 +196,10 @@ class InnerTransform(Transform):
 
         It is called once for each plan.
         """
-        call = self.jax_transform(plan, function)
-
-        def inline(*leaves: object) -> Any:
-            # While gradients are accumulated, parameters have partial sums (`partial_sums.py`).
-            sums = PARTIAL_SUMS.get()
-            partials = {} if sums is None else self._partial_sums(plan, sums, leaves)
-            if sums is None or not partials:
-                return call(*leaves)
-            # Made again at each call: which parameters have sums depends on the surrounding trace.
-            slots = [*partials]
-            with_sums = _with_partial_sums(function, sums, slots, len(leaves))
-            names = [*plan.names, *(plan.names[slot] for slot in slots)]
-            specs = [*plan.specs, *(plan.specs[slot] for slot in slots)]
-            extended = dataclasses.replace(plan, names=names, specs=specs)
-            return self.jax_transform(extended, with_sums)(*leaves, *partials.values())
-
+        inline = self.jax_transform(plan, function)
         by_content = compile_at_top_level(inline, compiled_by_content)
         per_call = by_content if self.compiles_at_top_level else inline
         return Program(staged=None, top_level=inline, inline=inline, traced_each_time=per_call)
-
-    def _partial_sums(
-        self, plan: Plan, sums: PartialSums, leaves: Sequence[object]
-    ) -> dict[int, jax.Array]:
-        """Returns the partial sums that go into the function with their parameters, by slot."""
-        if not self.can_pass_sums(plan, sums, leaves):
-            return {}
-        # By the identity of the leaf: a tracer of the surrounding trace that the loss was given.
-        pairs = ((slot, sums.find(leaf)) for slot, leaf in enumerate(leaves))
-        return {
-            slot: partial
-            for slot, partial in pairs
-            if partial is not None and self.passes_sums(plan.specs[slot])
-        }
-
-    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[object]) -> bool:
-        """Whether a call with these leaves can take partial sums at all."""
-        return True
-
-    def passes_sums(self, spec: Axis) -> bool:
-        """Whether the partial sums of a parameter with this spec can enter with the same one."""
-        return True
-
-
-def _with_partial_sums(
-    function: Function, sums: PartialSums, slots: Sequence[int], count: int
-) -> Function:
-    """Makes a function of ``count`` leaves and the partial sums of the leaves in some slots.
-
-    JAX has to see them as arguments: what the function captured would get no gradient.
-    """
-
-    def with_sums(*arguments: Any) -> Any:
-        leaves, partials = arguments[:count], arguments[count:]
-        with sums.with_partials(zip((leaves[slot] for slot in slots), partials, strict=True)):
-            return function(*leaves)
-
-    return with_sums
 
 
 class Inner(LiftedFunction[P, R]):

@@ -48,7 +48,7 @@ from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry, count_links
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed, see
-from ..specs.types import BROADCAST, CARRY, Axis
+from ..specs.types import BROADCAST, CARRY
 from . import prefetching
 from .carry_checks import check_carry, structure_changes, type_changes
 from .in_trace import Function, Inner, StaticLeaves, may_keep, tree_text
@@ -217,11 +217,6 @@ class Scan(Mapped):
             return out
 
         return with_checked_carry
-
-    def passes_sums(self, spec: Axis) -> bool:  # noqa: D102
-        # A step may write to what is not mapped, and has no sums for the new value. The last
-        # dimension of sums is an additional one, which an axis from the back would count.
-        return spec.index is not None and spec.index >= 0
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:  # noqa: D102
         carried: set[int] = set()

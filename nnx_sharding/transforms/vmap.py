@@ -8,7 +8,6 @@ From other modules:
 
     Mapped          the base: reads axes from ``in_axes``, and names them in metadata
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    PartialSums     gradients that are not summed over devices yet
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from ..core.constrain import type_spec
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, pad_entries, spec_axes
+from ..specs.fitting import spec_axes
 from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, call_on_slots, type_text
 from .lifted import lift
 from .mapped_axes import Mapped, axes_specs, jax_options
-from .partial_sums import PartialSums
 
 
 @_compat.api_boundary
@@ -137,19 +135,6 @@ class _Vmap(Mapped):
             return call_on_slots(mapped, function, slots, leaves)
 
         return call_mapped
-
-    def can_pass_sums(self, plan: Plan, sums: PartialSums, leaves: Sequence[Any]) -> bool:
-        """Whether rows are not mapped: JAX shards nothing else over the axes of what is mapped."""
-        mapped_entries = (
-            pad_entries(spec, leaf.ndim)[axis.index]
-            for axis, leaf in zip(plan.specs, leaves, strict=True)
-            if axis.index is not None and (spec := type_spec(leaf)) is not None
-        )
-        return all(sums.axes.isdisjoint(axes_of(entry)) for entry in mapped_entries)
-
-    def passes_sums(self, spec: Axis) -> bool:
-        # Sums have one more dimension, the last one, which an axis from the back would count.
-        return spec.index is None or spec.index >= 0
 
     def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
         return super().is_stacked(slots, leaf) and _compat.varies_in_vmap(leaf)
