@@ -338,7 +338,6 @@ class Attribution:
         self._module = module
         rows = [row for row in rows if row.used]
         self._places_by_name: dict[str, Place | None] = {}
-        self._named_places: dict[str, Place | None] = {}
         self._places: dict[str, Place | None] = {}
         self._owners = owners_of_arguments(rows)
         # The row of each parameter of the program: by order, or where that differs, by name.
@@ -409,14 +408,10 @@ class Attribution:
 
         None if the compiler made it.
         """
-        name = instruction.name
-        if name not in self._named_places:
-            place = self._written_place(instruction)
-            if place is None and instruction.opcode in _COMPOSED:
-                within = map(self._place_within, instruction.callees)
-                place = next(filter(None, within), None)
-            self._named_places[name] = place
-        return self._named_places[name]
+        place = self._written_place(instruction)
+        if place is None and instruction.opcode in _COMPOSED:
+            place = next(filter(None, map(self._place_within, instruction.callees)), None)
+        return place
 
     def _written_place(self, instruction: Instruction) -> Place | None:
         """Reads the place from what the compiler kept of the user's operation; None for its own."""
