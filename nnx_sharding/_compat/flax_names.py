@@ -10,6 +10,8 @@ Values are read and written past the hooks and checks of Flax, by the descriptor
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import operator
 import types
 import weakref
@@ -40,30 +42,27 @@ STATE = "_pytree__state"
 CAPTURES = "__captures__"
 
 
-class NodeForm(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeForm:
     """What nodes of one type have in common that have the same names and data."""
 
     keys: tuple[Any, ...]  # of the attributes, in their canonical order
     is_data: tuple[bool | None, ...]  # by key; None if it depends on the value
-    is_static: tuple[bool, ...]  # by key
-    others: tuple[int, ...]  # the positions of all keys that are not static
     metadata: Any  # hashable; everything else about the nodes
     names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
     order: tuple[int, ...]  # by key: the position among the names
     pick: Callable[[Sequence[Any]], Iterable[Any]]  # values by name → by key
     statuses: Any = None  # one object for all these nodes, if their statuses are equal
 
-    @classmethod
-    def of(cls, keys: tuple[Any, ...], is_data: tuple[bool | None, ...], *rest: Any) -> NodeForm:
-        """Returns the form of nodes with these attributes; ``rest`` begins with the metadata."""
-        is_static = tuple(x is False for x in is_data)
-        others = tuple(i for i, static in enumerate(is_static) if not static)
-        return cls(keys, is_data, is_static, others, *rest)
+    @functools.cached_property
+    def is_static(self) -> tuple[bool, ...]:
+        """Whether the value under each key is static in any case."""
+        return tuple(x is False for x in self.is_data)
 
-    def with_data(self, is_data: tuple[bool | None, ...]) -> NodeForm:
-        """Returns the form of nodes that are the same but for which attributes are data."""
-        rest = self.metadata, self.names, self.order, self.pick, self.statuses
-        return NodeForm.of(self.keys, is_data, *rest)
+    @functools.cached_property
+    def others(self) -> tuple[int, ...]:
+        """The positions of all keys that are not static."""
+        return tuple(i for i, static in enumerate(self.is_static) if not static)
 
 
 class NodeItems(NamedTuple):
@@ -162,7 +161,7 @@ def _read_items(
     # For one position, an itemgetter would not give a sequence.
     pick = operator.itemgetter(*order) if len(order) > 1 else list
     shared = statuses if STATUSES in keys else None
-    form = NodeForm.of(keys, is_data, metadata, names, order, pick, shared)
+    form = NodeForm(keys, is_data, metadata, names, order, pick, shared)
     return NodeItems(form, values, in_dict if is_same else None)
 
 
@@ -230,7 +229,7 @@ def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
     if marks:
         position = form.keys.index(STATUSES)
         values[position] = values[position].update(marks)
-    return NodeItems(form.with_data(tuple(is_data)), values, in_dict=None)
+    return NodeItems(dataclasses.replace(form, is_data=tuple(is_data)), values, in_dict=None)
 
 
 def _shape_of(tracer: jax.Array) -> jax.ShapeDtypeStruct:

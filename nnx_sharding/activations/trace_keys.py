@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
@@ -30,22 +31,16 @@ from ..specs.paths import Path
 from ..specs.types import AxisName, Objects
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TraceContext:
     """What the calls of modules in one trace share. Equal only to itself."""
 
-    def __init__(
-        self, batch_axes: frozenset[AxisName], within_outermost: dict[Hashable, TraceContext]
-    ):
-        """Starts a trace, in which no filter has matched yet.
-
-        Args:
-          batch_axes: the mesh axes over which the rows of the data are sharded.
-          within_outermost: the contexts within one outermost trace, by their declarations. Equal
-            declarations share a context, and so traces.
-        """
-        self.batch_axes = batch_axes
-        self.used = set[tuple[int, int]]()  # the filters that matched: number of source, of filter
-        self.within_outermost = within_outermost
+    batch_axes: frozenset[AxisName]  # over which the rows of the data are sharded
+    # The contexts within one outermost trace, by their declarations: equal ones share a context,
+    # and so traces.
+    within_outermost: dict[Hashable, TraceContext]
+    # The filters that have matched: the number of the source, and of the filter in it.
+    used: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
 
 # Traces of inner functions are not used again in another outermost trace, where filters that

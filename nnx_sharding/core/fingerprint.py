@@ -32,6 +32,7 @@ From other modules:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import weakref
@@ -45,34 +46,27 @@ from .structure import Child, Container, StaticObject, Structure, children_of
 from .treedefs import node_types
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Fingerprint:
-    """A key that is equal as long as everything that a function can read is the same."""
+    """A key that is equal as long as everything that a function can read is the same.
 
-    __slots__ = ("_codes", "_hash", "_tokens", "_weak")
+    Codes and classes are in the list by their ids, since comparing two codes compares their
+    instructions. Codes are kept alive, so that no other code gets the id. Classes are not, as they
+    may hold the function; when one is gone, the fingerprint equals no other.
+    """
 
-    def __init__(
-        self,
-        tokens: tuple[Hashable, ...],
-        codes: list[types.CodeType],
-        weak: list[weakref.ref[Any]],
-    ):
-        """Makes the key from a list of all that a function can read (``listing.py``).
+    tokens: tuple[Hashable, ...]  # the list (``listing.py``): plain values and ids
+    codes: list[types.CodeType]  # whose ids are in it
+    weak: list[weakref.ref[Any]]  # to the other objects whose ids are in it
 
-        Args:
-          tokens: the list: plain values, and the ids of code, classes and objects.
-          codes: the codes whose ids are in it.
-          weak: weak references to the other objects whose ids are in it.
-        """
-        # Codes and classes are in the list by their ids, since comparing two codes compares their
-        # instructions. Codes are kept alive, so that no other code gets the id. Classes are not, as
-        # they may hold the function; when one is gone, the fingerprint equals no other.
-        self._tokens, self._codes, self._weak = tokens, codes, weak
-        self._hash = hash(tokens)
+    def __post_init__(self) -> None:
+        """Hashes the list once, as it may be long; a ``TypeError`` if that is not possible."""
+        self._hash = hash(self.tokens)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint) or self._tokens != other._tokens:
+        if not isinstance(other, Fingerprint) or self.tokens != other.tokens:
             return False
-        return all(reference() is not None for reference in self._weak)
+        return all(reference() is not None for reference in self.weak)
 
     def __hash__(self) -> int:
         return self._hash
