@@ -178,7 +178,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         """Starts to write the arrays of a :class:`ModelSave`."""
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
-            operation.agree(arrays=digest(arrays))  # from here on, devices compute together
+            operation.agree(arrays=lambda: digest(arrays))  # from here on, devices compute together
             standard = operation.wait_for(lambda: _standard_args(flat, arrays))
             # In a mesh, JAX 0.10 refuses to slice single shards, as Orbax does.
             with _writing(directory), jax.set_mesh(Mesh(np.empty((), object), ())):

@@ -73,7 +73,7 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         finder = _Finder(stored, given.rename)
         targets = [finder.target(array, shardings[array.slot]) for array in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-        operation.agree(arrays=names.digest(arrays))  # before anything is read
+        operation.agree(arrays=lambda: names.digest(arrays))  # before anything is read
         values = load(stored, _wanted(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
     return names.filled(flat, converted, "restore")  # now that no process has failed
@@ -133,7 +133,7 @@ class _Target(NamedTuple):
     array: NamedArray
     sharding: Sharding | None  # None for the default device, and for the host
     pieces: Sequence[_Piece]
-    stacked: tuple[int, ...]  # the leading dimensions of the pieces; () for a single piece
+    stacked: tuple[int, ...]  # the leading dimensions that the pieces become; () for one piece
 
 
 class _Finder:

@@ -124,7 +124,7 @@ def load_safetensors(
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
         with tensor_files.open_tensors(_LOAD, path) as tensors:
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
-            operation.agree(path=str(as_folder(path)), arrays=names.digest(arrays.values()))
+            operation.agree(path=str(as_folder(path)), arrays=lambda: names.digest(arrays.values()))
             values = _load_arrays(arrays, filled_by, tensors)
         operation.agree()  # from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
@@ -319,7 +319,7 @@ def save_safetensors(
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))
-        operation.agree(path=str(folder), arrays=names.digest(arrays.values()))
+        operation.agree(path=str(folder), arrays=lambda: names.digest(arrays.values()))
         groups = _group_into_files(tensors, max_shard_size)
         release, sent = None, None
         if operation.is_first:

@@ -134,8 +134,10 @@ class Operation:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 client.blocking_key_value_get(f"{self._key}/left/{other}", milliseconds)
 
-    def agree(self, value: Any = None, **facts: str) -> Any:
+    def agree(self, value: Any = None, **facts: str | Callable[[], str]) -> Any:
         """Waits until all processes are here, and returns what the first one gives, a JSON value.
+
+        Facts that take time are functions, which are called if there are other processes.
 
         Raises:
           ValueError: the facts, such as paths, differ among processes.
@@ -146,8 +148,9 @@ class Operation:
         client = _compat.distributed_client()
         key = f"{self._key}/{next(self._meetings)}"
         index = jax.process_index()
+        texts = {name: fact() if callable(fact) else fact for name, fact in facts.items()}
         if index == 0:  # collects the facts of all, and tells them whether these agree
-            given = [facts]
+            given = [texts]
             for process in range(1, jax.process_count()):
                 given.append(json.loads(self._wait(f"{key}/{process}", process)))
             verdict = {"value": value, "differ": _differences(given)}
@@ -155,7 +158,7 @@ class Operation:
             for process in range(1, jax.process_count()):  # only the short verdict stays
                 client.key_value_delete(f"{key}/{process}")
         else:
-            client.key_value_set(f"{key}/{index}", json.dumps(facts))
+            client.key_value_set(f"{key}/{index}", json.dumps(texts))
             verdict = json.loads(self._wait(f"{key}/verdict", 0))
         if verdict["differ"]:
             raise _heard(
