@@ -28,7 +28,7 @@ from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.retyping import LEFT_AUTO_AXES, AxisTypeChange, RetypedArrays, call_retyped
 from ..specs.activation_sharding import ActivationSharding, InOutSharding
-from ..specs.fitting import axes_of_type, keep_axes, spec_axes
+from ..specs.fitting import keep_axes, spec_axes
 from ..specs.types import AxisName
 from .calls import Tag
 from .intercept import Keywords
@@ -178,8 +178,3 @@ def arrays_in(tree: object) -> list[jax.Array]:
     """Lists the arrays in a pytree, except arrays in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-
-def explicit_axes_in_context() -> frozenset[AxisName]:
-    """Returns the Explicit axes of the mesh in context."""
-    return frozenset(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))

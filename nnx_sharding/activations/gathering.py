@@ -7,7 +7,6 @@ of a slice is found from that of the whole array (:func:`spec_of_slice`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -96,10 +95,7 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
         for kept in itertools.combinations(range(len(shape)), len(inner))
         if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
     ]
+    specs = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
     # Of equally many sharded dimensions, `max` takes the first: that which keeps the last ones.
-    entries = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
-    return PartitionSpec(*max(entries, key=_num_sharded, default=()))
-
-
-def _num_sharded(entries: Sequence[object]) -> int:
-    return sum(map(bool, entries))
+    most_sharded = max(specs, key=lambda entries: sum(map(bool, entries)), default=())
+    return PartitionSpec(*most_sharded)

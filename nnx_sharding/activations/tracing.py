@@ -66,7 +66,6 @@ from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyArray, Arrays, AxisName
 from .axis_types import (
-    explicit_axes_in_context,
     inferred_axes,
     input_like,
     opened,
@@ -328,7 +327,8 @@ class Scope:
             rows = self._plan.batch_axes, self._axes_of_rows
             call = schedule.wrap(frame.module, call, self._mesh, *rows, ahead)
         with replaced_values(gathered_values(frame.module, frame.tag, self._mesh, self._axes)):
-            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_in_context()
+            mesh = jax.sharding.get_abstract_mesh()
+            explicit = axes_of_type(mesh, AxisType.Explicit)
             pair = spec_and_mesh(chosen.output, mesh)
             if explicit and pair is not None and pair[0].unreduced:
                 # Only Explicit axes can be, and only the layer itself can leave out the sum.

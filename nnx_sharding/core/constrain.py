@@ -183,12 +183,13 @@ def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
     context = jax.sharding.get_abstract_mesh()
     if context.empty or not axes_of_type(context, AxisType.Explicit):
         return leaves
-    return [jax.sharding.reshard(x, PartitionSpec()) if _is_on_no_mesh(x) else x for x in leaves]
-
-
-def _is_on_no_mesh(x: Any) -> bool:
-    # Of an array that was put on a device, JAX says that this is not the mesh.
-    return type(x) is _compat.ArrayImpl and not x.committed and type_mesh(x) is None
+    typed = []
+    for x in leaves:
+        # Of an array that was put on a device, JAX says itself that this is not the mesh.
+        is_open = type(x) is _compat.ArrayImpl and not x.committed
+        is_on_no_mesh = is_open and type_mesh(x) is None
+        typed.append(jax.sharding.reshard(x, PartitionSpec()) if is_on_no_mesh else x)
+    return typed
 
 
 def type_as(x: object, target: NamedSharding) -> Any:

@@ -121,21 +121,22 @@ def values_in(structure: Structure) -> list[Any]:
             classes = node_types(child.treedef)
             pending += (*child.children, *child.aux)
         values |= {id(cls): cls for cls in classes}
-    return [value for value in values.values() if not _is_constant(value)]
+    return [value for value in values.values() if not _reaches_constants(value)]
 
 
-def _is_constant(value: object) -> bool:
+def _reaches_constants(value: object) -> bool:
     """Whether nothing that can change is reached from a class or a static value."""
     if not isinstance(value, Static):
         return is_constant(value)
     if value.by_identity:
         return isinstance(value.value, type | types.FunctionType) and is_constant(value.value)
-    return _holds_constants(value)
+    return _value_reaches_constants(value)
 
 
 # Most metadata and settings are shared by models; holding them keeps no other object alive.
 @functools.lru_cache(maxsize=4096)
-def _holds_constants(static: Static) -> bool:
+def _value_reaches_constants(static: Static) -> bool:
+    """Whether that is so for a value that is compared by value."""
     listing = Listing()
     try:
         listing.add(static.value)

@@ -142,17 +142,13 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
             entry = structure.entries[child]
             if place.in_uncopied and not isinstance(entry, StaticObject):
                 # A module in an object that is not copied would be the caller's own.
-                if entry is not None and _holds_arrays(structure, child):
+                has_arrays = any(structure.slots[i] for i in _reachable(structure, [child]))
+                if entry is not None and has_arrays:
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
                 seen.add((child, place.in_argument))
                 below = _places_below(place, entry, in_uncopied=child in uncopied)
         pending += reversed(below)  # it is popped from its end: lines come in the order of places
-
-
-def _holds_arrays(structure: Structure, index: int) -> bool:
-    """Whether there are arrays in an object, at any depth."""
-    return any(structure.slots[i] for i in _reachable(structure, [index]))
 
 
 def _places_below(
