@@ -360,7 +360,11 @@ def plan(
         ranked = _ranked(interrupt.result, search)
         raise SearchInterrupted(_result(search, ranked, INTERRUPTED)) from None
     search.rule_out_failing(compiled.reports)  # which may have ended after the last choice
-    failures = _failures_of_step(compiled)
+    failures = {  # to trace: of the step or a strategy, not of the compiler
+        name: report
+        for name, report in compiled.reports.items()
+        if isinstance(report, Failure) and not is_of_compiler(report)
+    }
     if len(failures) == len(compiled.reports) > 0:
         raise _error_of_step(failures, search)
     ranked = _ranked(compiled, search)
@@ -513,12 +517,6 @@ def _given_pairs(
     return [*itertools.product(functions, map(planning_mesh, meshes))]
 
 
-def _failures_of_step(found: Comparison) -> dict[str, Failure]:
-    """Selects what could not be traced: a fault of the step or a strategy, not of the compiler."""
-    failures = {name: x for name, x in found.reports.items() if isinstance(x, Failure)}
-    return {name: failure for name, failure in failures.items() if not is_of_compiler(failure)}
-
-
 def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueError:
     """Makes the error for a step that no candidate could be traced for: it is at fault itself."""
     # Which of equal failures ended first is a matter of time.
@@ -598,17 +596,16 @@ def _strategies(
     """Returns the user's functions by name, None for strategies of ours; empty for all of ours."""
     if strategies is None:
         return {}
+    if not strategies or not isinstance(strategies, Iterable):
+        raise ValueError(
+            f"plan: strategies={strategies!r}: expected names as in 'fsdp + tensor', or functions."
+        )
     if isinstance(strategies, Mapping):
         for name, function in strategies.items():
             if not callable(function):
                 raise TypeError(
                     f"plan: strategies[{name!r}]: expected a function, got {function!r}."
                 )
-    if not strategies or not isinstance(strategies, Iterable):
-        raise ValueError(
-            f"plan: strategies={strategies!r}: expected names as in 'fsdp + tensor', or functions."
-        )
-    if isinstance(strategies, Mapping):
         return {str(name): function for name, function in strategies.items()}
     names = [strategies] if isinstance(strategies, str) else [*strategies]
     return dict.fromkeys(checked_strategies(names))

@@ -38,11 +38,11 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
     if rest and count and "microbatches" not in variant.chosen:
         yield f"{count} microbatches of accumulate_gradients: {_about(arguments + rest / count)}"
     if not variant.offload:
-        held = _arguments_of(search, candidate, index, offload=True)
+        held = search.arguments_of(candidate, index, offload=True)
         if held < arguments and held + rest <= limit:
             yield f"offload of the optimizer's state: {_about(held + rest)}"
     for n in parts:
-        held = _arguments_of(search, candidate, index, rows=rows // n)
+        held = search.arguments_of(candidate, index, rows=rows // n)
         if held + rest / n <= limit:
             yield f"a batch of {rows // n} rows: {_about(held + rest / n)}"
             return
@@ -70,19 +70,11 @@ def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Ite
         sizes: dict[str, Any] = {**candidate.sizes}
         sizes[axis] = sizes.get(axis, 1) * 2**i
         more = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
-        needs = _arguments_of(search, more, index) + rest / 2**i
+        needs = search.arguments_of(more, index) + rest / 2**i
         if needs <= (search.limit or 0):
             text = " × ".join(f"{name} {size}" for name, size in sizes.items())
             yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {_about(needs)}"
             return
-
-
-def _arguments_of(search: Search, candidate: Candidate, index: int, **how: Any) -> float:
-    """Predicts the bytes of the arguments; infinitely many where a strategy does not apply."""
-    try:
-        return search.arguments_of(candidate, index, **how)
-    except ValueError:
-        return math.inf
 
 
 def _about(size: float) -> str:

@@ -171,11 +171,10 @@ class Search:
 
     def arguments_of(
         self, candidate: Candidate, index: int, *, rows: int = 0, offload: bool = False
-    ) -> int:
+    ) -> float:
         """Predicts the bytes of the arguments on each device, with the first options of a chain.
 
-        Raises:
-          ValueError: the strategy does not apply.
+        They are infinitely many where the strategy does not apply.
         """
         mesh: Mesh | AbstractMesh = candidate.mesh
         if not offload:  # which needs devices; shapes do not, and a larger mesh may have none
@@ -183,8 +182,11 @@ class Search:
         variant = self.variants[index]._replace(offload=offload)
         args = self._arguments[index].with_rows(rows) if rows else variant.args
         arguments = Arguments(args, variant.names)
-        _, sharded = next(self._sharded(candidate, arguments, variant, args, mesh))
-        return predict(sharded, args, arguments, self.axes).arguments
+        try:
+            _, sharded = next(self._sharded(candidate, arguments, variant, args, mesh))
+            return predict(sharded, args, arguments, self.axes).arguments
+        except ValueError:
+            return math.inf
 
     def _sharded(
         self,
