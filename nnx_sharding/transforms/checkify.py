@@ -60,15 +60,11 @@ def checkify(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Checkify(InnerTransform):
-    """What ``checkify`` decides.
-
-    Attributes:
-      errors: the checks, as JAX takes them.
-    """
+    """What ``checkify`` decides."""
 
     name: str = "checkify"
     in_name: str = "in_axes"
-    errors: frozenset[Any]
+    errors: frozenset[Any]  # the checks, as JAX takes them
 
 
 class _Checked(Inner[P, R]):

@@ -167,17 +167,13 @@ def _call_branches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Switch(InnerTransform):
-    """What ``cond`` and ``switch`` decide.
-
-    Attributes:
-      labels: the names of the branches in messages.
-      bound: for each branch, what it is bound to, by its place in the second argument.
-    """
+    """What ``cond`` and ``switch`` decide."""
 
     compiles_at_top_level: ClassVar[bool] = True
 
     in_name: str = "operands"
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the names of the branches in messages
+    # For each branch, what it is bound to, by its place in the second argument.
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:

@@ -297,17 +297,13 @@ class CustomJvp(_CustomFunction[P, R]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Custom(InnerTransform):
-    """What ``custom_vjp`` and ``custom_jvp`` decide.
-
-    Attributes:
-      nondiff: the positions of arguments that are not differentiated.
-      filters: by position, the filter for what is differentiated in modules.
-      has_states: whether cotangents of modules are states: Flax's contract with graph updates.
-    """
+    """What ``custom_vjp`` and ``custom_jvp`` decide."""
 
     in_name: str = "nondiff_argnums"
-    nondiff: tuple[int, ...]
+    nondiff: tuple[int, ...]  # the positions of arguments that are not differentiated
+    # By position, the filter for what is differentiated in modules.
     filters: tuple[tuple[int, Any], ...] = ()
+    # Whether cotangents of modules are states: Flax's contract with graph updates.
     has_states: bool = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:

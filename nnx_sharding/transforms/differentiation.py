@@ -35,18 +35,13 @@ from .tangents import slots_by_path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Differentiation(InnerTransform):
-    """What these transforms decide.
-
-    Attributes:
-      has_aux: whether the function returns a pair of its output and auxiliary data.
-      is_reverse: whether derivatives go from outputs to arrays.
-    """
+    """What these transforms decide."""
 
     returns_any: ClassVar[bool] = True  # auxiliary data
 
     in_name: str = "primals"
-    has_aux: bool = False
-    is_reverse: bool = False
+    has_aux: bool = False  # whether the function returns a pair of its output and auxiliary data
+    is_reverse: bool = False  # whether derivatives go from outputs to arrays
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Checks what the function returns."""

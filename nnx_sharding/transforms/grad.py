@@ -211,25 +211,16 @@ def _make(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gradient(Differentiation):
-    """What ``grad`` decides: what it differentiates, and how.
-
-    Attributes:
-      wrt: the differentiated arguments, and the filters for their Variables.
-      is_chosen: whether the user chose a filter, so that something has to match it.
-      is_single: whether the gradient is of one argument, not a tuple.
-      returns_value: whether calls return the value, too.
-      holomorphic: as in ``jax.grad``.
-      allow_int: as in ``jax.grad``.
-    """
+    """What ``grad`` decides: what it differentiates, and how."""
 
     in_name: str = "argnums"
     is_reverse: bool = True
-    wrt: tuple[_Chosen, ...]
-    is_chosen: bool
-    is_single: bool
-    returns_value: bool
-    holomorphic: bool
-    allow_int: bool
+    wrt: tuple[_Chosen, ...]  # the differentiated arguments, and the filters for their Variables
+    is_chosen: bool  # whether the user chose a filter, so that something has to match it
+    is_single: bool  # whether the gradient is of one argument, not a tuple
+    returns_value: bool  # whether calls return the value, too
+    holomorphic: bool  # as in ``jax.grad``
+    allow_int: bool  # as in ``jax.grad``
 
     def check_output(self, fun_name: str, out: object) -> None:
         """Checks that the function returns a scalar."""
@@ -252,21 +243,13 @@ class Target(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call before it is differentiated.
+    """A call before it is differentiated."""
 
-    Attributes:
-      plan: the plan of the call.
-      flat: its arguments.
-      targets: the arguments that are differentiated.
-      slots: the slots of the arrays that are differentiated.
-      is_single: whether the gradient is of one argument, not a tuple.
-    """
-
-    plan: Plan
-    flat: Flat
-    targets: list[Target]
-    slots: list[int]
-    is_single: bool
+    plan: Plan  # the plan of the call
+    flat: Flat  # its arguments
+    targets: list[Target]  # the arguments that are differentiated
+    slots: list[int]  # the slots of the arrays that are differentiated
+    is_single: bool  # whether the gradient is of one argument, not a tuple
 
     def arrays(self) -> list[Any]:
         """The arrays that are differentiated."""

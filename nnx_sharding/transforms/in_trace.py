@@ -162,12 +162,9 @@ def compile_at_top_level(
 
 
 class InnerTransform(Transform):
-    """What these transforms decide: no shardings, and anything may be an argument.
+    """What these transforms decide: no shardings, and anything may be an argument."""
 
-    Attributes:
-      compiles_at_top_level: whether JAX compiles what it runs outside of any trace, as a loop.
-    """
-
+    # Whether JAX compiles what it runs outside of any trace, as a loop.
     compiles_at_top_level: ClassVar[bool] = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:

@@ -131,19 +131,15 @@ def axes_specs(option: str, prefix: object) -> Specs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mapped(InnerTransform):
-    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them.
-
-    Attributes:
-      metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
-      options: those of JAX's own transform.
-    """
+    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them."""
 
     # What a function captures is stacked along the first dimension, even if no spec says so.
     own_specs: ClassVar[tuple[Axis, ...]] = (Axis(0),)
 
     in_name: str = "in_axes"
+    # What to add, for Flax, to the metadata of Variables for a mapped axis.
     metadata: tuple[tuple[Any, Any], ...] = ()
-    options: tuple[tuple[str, Static], ...] = ()
+    options: tuple[tuple[str, Static], ...] = ()  # those of JAX's own transform
 
     def spec_of(self, spec: Axis | None) -> Axis:  # noqa: D102
         return BROADCAST if spec is None else spec

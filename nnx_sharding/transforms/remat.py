@@ -51,16 +51,12 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
+    """A policy by filters for modules, and by the names that ``checkpoint_name`` gives."""
 
-    Attributes:
-      rules: pairs of a filter, and what happens to what it matches.
-      used: the numbers of the rules that have matched something.
-      called: the paths of the modules that were called.
-    """
-
-    rules: tuple[tuple[Any, Keep], ...]
+    rules: tuple[tuple[Any, Keep], ...]  # pairs of a filter, and what happens to what it matches
+    # The numbers of the rules that have matched something.
     used: set[int] = dataclasses.field(default_factory=set, compare=False)
+    # The paths of the modules that were called.
     called: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -145,19 +141,14 @@ def _names_in(jaxpr: Jaxpr) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remat(InnerTransform):
-    """What ``remat`` decides: which values are kept for the backward pass.
-
-    Attributes:
-      policy: the policy; None to keep nothing.
-      prevent_cse: as in ``jax.checkpoint``.
-    """
+    """What ``remat`` decides: which values are kept for the backward pass."""
 
     counts_from_call: ClassVar[bool] = True
 
     name: str = "remat"
     in_name: str = "policy"
-    policy: Callable[..., bool] | _Rules | None
-    prevent_cse: bool
+    policy: Callable[..., bool] | _Rules | None  # the policy; None to keep nothing
+    prevent_cse: bool  # as in ``jax.checkpoint``
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Gives the outputs of modules names for the policy, if the user's policy has filters.

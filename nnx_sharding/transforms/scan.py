@@ -170,21 +170,18 @@ def _carry_in(axes: Any) -> int | str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan(Mapped):
-    """What ``scan`` decides.
+    """What ``scan`` decides."""
 
-    Attributes:
-      remedy: what to do about a step that changes the structure of what it passes on.
-      carried: the position or the name of the argument that is the carry; None without one.
-      returned: the position of the carry in what the function returns; None if it is all of it.
-    """
-
+    # What to do about a step that changes the structure of what it passes on.
     remedy: ClassVar[str] = (
         "Give it an axis, so that each step has its own, or make the change outside of the loop."
     )
     compiles_at_top_level: ClassVar[bool] = True
 
     name: str = "scan"
+    # The position or the name of the argument that is the carry; None without one.
     carried: int | str | None
+    # The position of the carry in what the function returns; None if it is all of it.
     returned: int | None
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:  # noqa: D102

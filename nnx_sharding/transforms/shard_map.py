@@ -56,19 +56,13 @@ from .lifted import Lifted, Modes, P, R, lift
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ShardMap(Sharded):
-    """What ``shard_map`` decides.
-
-    Attributes:
-      axis_names: the axes over which the function is manual; empty for all.
-      check_vma: whether to check what the specs claim about replication.
-      compiled: whether a call at top level is compiled.
-    """
+    """What ``shard_map`` decides."""
 
     name: str = "shard_map"
     in_name: str = "in_specs"
-    axis_names: frozenset[AxisName]
-    check_vma: bool
-    compiled: bool
+    axis_names: frozenset[AxisName]  # the axes over which the function is manual; empty for all
+    check_vma: bool  # whether to check what the specs claim about replication
+    compiled: bool  # whether a call at top level is compiled
 
     passes_shardings: ClassVar[bool] = False
     divides_outputs: ClassVar[bool] = False

@@ -208,15 +208,11 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _While(Scan):
-    """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``.
-
-    Attributes:
-      counts: whether it is ``fori_loop``, whose counter is carried, as the second argument.
-      bound: for each function, what it is bound to, by its place in the first argument.
-    """
+    """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``."""
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
-    counts: bool
+    counts: bool  # whether it is ``fori_loop``, whose counter is carried, as the second argument
+    # For each function, what it is bound to, by its place in the first argument.
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
     returned: int | None = None
