@@ -93,19 +93,13 @@ def is_constant(value: object) -> bool:
 
 
 class Listing:
-    """What has been listed so far, depth first.
-
-    Attributes:
-      tokens: the list.
-      codes: the codes whose ids are in it, kept alive.
-      weak: weak references to the classes and other objects whose ids are in it.
-      met: all objects that were listed, in their order, kept alive while listing goes on.
-    """
+    """What has been listed so far, depth first."""
 
     def __init__(self) -> None:
-        self.tokens: list[Hashable] = []
-        self.codes: list[types.CodeType] = []
-        self.weak: list[weakref.ref[Any]] = []
+        self.tokens: list[Hashable] = []  # the list
+        self.codes: list[types.CodeType] = []  # whose ids are in it, kept alive
+        self.weak: list[weakref.ref[Any]] = []  # to classes and other objects whose ids are in it
+        # All objects that were listed, in their order, kept alive while listing goes on.
         self.met: list[Any] = []
         self._number: dict[int, int] = {}  # of what was met, by id
         self._modules: list[types.ModuleType] = []

@@ -216,12 +216,7 @@ class _NamedType(NamedTuple):
 
 
 class _Branches:
-    """The branches for operands of some types, and what each does, as its last trace shows.
-
-    Attributes:
-      functions: the branches, as functions of a list of operands. Branches that are the same
-        function of the same objects are one, which JAX traces once.
-    """
+    """The branches for operands of some types, and what each does, as its last trace shows."""
 
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
         """Makes a function for each branch; equal branches share one, which JAX traces once.
@@ -248,7 +243,7 @@ class _Branches:
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
         numbers = [keys.index(key) for key in keys]
         traces = {number: functools.partial(self._trace, number) for number in numbers}
-        self.functions = [traces[number] for number in numbers]
+        self.functions = [traces[number] for number in numbers]  # of a list of operands
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
         """Traces one branch, as a function of the operands.

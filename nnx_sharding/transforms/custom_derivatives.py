@@ -343,14 +343,7 @@ class _RuleTangents(NamedTuple):
 
 
 class _Call:
-    """One call: JAX may trace the function and its rules later, and several times.
-
-    Attributes:
-      fun: the function.
-      rules: its rules: forward and backward, or that for tangents.
-      slots: the slots of the arrays that are arguments of JAX's function. All other leaves are
-        fixed: flags, and what is not differentiated and not traced.
-    """
+    """One call: JAX may trace the function and its rules later, and several times."""
 
     def __init__(
         self, transform: _Custom, plan: Plan, function: Function, leaves: Sequence[object]
@@ -367,6 +360,7 @@ class _Call:
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.fun: Function = caller.fun.functions[0]
+        # Forward and backward, or the one for tangents.
         self.rules: tuple[Function, ...] = caller.fun.functions[1:]
         # The slots of what is differentiated, by path. A path starts with the position of the
         # argument, which counts differentiated ones only.
@@ -382,6 +376,8 @@ class _Call:
             elif self._matches_filter(number, path, location):
                 skipped = [i for i in transform.nondiff if i < number]
                 self._places[number - len(skipped), *path] = location.slots
+        # Of the arguments of JAX's function. All other leaves are fixed: flags, and what is not
+        # differentiated and not traced.
         self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
         self._arrays = [leaves[slot] for slot in self.slots]
         self._fixed_leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]

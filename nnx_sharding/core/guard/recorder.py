@@ -57,20 +57,15 @@ class WalkRecorder:
       arguments: of the call, positional and by keyword; the stream starts with them.
       dynamic: the positions of those that are flattened.
       static: the positions of the static ones.
-
-    Attributes:
-      static_positions: where the static arguments are in the stream.
-      leaf_positions: where each array is, by slot.
-      object_positions: where each object was met first, by index.
-      identities: the objects that are only compared by identity, by id. If one of them is
-        collected, another may get its id: the guard is void.
     """
 
     def __init__(self, arguments: Sequence[object], dynamic: Sequence[int], static: Sequence[int]):
         """Starts the stream with the arguments of a call."""
         self.static_positions = static
-        self.leaf_positions: list[int] = []
-        self.object_positions: list[int] = []
+        self.leaf_positions: list[int] = []  # where each array is, by slot
+        self.object_positions: list[int] = []  # where each object was met first, by index
+        # The objects that are only compared by identity, by id. If one of them is collected,
+        # another may get its id: the guard is void.
         self.identities: dict[int, Any] = {}
         self._dynamic = dynamic
         self._num_arguments = len(arguments)
