@@ -63,6 +63,7 @@ def parameter(path, shape, spec, mesh, **more):
         "donated": False,
         "used": True,
         "variable": "Param",
+        "role": "parameter",
         **more,
     }
 
@@ -143,7 +144,7 @@ def report(layers=3, **more):
     cost |= {"operations": [], "why": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 10,
+        "version": 11,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",

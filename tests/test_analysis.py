@@ -730,7 +730,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 10)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 11)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -765,10 +765,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 10",
+            "has the version 1; .* version 11",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 10}', "name, .*reasons missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 11}', "name, .*reasons missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -77,6 +77,34 @@ def test_memory_that_is_held_for_a_result():
     assert kinds["outputs"] + kinds.get("intermediates", 0) <= 5 * 128 * 4 * 6 * WIDTH
 
 
+class OwnParam(nnx.Param):
+    """A parameter by a class of the user."""
+
+
+class OwnStatistic(nnx.BatchStat):
+    """A statistic by a class of the user."""
+
+
+@pytest.mark.parametrize(
+    ("variable", "role", "use"),
+    [
+        (nnx.Param, "parameter", "parameters"),
+        (nnx.LoRAParam, "parameter", "parameters"),
+        (OwnParam, "parameter", "parameters"),
+        (nnx.OptState, "optimizer state", "optimizer state"),
+        (OwnStatistic, "state", "other state"),
+        (nnx.RngKey, "state", "other state"),
+        (nnx.Variable, "variable", "other state"),
+    ],
+)
+def test_variables_count_as_what_their_class_extends(variable, role, use):
+    model = nnx.Dict(table=variable(jnp.ones((64, 64))))
+    compiled = jit(lambda model, x: x @ model.table[...]).lower(model, jnp.ones((2, 64))).compile()
+    rows = {row.path: row.role for row in compiled.parameters()}
+    assert rows == {"model.table": role, "x": None}
+    assert compiled.by_module().by_kind()[use] == 64 * 64 * 4
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
 def test_what_is_gathered_to_be_returned_is_an_output():
     mesh = make_mesh({"data": 8})

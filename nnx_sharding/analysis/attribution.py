@@ -644,7 +644,7 @@ def owners_of_arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
     modules_by_end: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     inside_arguments = set()  # the paths of parameters without the name of the argument
     for row, path in zip(rows, keys, strict=True):
-        if row.variable == "Param":
+        if row.role == "parameter":
             inside_arguments.add(path[1:])
             for start in range(len(path)):
                 modules_by_end[path[start:]].add(_module_around(row.path))
@@ -655,9 +655,9 @@ def owners_of_arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
         # Trees of arrays that mirror the parameters, such as Optax's own state.
         is_mirror = row.variable is None and any(end in inside_arguments for end in ends)
         use: MemoryUse = "other state"
-        if row.variable == "Param":
+        if row.role == "parameter":
             use = "parameters"
-        elif is_mirror or (row.variable or "").startswith("Opt"):
+        elif is_mirror or row.role == "optimizer state":
             use = "optimizer state"
             modules = next((modules_by_end[end] for end in ends if end in modules_by_end), set())
             module = next(iter(modules)) if len(modules) == 1 else module

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
@@ -33,6 +34,10 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
 
 
+# What a Variable is for. A "variable" is of a class that says nothing: it may have a gradient.
+VariableRole: TypeAlias = Literal["parameter", "optimizer state", "state", "variable"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterRow:
     """How one array is sharded.
@@ -52,6 +57,9 @@ class ParameterRow:
       donated: whether the caller donates it to the program.
       used: whether the program uses it; unused arrays are not passed to it.
       variable: the type of its Variable, such as ``Param``; None for an array outside of Variables.
+      role: what its Variable is for, by the class of Flax that the type is or extends:
+        ``parameter`` (``nnx.Param``, such as ``LoRAParam``), ``optimizer state``, ``state``
+        (statistics, caches, random streams and what else has no gradient), or ``variable``.
       sharding: the sharding itself; None without one, and in a report that was read from a file.
     """
 
@@ -66,6 +74,7 @@ class ParameterRow:
     donated: bool = False
     used: bool = True
     variable: str | None = None
+    role: VariableRole | None = None
     sharding: Sharding | None = dataclasses.field(default=None, compare=False, metadata=UNWRITTEN)
 
     @property
@@ -136,11 +145,11 @@ def parameter_table(tree: Any) -> ParameterTable:
     flat = flatten(tree)
     structure = flat.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        kind = variable_type(structure, location.entry)
+        of_variable = variable_fields(structure, location.entry)
         for path, array in arrays_at(flat, location, location.path):
             try:
                 sharding = getattr(array, "sharding", None)
-                rows.append(row_of(ParameterRow, path, array, sharding, variable=kind))
+                rows.append(row_of(ParameterRow, path, array, sharding, **of_variable))
             except ValueError as error:
                 faults.append(f"  {path or 'the root'}: {error}")
     head = "the shardings of these arrays do not divide their shapes:"
@@ -202,10 +211,24 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
             yield path_string((*path, *key)), leaf
 
 
-def variable_type(structure: Structure, index: int | None) -> str | None:
-    """Returns the name of the type of a Variable; None for anything else."""
+def variable_fields(structure: Structure, index: int | None) -> dict[str, Any]:
+    """Returns the fields of a row that say what Variable an array is in; none for another array."""
     entry = None if index is None else structure.entries[index]
-    return entry.type.__name__ if isinstance(entry, VariableEntry) else None
+    if not isinstance(entry, VariableEntry):
+        return {}
+    return {"variable": entry.type.__name__, "role": _role_of(entry.type)}
+
+
+def _role_of(variable_class: type) -> VariableRole:
+    """Returns what Variables of a class are for, which classes of users inherit."""
+    if issubclass(variable_class, nnx.Param):
+        return "parameter"
+    if issubclass(variable_class, nnx.OptState):
+        return "optimizer state"
+    return "state" if issubclass(variable_class, _STATES) else "variable"
+
+
+_STATES = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState, nnx.metrics.MetricState)
 
 
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:

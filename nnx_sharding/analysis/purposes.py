@@ -213,7 +213,7 @@ class _Variables:
             self.paths.add(row.path)
             outer = enclosing_paths(row.path)
             self.modules.update(outer)
-            if row.variable in _WITHOUT_GRADIENT:
+            if row.role in ("optimizer state", "state"):
                 self.states.add(row.path)
                 continue
             # A Variable may be in lists and dicts of its module, but not in a module in it.
@@ -246,10 +246,6 @@ class _Variables:
 
 
 # What Flax keeps besides parameters.
-_WITHOUT_GRADIENT = {"BatchStat", "Cache", "Intermediate", "MetricState", "RngCount", "RngKey"}
-_WITHOUT_GRADIENT |= {"OptArray", "OptState", "OptVariable", "RngState"}
-
-
 class _Dimension(NamedTuple):
     """A dimension of an argument."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, Sharding
@@ -33,7 +33,7 @@ from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
 from ..analysis.memory import memory_of
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, ParameterTable, argument_row, variable_type
+from ..analysis.parameters import ParameterRow, ParameterTable, argument_row, variable_fields
 from ..core.plan import Plan
 
 if TYPE_CHECKING:
@@ -135,13 +135,12 @@ def argument_rows(
     declared: Sequence[Sharding | None],
 ) -> ParameterTable:
     """Lists how each argument array is sharded; ``actual`` has None for an unused one."""
-    kinds: list[str | None] = [None] * len(infos)
+    of_variables: list[dict[str, Any]] = [{}] * len(infos)
     for index, slots in enumerate(plan.structure.slots):
         for slot in slots:
-            # An array outside of any Variable has none.
-            kinds[slot] = variable_type(plan.structure, index)
-    columns = zip(plan.names, infos, kinds, actual, declared, strict=True)
+            of_variables[slot] = variable_fields(plan.structure, index)
+    columns = zip(plan.names, infos, of_variables, actual, declared, strict=True)
     return ParameterTable(
-        argument_row(path, info, used or fallback, used=used is not None, variable=kind)
-        for path, info, kind, used, fallback in columns
+        argument_row(path, info, used or fallback, used=used is not None, **of_variable)
+        for path, info, of_variable, used, fallback in columns
     )
