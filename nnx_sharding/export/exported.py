@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -249,7 +248,8 @@ def _bind(
     arguments = _arguments(manifest, args, kwargs)
     passed: dict[int, tuple[LeafInfo, Any]] = {}  # arrays by position, and what they are passed for
     forms: dict[str, Form] = {}
-    faults = defaultdict[str, list[str]](list)
+    # The lines of the message.
+    missing, unknown, wrong_type, not_shared = list[str](), list[str](), list[str](), list[str]()
     for argument in manifest.arguments:
         has_joined_paths = False  # as in {"up/kernel": array}
         for path, array in _arrays(arguments[argument.name]):
@@ -260,20 +260,25 @@ def _bind(
             if leaf is None:
                 name = accessor(argument.name, path)
                 hint = suggestion(name, [other.name for other in argument.leaves])
-                faults["Unknown"].append(f"  {name}{hint}")
+                unknown.append(f"  {name}{hint}")
                 continue
             first, same_array = passed.setdefault(leaf.position, (leaf, array))
             if same_array is not array:
-                text = f"  {leaf.name}: is {first.name}, passed as another array"
-                faults["One array in the exported function, to be passed once"].append(text)
+                not_shared.append(f"  {leaf.name}: is {first.name}, passed as another array")
         forms[argument.name] = _form(arguments[argument.name], has_joined_paths)
     for position, info in enumerate(manifest.inputs):
         if position not in passed:
-            faults["Missing"].append(f"  {info.name}, {info}")
+            missing.append(f"  {info.name}, {info}")
             continue
         leaf, array = passed[position]
         if fault := _type_fault(array, info):
-            faults["Of another type"].append(f"  {leaf.name}: {fault}")
+            wrong_type.append(f"  {leaf.name}: {fault}")
+    faults = {
+        "Missing": missing,
+        "Unknown": unknown,
+        "Of another type": wrong_type,
+        "One array in the exported function, to be passed once": not_shared,
+    }
     head = f"{manifest.function} was exported for other arrays than these."
     raise_listed(TypeError, head, by_kind(faults))
     return [passed[position][1] for position in range(len(manifest.inputs))], forms
