@@ -23,6 +23,7 @@ from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard.recipe import Opcode
 from nnx_sharding.core.guard.store import Guards
 from nnx_sharding.core.guard.walk import OPENERS, PythonWalk
+from nnx_sharding.core.transform import Transform
 
 pytestmark = pytest.mark.slow
 
@@ -108,16 +109,16 @@ def without_slot(opcode: Opcode) -> Patch:
     """What is in one slot of Flax's objects is not compared."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        record = recorder.WalkRecorder._open_slots
+        record = recorder.WalkRecorder._open_fields
         # Of traces, those of other models are compared with the current one.
         same = _compat.SLOTS["TRACE"].__get__(nnx.Param(0)) if opcode is Opcode.TRACE else None
 
-        def broken(self: Any, slots: Any, position: int, values: Any) -> int:
-            pairs = zip(slots, values, strict=True)
-            values = [same if own[0] is opcode else x for own, x in pairs]
-            return record(self, slots, position, values)
+        def broken(self: Any, fields: Any, position: int, values: Any) -> range:
+            pairs = zip(fields, values, strict=True)
+            values = [same if field.opcode is opcode else x for field, x in pairs]
+            return record(self, fields, position, values)
 
-        monkeypatch.setattr(recorder.WalkRecorder, "_open_slots", broken)
+        monkeypatch.setattr(recorder.WalkRecorder, "_open_fields", broken)
         opening(opcode, lambda _: ((same,), None))(monkeypatch)
 
     return patch
@@ -136,7 +137,8 @@ def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_key(monkeypatch: pytest.MonkeyPatch) -> None:
     init = Guards.__init__
-    monkeypatch.setattr(Guards, "__init__", lambda self, transform=None: init(self))
+    without_specs = Transform(name="of a mutant", in_name="")  # whose plans depend on nothing
+    monkeypatch.setattr(Guards, "__init__", lambda self, _, *rest: init(self, without_specs, *rest))
 
 
 def variable_moved_to_another_trace() -> None:
