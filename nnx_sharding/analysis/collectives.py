@@ -412,28 +412,30 @@ class _Placement(NamedTuple):
     num_devices: int | None  # of the program
 
     def members_of(self, instruction: Instruction) -> _Members:
-        """Returns which devices take part in a collective, and over which mesh axes.
-
-        The instruction numbers devices by their positions in the mesh, or, in a program for one of
-        several slices, by those in the slice.
-        """
-        is_permutation = instruction.collective == "collective-permute"
-        groups = instruction.source_target_pairs
-        if not is_permutation:
-            has_mesh = self.sizes and not self.positions
-            count = math.prod(self.sizes.values()) if has_mesh else self.num_devices or 1
-            groups = _groups(instruction, count)
-        is_placed = bool(self.sizes)
-        if between := instruction.attributes.get("between_slices"):
-            groups, is_placed = groups_between(between, self.positions)
-        elif self.positions:
-            groups, is_placed = groups_within(groups, self.positions)
+        """Returns which devices take part in a collective, and over which mesh axes."""
         sizes = tuple(self.sizes.items())
-        if not is_permutation:
-            return _Members(groups, axes_of_groups(groups, sizes) if is_placed else None, ())
-        pairs = tuple(pair for pair in groups if len({*pair}) > 1)  # others send to themselves
-        axes = axes_of_pairs(pairs, sizes) if is_placed else None
-        return _Members(connected(pairs), axes, pairs if is_placed or not sizes else ())
+        if instruction.collective == "collective-permute":
+            pairs, is_placed = self._in_mesh(instruction, instruction.source_target_pairs)
+            pairs = tuple(pair for pair in pairs if len({*pair}) > 1)  # others send to themselves
+            axes = axes_of_pairs(pairs, sizes) if is_placed else None
+            return _Members(connected(pairs), axes, pairs if is_placed or not sizes else ())
+        # The program for one of several slices has fewer devices than the mesh.
+        has_mesh = self.sizes and not self.positions
+        count = math.prod(self.sizes.values()) if has_mesh else self.num_devices or 1
+        groups, is_placed = self._in_mesh(instruction, _groups(instruction, count))
+        return _Members(groups, axes_of_groups(groups, sizes) if is_placed else None, ())
+
+    def _in_mesh(self, instruction: Instruction, groups: Groups) -> tuple[Groups, bool]:
+        """Returns groups of devices by their positions in the mesh, and whether these are known.
+
+        An instruction numbers devices so, or, in the program for one of several slices, by their
+        positions in the slice. There, the attribute ``between_slices`` has exchanges with others.
+        """
+        if between := instruction.attributes.get("between_slices"):
+            return groups_between(between, self.positions)
+        if self.positions:
+            return groups_within(groups, self.positions)
+        return groups, bool(self.sizes)
 
 
 def _groups(instruction: Instruction, count: int) -> Groups:
