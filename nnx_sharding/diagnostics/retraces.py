@@ -489,6 +489,8 @@ class Observer(NamedTuple):
         """Records that JAX compiled the program of ``plan`` in a call with these arrays."""
         shardings = tuple(x.sharding if is_committed(x) else "not committed" for x in leaves)
         avals = tuple(map(jax.typeof, leaves))
+        # Not its programs: they are to go when the plan is dropped, and the log stays.
+        plan = dataclasses.replace(plan, programs={}, reported={})
         self.log.compilations.append(Compilation(self.log.count, plan, avals, shardings))
 
 
