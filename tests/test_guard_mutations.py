@@ -25,7 +25,8 @@ from nnx_sharding.core.guard.store import Guards
 from nnx_sharding.core.guard.walk import OPENERS, PythonWalk
 from nnx_sharding.core.transform import Transform
 
-pytestmark = pytest.mark.slow
+# In each merge, since a method that is renamed has to be renamed here.
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
