@@ -122,7 +122,7 @@ class ShardingReport(Pictured):
         """The report as data for JSON, in a fixed order."""
         data: dict[str, Any] = as_data(self, _plain)
         for row in data["rows"]:
-            for name in ("memory_kind", "donated", "used", "variable"):  # of programs
+            for name in ("memory_kind", "donated", "used", "variable", "role"):  # of programs
                 del row[name]
         return data
 
