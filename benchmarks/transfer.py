@@ -148,11 +148,15 @@ def measure(case: str, megabytes: int, rounds: int) -> None:
     best = {name: [float("inf")] * 2 for name in ways}
     for number in range(rounds + 2):
         for name in list(ways)[:: 1 if number % 2 else -1]:
-            # New values: JAX keeps the copy on the host that it made of an array.
-            for variable, x in zip(source, renewed([x[...] for x in source]), strict=True):
-                variable[...] = x
-            peer = renewed(peer)
-            jax.block_until_ready((peer, [x[...] for x in source]))
+            # New values: JAX keeps the copy on the host that it made of an array. What is read is
+            # made last: a part of what was written last is still in the processor's cache.
+            for is_read in (False, True):
+                if is_read == (name == "device_put"):
+                    peer = jax.block_until_ready(renewed(peer))
+                else:
+                    values = jax.block_until_ready(renewed([x[...] for x in source]))
+                    for variable, x in zip(source, values, strict=True):
+                        variable[...] = x
             start, cpu = time.perf_counter(), time.process_time()
             ways[name]()
             jax.block_until_ready([x[...] for x in target])
