@@ -21,8 +21,9 @@ What has rows is known from the dimensions of the inputs that have them. It is f
 only says which sums are split: a wrong guess costs time, as each sum may be split in any dimension.
 What is not found, such as in a ``shard_map``, is reduced at once, as without this.
 
-On Auto axes, shard sums are constrained to be on their devices; on Explicit ones, that is in their
-types. One backward pass may have both, as modules of a strategy run with Auto axes.
+Shard sums are on the devices of their rows. On Explicit axes their type says so, from where a value
+is split on (`ShardSums._type`); on Auto axes they are constrained (`ShardSums._constrain`). One
+backward pass may have both, as modules of a strategy run with Auto axes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.constrain import in_context, retype, type_mesh, type_spec
-from ..specs.fitting import axes_of_type, keep_axes, pad_entries
+from ..specs.fitting import axes_of_type, keep_axes
 from ..specs.paths import enclosing_paths
 from ..specs.types import AnyMesh
 
@@ -113,11 +114,15 @@ class ShardSums:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def zeros(self, x: jax.Array, dtype: Any, *entries: object) -> jax.Array:
-        """Returns shard sums of zero for an array, whose first dimensions are sharded as given."""
+        """Returns shard sums of zero for an array.
+
+        Args:
+          x: the array.
+          dtype: that of the sums; None for that of the array.
+          *entries: of a spec: they shard the first dimensions of the array, on Auto axes.
+        """
         sums = jnp.zeros((self.shards, *x.shape), dtype or x.dtype)
-        if (spec := type_spec(x)) is not None:
-            sums = retype(sums, type_mesh(x), PartitionSpec(None, *spec.partitions))
-        return self._constrain(sums, *entries)
+        return self._constrain(self._type_like(sums, x), *entries)
 
     def evaluate(
         self,
@@ -149,29 +154,48 @@ class ShardSums:
             for x, wants in zip(outputs, is_wanted, strict=True)
         ]
 
-    def _constrain(self, x: jax.Array, *entries: object) -> jax.Array:
-        """Shards shard sums like the rows; on Auto axes, the next dimensions as given."""
-        sharding = jax.typeof(x).sharding
-        mesh = self.mesh if sharding.mesh.empty else sharding.mesh
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            if rows := self._explicit_entry(mesh):
-                others = pad_entries(self._keep_other_axes(sharding), x.ndim)[1:]
-                x = retype(x, mesh, PartitionSpec(rows, *others))
-            auto = axes_of_type(mesh, AxisType.Auto)
-            if entries or not auto.isdisjoint(self.axes):
-                rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
-                spec = keep_axes(PartitionSpec(self.axes, *entries, *rest), auto)
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-        return x
+    def _type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
+        """Types shard sums of a value with this spec on the Explicit axes of a mesh.
 
-    def _explicit_entry(self, mesh: AnyMesh) -> tuple[str, ...]:
-        """Returns the entry of specs for the rows on the Explicit axes of a mesh."""
+        The axes of the rows shard the first dimension, and so none of the others any more.
+        """
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        return tuple(axis for axis in self.axes if axis in explicit)
+        rows = tuple(axis for axis in self.axes if axis in explicit)
+        others = self._without_rows(spec, mesh).partitions
+        return cast(jax.Array, retype(sums, mesh, PartitionSpec(rows or None, *others)))
 
-    def _keep_other_axes(self, sharding: NamedSharding) -> PartitionSpec:
+    def _type_like(self, sums: jax.Array, value: jax.Array) -> jax.Array:
+        """Types shard sums of this value; without Explicit axes, they stay as they are."""
+        mesh = self._mesh_of(value)
+        if not axes_of_type(mesh, AxisType.Explicit):
+            return sums
+        return self._type(sums, mesh, type_spec(value) or PartitionSpec())
+
+    def _constrain(self, sums: jax.Array, *entries: object) -> jax.Array:
+        """Constrains shard sums on Auto axes to the devices of their rows.
+
+        Args:
+          sums: the sums, (shards, *shape).
+          *entries: of a spec, for the dimensions after the first one; the compiler chooses how the
+            rest is sharded.
+        """
+        mesh = self._mesh_of(sums)
+        auto = axes_of_type(mesh, AxisType.Auto)
+        if not entries and auto.isdisjoint(self.axes):
+            return sums
+        rest = [PartitionSpec.UNCONSTRAINED] * (sums.ndim - 1 - len(entries))
+        spec = keep_axes(PartitionSpec(self.axes, *entries, *rest), auto)
+        with in_context(mesh):
+            sums = jax.lax.with_sharding_constraint(sums, NamedSharding(mesh, spec))
+        return sums
+
+    def _mesh_of(self, x: jax.Array) -> AnyMesh:
+        """Returns the mesh in the type of an array, which says what type each axis has here."""
+        return type_mesh(x) or self.mesh
+
+    def _without_rows(self, spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
         """Returns a spec without the axes of the rows."""
-        return keep_axes(sharding.spec, {*sharding.mesh.axis_names}.difference(self.axes))
+        return keep_axes(spec, {*mesh.axis_names}.difference(self.axes))
 
     def _whole(self, value: _Value) -> Any:
         """Adds up shard sums: (shards, *shape) → shape."""
@@ -187,7 +211,7 @@ class ShardSums:
         with in_context(type_mesh(value.array)):
             is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value.array)) == 0
             sums = jnp.where(is_first, value.array, jnp.zeros_like(value.array))
-        return self._constrain(sums)
+        return self._constrain(self._type_like(sums, value.array))
 
     def _run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
         """Runs a jaxpr; outputs that are wanted are shard sums where that is possible."""
@@ -230,7 +254,7 @@ class ShardSums:
         """Runs a linear operation on each shard sum."""
         name = equation.primitive.name
         if name in ("sharding_constraint", "reshard"):
-            return [_Value(self._constrain_otherwise(inputs[0].array, equation), is_split=True)]
+            return [_Value(self._shard_like_value(inputs[0].array, equation), is_split=True)]
         if name == "add_any":
             arrays = [self._split(x) for x in inputs]
             dims: list[int | None] = [0] * len(inputs)
@@ -239,19 +263,19 @@ class ShardSums:
             dims = [0 if x.is_split else None for x in inputs]
         return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, dims)]
 
-    def _constrain_otherwise(self, x: jax.Array, equation: JaxprEqn) -> jax.Array:
-        """Shards shard sums like the value, but for the axes of the rows, which shard the sums.
+    def _shard_like_value(self, sums: jax.Array, equation: JaxprEqn) -> jax.Array:
+        """Shards sums as an operation shards their value, (*shape).
 
-        A ``reshard`` may also give them the types of another mesh.
+        The axes of the rows shard the sums already. A ``reshard`` may also change to the types of
+        another mesh.
         """
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
-            return x
-        entries = self._keep_other_axes(sharding).partitions
+            return sums
         if equation.primitive.name == "reshard":
-            rows = self._explicit_entry(sharding.mesh) or None
-            return self._constrain(retype(x, sharding.mesh, PartitionSpec(rows, *entries)))
-        return self._constrain(x, *(entry or PartitionSpec.UNCONSTRAINED for entry in entries))
+            return self._constrain(self._type(sums, sharding.mesh, sharding.spec))
+        entries = self._without_rows(sharding.spec, sharding.mesh).partitions
+        return self._constrain(sums, *(entry or PartitionSpec.UNCONSTRAINED for entry in entries))
 
     def _split_sum(
         self, equation: JaxprEqn, inputs: Sequence[_Value], dims: Sequence[int | None]
@@ -284,9 +308,8 @@ class ShardSums:
             [out] = _run_mapped(equation, arrays, in_axes, auto)
         out = self._constrain(out)
         if auto != mesh.abstract_mesh:
-            rows = self._explicit_entry(mesh) or None
-            others = self._keep_other_axes(equation.outvars[0].aval.sharding)  # type: ignore[attr-defined]
-            out = retype(out, mesh, PartitionSpec(rows, *others.partitions))
+            spec = equation.outvars[0].aval.sharding.spec  # type: ignore[attr-defined]
+            out = self._type(out, mesh, spec)
         return [_Value(out, is_split=True)]
 
     def _summed_dims(

@@ -221,15 +221,13 @@ class _Accumulation:
             for spec in specs
         ]
         is_interleaved = has_interleaved_pipeline(whole.flat.objects)
-        accumulate: Callable[..., tuple[Any, Sequence[jax.Array]]] = self._scan
-        if is_interleaved:
-            accumulate = self._interleave
+        accumulate = self._interleave if is_interleaved else self._scan
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
-            value, totals = accumulate(bound, *inputs, sums, is_split)
+            value, totals = accumulate(_Microbatches(bound, *inputs, sums, is_split))
             gradients = []
             for total, spec, mesh in zip(totals, specs, meshes, strict=True):
                 mean = total / self.steps
@@ -247,27 +245,14 @@ class _Accumulation:
         value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
         return value, whole.build_gradient(gradients)
 
-    def _scan(
-        self,
-        bound: inspect.BoundArguments,
-        rest: _Arguments,
-        microbatches: _Arguments,
-        sums: ShardSums | None,
-        is_split: Sequence[bool],
-    ) -> tuple[Any, list[jax.Array]]:
+    def _scan(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
         """Differentiates one microbatch after the other, in a scan.
-
-        Args:
-          bound: the arguments of the loss, by name; changed here.
-          rest: those of them that are the same for all microbatches.
-          microbatches: those with rows, (steps, rows, …).
-          sums: splits sums over rows; None if these are not known to be sharded.
-          is_split: for each array that is differentiated, whether its total is kept as shard sums.
 
         Returns:
           The mean value, with ``has_aux`` a pair of it and the auxiliary data, (steps, …); and the
           sum of the gradients of each array that is differentiated.
         """
+        sums, is_split = batch.sums, batch.is_split
 
         def differentiate(
             call: PreparedCall, microbatch: _Arguments
@@ -277,16 +262,14 @@ class _Accumulation:
             rows = [x for x in jax.tree.leaves(microbatch) if jnp.ndim(x)]
             return _differentiate_by_shards(self.gradient, call, sums, rows, is_split)
 
-        def step(totals: list[Any], rest: _Arguments, microbatch: _Arguments) -> Any:
+        def step(totals: list[Any], shared: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
-            bound.arguments.update({**rest, **microbatch})
-            call = self.gradient.prepare(bound.args, bound.kwargs)
+            call = batch.prepare(self.gradient, {**shared, **microbatch})
             value, gradients = differentiate(call, microbatch)
             _check_aux(value[1] if self.has_aux else ())
             return [*map(_add, totals, gradients)], value
 
-        bound.arguments.update(rest)
-        call = self.gradient.prepare(bound.args, bound.kwargs)
+        call = batch.prepare(self.gradient, batch.shared)
         zeros = [
             sums.zeros(x, self.dtype) if sums and splits else jnp.zeros_like(x, self.dtype)
             for x, splits in zip(call.arrays(), is_split, strict=True)
@@ -295,7 +278,7 @@ class _Accumulation:
         run = scan(
             step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
-        totals, values = run(zeros, rest, microbatches)
+        totals, values = run(zeros, batch.shared, batch.stacked)
         names = [call.plan.names[slot] for slot in call.slots]
         reduced = [
             add_up(total, 0, name) if splits else total  # (shards, *shape) → shape
@@ -305,25 +288,41 @@ class _Accumulation:
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, reduced
 
-    def _interleave(
-        self,
-        bound: inspect.BoundArguments,
-        rest: _Arguments,
-        microbatches: _Arguments,
-        sums: ShardSums | None,
-        is_split: Sequence[bool],
-    ) -> tuple[Any, Sequence[jax.Array]]:
+    def _interleave(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
         """Does the same as `_scan` with microbatches interleaved in the stages of a pipeline."""
-        first = jax.tree.map(lambda x: x[0], microbatches)  # (rows, …)
-        bound.arguments.update({**rest, **first})
-        call = self.gradient.prepare(bound.args, bound.kwargs)
-        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(microbatches), strict=True)]
-        row_axes = () if sums is None else sums.axes
+        first = jax.tree.map(lambda x: x[0], batch.stacked)  # (rows, …)
+        call = batch.prepare(self.gradient, {**batch.shared, **first})
+        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)]
+        row_axes = () if batch.sums is None else batch.sums.axes
         value, totals = accumulate_interleaved(
-            self.gradient, call, pairs, self.dtype, row_axes, is_split
+            self.gradient, call, pairs, self.dtype, row_axes, batch.is_split
         )
         _check_aux(value[1] if self.has_aux else ())
         return value, totals
+
+
+@dataclasses.dataclass(frozen=True)
+class _Microbatches:
+    """The arguments of a loss for all microbatches, and how their gradients are summed.
+
+    Attributes:
+      bound: the arguments by name, in the order of the loss; `prepare` changes their values.
+      shared: those that are the same for all microbatches.
+      stacked: those with rows, (steps, rows, …).
+      sums: splits sums over rows; None if these are not known to be sharded.
+      is_split: for each array that is differentiated, whether its total is kept as shard sums.
+    """
+
+    bound: inspect.BoundArguments
+    shared: _Arguments
+    stacked: _Arguments
+    sums: ShardSums | None
+    is_split: Sequence[bool]
+
+    def prepare(self, gradient: ValueAndGrad[..., Any], arguments: _Arguments) -> PreparedCall:
+        """Prepares a call of the loss in which some arguments have these values."""
+        self.bound.arguments.update(arguments)
+        return gradient.prepare(self.bound.args, self.bound.kwargs)
 
 
 def _differentiate_by_shards(
