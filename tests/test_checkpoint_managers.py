@@ -18,12 +18,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import stack
 from nnx_sharding.checkpoint import Checkpoints, ModelRestore, ModelSave, restore, save
 from nnx_sharding.errors import CheckpointError
-from nnx_sharding.partition import fsdp
 from test_checkpoints import contents_of, flip
 
 WORKER = Path(__file__).parent / "processes" / "killed.py"
@@ -226,84 +223,6 @@ def test_killed_while_saving(tmp_path):
             assert f"preempted {start}\n" in rest and start > found
         else:
             assert start > found
-
-
-class Block(nnx.Module):
-    def __init__(self, *, rngs):
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.half = nnx.Param(jax.random.normal(rngs(), (8, 16), jnp.bfloat16))
-
-
-class Model(nnx.Module):
-    def __init__(self, count, *, stacked, seed=0, nested=False):
-        rngs = nnx.Rngs(seed)
-        make = self.group if nested else lambda stacked, rngs: Block(rngs=rngs)
-        blocks = [make(stacked, rngs=rngs.fork()) for _ in range(count)]
-        self.blocks = stack(blocks) if stacked else nnx.List(blocks)
-        self.head = nnx.Linear(8, 8, rngs=rngs)
-
-    def group(self, stacked, rngs):
-        blocks = [Block(rngs=rngs.fork()) for _ in range(2)]
-        return stack(blocks) if stacked else nnx.Dict(x=nnx.List(blocks)).x
-
-
-def with_optimizer(model):
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-def test_lists_and_stacks(tmp_path, stacked, nested):
-    make = {form: lambda seed, f=form: with_optimizer(
-        Model(4, stacked=f, seed=seed, nested=nested)) for form in (False, True)}  # fmt: skip
-    save(tmp_path / "a", make[stacked](0))
-    want = contents_of(make[not stacked](0))
-    assert contents_of(restore(tmp_path / "a", make[not stacked](1))) == want
-    mesh = jax.make_mesh((8,), ("data",))
-    target = nnx.eval_shape(lambda: make[not stacked](1))
-    sharding = (fsdp(target[0], mesh=mesh, min_size=0), P())
-    restore(tmp_path / "a", target, sharding, mesh)
-    assert contents_of(target) == want
-    assert target[0].head.kernel.get_raw_value().sharding.mesh == mesh
-    some = nnx.Dict(head=nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(3)))
-    restore(tmp_path / "a", (some,), only=nnx.Param)
-    np.testing.assert_array_equal(some.head.kernel, target[0].head.kernel)
-
-
-def test_other_numbers_of_layers(tmp_path):
-    save(tmp_path / "list", Model(3, stacked=False))
-    save(tmp_path / "stack", Model(3, stacked=True))
-    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint:\n  blocks/3/dropout"):
-        restore(tmp_path / "list", Model(4, stacked=True))
-    with pytest.raises(CheckpointError, match=r"Not in the model:\n  blocks/2/dropout"):
-        restore(tmp_path / "list", Model(2, stacked=True))
-    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint:\n  blocks/3/dropout"):
-        restore(tmp_path / "stack", Model(4, stacked=False))
-    with pytest.raises(
-        CheckpointError, match=r"layers/up/kernel: 3 layers in the .*, 2 in the mod"
-    ):
-        restore(tmp_path / "stack", Model(2, stacked=False))
-    model = Model(2, stacked=False)
-    want = Model(3, stacked=False, seed=0).blocks[1].up.kernel
-    restore(tmp_path / "stack", model, only=nnx.Param)
-    np.testing.assert_array_equal(model.blocks[1].up.kernel, want)
-
-
-def test_shared_variables_of_a_stack(tmp_path):
-    def blocks():
-        blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
-        for block in blocks:
-            block.bias = blocks[0].bias
-        return blocks
-
-    one, two = nnx.Dict(x=nnx.List(blocks())), nnx.Dict(x=stack(blocks()))
-    for i, (source, target) in enumerate([(one, two), (two, one)]):
-        save(tmp_path / str(i), source)
-        want = contents_of(target)
-        for variable in jax.tree.leaves(target, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            variable[...] = variable[...] * 0
-        assert contents_of(restore(tmp_path / str(i), target)) == want
 
 
 def test_renames(tmp_path):

@@ -677,6 +677,10 @@ class SaveTest(FolderTest):
             with self.assertRaisesRegex(kind, message):
                 steps.save(1, tree)
         self.assertFalse(self.path.exists())
+        save(self.path, {"a": {"b": jnp.ones(1)}})
+        tree, _, message = cases[-1]
+        with self.assertRaisesRegex(ValueError, f"restore: (.|\n)*joined by dots:\n  {message}"):
+            restore(self.path, tree)
 
     def test_in_a_trace(self):
         model = MLP()

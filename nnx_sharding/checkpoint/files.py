@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -35,7 +34,15 @@ from ..errors import raise_listed
 from ..specs.fitting import without_reductions
 from . import stored
 from .checksums import checksums
-from .names import NamedArray, digest, is_reference, is_storable, kind_of, named_arrays
+from .names import (
+    NamedArray,
+    check_unique,
+    digest,
+    is_reference,
+    is_storable,
+    kind_of,
+    named_arrays,
+)
 from .restore import restore_into
 from .stored import FilePath
 
@@ -118,8 +125,7 @@ def restore(
 
     Each array is read directly into its sharding: each process reads its own shards, whatever mesh
     and number of processes wrote it. The checkpoint may be one of :func:`save`, whose checksums are
-    compared, or one that Orbax wrote of an ``nnx.state``. A checkpoint of a list of blocks also
-    fits a :func:`~nnx_sharding.stack` of them, and the reverse.
+    compared, or one that Orbax wrote of an ``nnx.state``.
 
     Args:
       path: the directory of the checkpoint, or of one step of several.
@@ -318,10 +324,7 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     head = "save: these are not arrays or numbers with a value:"
     raise_listed(TypeError, head, wrong)
     raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
-    counts = Counter(".".join(array.name) for array in arrays)  # as Orbax joins them
-    same = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
-    head = "save: these paths are the same once their keys are joined by dots:"
-    raise_listed(ValueError, head, same, "Rename a key.")
+    check_unique("save", arrays)
     return flat, arrays
 
 

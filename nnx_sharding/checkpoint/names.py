@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,6 +76,14 @@ def digest(arrays: Iterable[NamedArray]) -> str:
     kinds = [(x.name, np.shape(x.leaf), str(getattr(x.leaf, "dtype", ""))) for x in arrays]
     # Eight digits are enough: it finds mistakes, not attacks.
     return f"{len(kinds)} of digest {hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]}"
+
+
+def check_unique(caller: str, arrays: Sequence[NamedArray]) -> None:
+    """Raises a ValueError that lists arrays which are one to Orbax, as it joins keys by dots."""
+    counts = Counter(".".join(array.name) for array in arrays)
+    same = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
+    head = f"{caller}: these paths are the same once their keys are joined by dots:"
+    raise_listed(ValueError, head, same, "Rename a key.")
 
 
 def selected(
