@@ -3,6 +3,10 @@
     rules ── tensor_matching ──► a goal for each array of the target: its sources, how it is built
     goals ── by devices, size ──► steps: one program builds arrays, ``place_arrays`` moves them
 
+Both models are flattened first: a ``Flat`` has their structure and the list of their arrays. The
+*slot* of an array is its index in the list of its own model. A ``NamedArray`` is an array with its
+path and its slot.
+
 JAX computes only on the devices of the sources, in their main memory. So a program builds an array
 there, sharded as the target needs it, or as much like it as these devices allow; an array that is
 what its source is needs no program. The rest of the way is that of ``place``.
@@ -141,28 +145,30 @@ def transfer(
       >>> server[0].kernel.sharding.spec
       P('model',)
     """
-    given, flat = flatten_known(source), flatten_known(target)
+    flat_source, flat_target = flatten_known(source), flatten_known(target)
     table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
-    signatures = [tuple(map(_signature, each.leaves)) for each in (given, flat)]
+    # All that a plan depends on: no plan reads the values of arrays.
+    signatures = [tuple(map(_signature, flat.leaves)) for flat in (flat_source, flat_target)]
     options = reverse, cast, only, donate
-    key: Any = (given.structure, flat.structure, *signatures, table, *options)
+    key: Any = (flat_source.structure, flat_target.structure, *signatures, table, *options)
     try:
         plan = _PLANS.get(key)
-    except TypeError:  # a filter that is a list
+    except TypeError:  # not hashable, such as a filter that is a list: the plan is made each time
         key = plan = None
     if plan is None:
-        plan = _plan(given, flat, _SAME if rules is None else rules, *options)
+        plan = _plan(flat_source, flat_target, _SAME if rules is None else rules, *options)
         if key is not None:
             _PLANS[key] = plan
             make_room(_PLANS, _MOST_PLANS)
     # All that a user's mistake can make fail comes before the target loses its values.
-    built = [_built_on_host(step, given.leaves) for step in plan.steps]
+    on_host = [_build_on_host(step, flat_source.leaves) for step in plan.steps]
     # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
-    is_safe = not (donate or plan.releases)
-    with contextlib.nullcontext() if is_safe else signals_deferred():
-        if plan.releases:
-            flat = _released(flat, plan.steps)  # this function holds the old values no longer
-        return _run(plan.steps, built, given.leaves, flat, donate)
+    deletes_nothing = not (donate or plan.releases_first)
+    with contextlib.nullcontext() if deletes_nothing else signals_deferred():
+        if plan.releases_first:
+            # Assigned, so that this function does not keep the old values alive.
+            flat_target = _without_values(flat_target, plan.steps)
+        return _run(plan.steps, on_host, flat_source.leaves, flat_target, donate)
 
 
 # What decides how an array is moved.
@@ -179,17 +185,17 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 class _Goal(NamedTuple):
-    """One array of the target."""
+    """One array of the target, and how it is made."""
 
-    array: NamedArray  # abstract
-    sources: tuple[int, ...]  # their slots
-    build: Callable[..., Array] | None  # makes it of them; None if it is its only source
-    sharding: Sharding | None  # None for a NumPy array
+    array: NamedArray  # abstract, with the shape, dtype and slot in the target
+    sources: tuple[int, ...]  # the slots of the arrays of the source that it is made of
+    build: Callable[..., Array] | None  # makes it of them; None if it equals its only source
+    sharding: Sharding | None  # where it belongs; None for a NumPy array
     built_as: Sharding | None  # how a program shards it; None if the compiler decides
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes, over all devices once."""
         return array_bytes(self.array.leaf.shape, self.array.leaf.dtype)
 
     @property
@@ -206,59 +212,75 @@ class _Step(NamedTuple):
     """Some arrays of the target, which are moved together."""
 
     goals: Sequence[_Goal]
-    slots: Sequence[int] = ()  # the arguments of the program
-    program: Callable[..., list[jax.Array]] | None = None  # compiled; None for what is on the host
+    slots: Sequence[int] = ()  # of the arrays of the source that are arguments of the program
+    # Compiled; returns the arrays of the goals. None: they are sources, or NumPy builds them.
+    program: Callable[..., list[jax.Array]] | None = None
     is_final: bool = False  # whether the program puts all arrays where they belong
-    is_direct: bool = False  # whether the program takes the sources as they are
+    is_direct: bool = False  # whether the program takes the sources where and as they are
 
 
 class _Plan(NamedTuple):
     """All that two models with given shapes, dtypes and shardings need; it has no arrays."""
 
     steps: Sequence[_Step]
-    releases: bool  # whether the old values of the target are released before the new are made
+    releases_first: bool  # whether old values of the target are deleted before the new are made
 
 
-def _built_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
-    """Returns what a step moves if it has no program: sources, or what NumPy makes of them."""
+def _build_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
+    """Returns the arrays that a step without a program moves; none for a step with one.
+
+    They are sources as they are, or what NumPy makes of them. ``source`` has all by slot.
+    """
     if step.program is not None:
         return []
     return [goal.make([source[slot] for slot in goal.sources]) for goal in step.goals]
 
 
-def _released(flat: Flat, steps: Sequence[_Step]) -> Flat:
-    """Returns the target without its old values, which nothing refers to any more."""
-    empty = list(flat.leaves)
-    for slot, abstract in ((g.array.slot, g.array.leaf) for step in steps for g in step.goals):
-        if isinstance(empty[slot], jax.Array):
-            empty[slot] = abstract
-    rebuild(flat, empty, "transfer")
-    return flat._replace(leaves=empty)
+def _without_values(target: Flat, steps: Sequence[_Step]) -> Flat:
+    """Gives the user's target abstract arrays, so that nothing refers to its old values any more.
+
+    Only arrays that the steps fill become abstract. Returns the target as it is then.
+    """
+    leaves = list(target.leaves)
+    for step in steps:
+        for goal in step.goals:
+            if isinstance(leaves[goal.array.slot], jax.Array):
+                leaves[goal.array.slot] = goal.array.leaf
+    rebuild(target, leaves, "transfer")  # writes them into the modules and Variables of the user
+    return target._replace(leaves=leaves)
 
 
 def _run(
     steps: Sequence[_Step],
-    built: Sequence[list[Any]],
+    on_host: Sequence[list[Any]],
     source: Sequence[Any],
-    flat: Flat,
+    target: Flat,
     donate: bool,
 ) -> Any:
-    """Moves the arrays of the source into the target, and returns it."""
+    """Moves the arrays of the source into the target, and returns the user's target.
+
+    Args:
+      steps: how they are moved.
+      on_host: for each step, the arrays that it moves if it has no program.
+      source: the arrays of the source, by slot.
+      target: the target, flattened.
+      donate: whether to delete each array of the source once no step needs it.
+    """
     donation = _Donation(steps, source) if donate else None
-    leaves, moved = list(flat.leaves), list[Any]()
-    for step, arrays in zip(steps, built, strict=True):
-        made = _made(step, arrays, source, donation.given_up(step) if donation else ())
+    leaves, moved = list(target.leaves), list[Any]()
+    for step, arrays in zip(steps, on_host, strict=True):
+        new = _run_step(step, arrays, source, donation.given_up(step) if donation else ())
         if donation or len(steps) > 1:
             # Before the next program takes memory, and what is freed here is no longer read.
-            jax.block_until_ready(made)
-        moved += made
-        for goal, x in zip(step.goals, made, strict=True):
+            jax.block_until_ready(new)
+        moved += new
+        for goal, x in zip(step.goals, new, strict=True):
             leaves[goal.array.slot] = x
         if donation:
-            donation.free(step, made)
-    # Only then does the target change: what fails on a device fails while one waits for it.
+            donation.free(step, new)
+    # `rebuild` calls this before it changes the target: what fails on a device fails in it.
     finish = functools.partial(jax.block_until_ready, moved)
-    return rebuild(flat, leaves, "transfer", finish=finish)
+    return rebuild(target, leaves, "transfer", finish=finish)
 
 
 class _Donation:
@@ -267,8 +289,9 @@ class _Donation:
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
         self.source = source
         used = [x for step in steps for x in self._used(step)]
-        self.total = Counter(map(id, used))  # two targets of one source get two arrays
-        self.pending = self.total.copy()
+        # How often each array is used, by its id: two targets of one source get two arrays.
+        self.total = Counter(map(id, used))
+        self.pending = self.total.copy()  # the same, of the steps that did not run yet
 
     def _used(self, step: _Step) -> list[Any]:
         """Returns the sources of a step, each as often as it is used."""
@@ -278,35 +301,40 @@ class _Donation:
         """Returns the ids of arrays that the target may get as they are."""
         return {id(x) for x in self._used(step) if self.total[id(x)] == 1}
 
-    def free(self, step: _Step, made: Sequence[Any]) -> None:
-        """Deletes what no later step needs, unless the target got it."""
-        used, kept = self._used(step), set(map(id, made))
+    def free(self, step: _Step, new: Sequence[Any]) -> None:
+        """Deletes the sources of a step that ran, but what a later step needs or the target got.
+
+        ``new`` are the arrays that the target got from this step.
+        """
+        used, kept = self._used(step), set(map(id, new))
         self.pending.subtract(map(id, used))
         for x in used:
             if isinstance(x, jax.Array) and not self.pending[id(x)] and id(x) not in kept:
                 x.delete()
 
 
-def _made(
-    step: _Step, arrays: Sequence[Any], source: Sequence[Any], given_up: Collection[int]
+def _run_step(
+    step: _Step, on_host: Sequence[Any], source: Sequence[Any], given_up: Collection[int]
 ) -> list[Any]:
-    """Returns the arrays of a step where they belong, while devices may still compute them.
+    """Returns the arrays of a step's goals where they belong; devices may still compute them.
 
     Args:
       step: the step.
-      arrays: what it moves if it has no program.
+      on_host: the arrays that it moves if it has no program.
       source: the arrays of the source, by slot.
-      given_up: the ids of those that the target may get as they are.
+      given_up: the ids of arrays of the source that the target may get as they are.
     """
     if step.is_final and step.program is not None:
         return step.program(*_arguments(step, source))
     shardings = [goal.sharding for goal in step.goals]
     if step.program is None:
-        moved = _copied(arrays, shardings, given_up)
+        moved = _copied(on_host, shardings, given_up)
     else:
         computed = step.program(*_arguments(step, source))
         moved = place_arrays(finish_on_cpu(computed), shardings)
-    return [np.array(x) if y is None else x for x, y in zip(moved, shardings, strict=True)]
+    # A goal without a sharding is a NumPy array.
+    pairs = zip(moved, shardings, strict=True)
+    return [np.array(x) if sharding is None else x for x, sharding in pairs]
 
 
 def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
@@ -321,27 +349,30 @@ def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
 def _copied(
     arrays: Sequence[Array], shardings: Sequence[Sharding | None], given_up: Collection[int]
 ) -> list[Any]:
-    """Returns arrays with these shardings; only those whose ids are given up may be the same."""
+    """Returns arrays with these shardings; only those whose ids are given up may be the same.
+
+    An array may be given several times, and is then copied as often. `place_arrays` would move it
+    once for all, so each round moves every array once: first a and b of (a, b, a), then a again.
+    """
     result: list[Any] = list(arrays)
-    pending = list(range(len(arrays)))
+    pending = list(range(len(arrays)))  # positions in `arrays`
     while pending:
-        # `place_arrays` moves what it gets several times once, so repeated arrays come later.
-        first = {id(arrays[i]): i for i in reversed(pending)}
+        first = {id(arrays[i]): i for i in reversed(pending)}  # array → its first position
         pending = [i for i in pending if first[id(arrays[i])] != i]
         for donate in (False, True):
-            slots = [i for x, i in first.items() if (x in given_up) is donate]
-            if not slots:
+            positions = [i for key, i in first.items() if (key in given_up) is donate]
+            if not positions:
                 continue
-            old, goals = [arrays[i] for i in slots], [shardings[i] for i in slots]
-            new = place_arrays(old, goals, donate=donate, alias=False)
-            for i, x in zip(slots, new, strict=True):
+            old, wanted = [arrays[i] for i in positions], [shardings[i] for i in positions]
+            new = place_arrays(old, wanted, donate=donate, alias=False)
+            for i, x in zip(positions, new, strict=True):
                 result[i] = x
     return result
 
 
 def _plan(
-    given: Flat,
-    flat: Flat,
+    source: Flat,
+    target: Flat,
     rules: Mapping[str, Rule],
     reverse: bool,
     cast: bool,
@@ -351,8 +382,8 @@ def _plan(
     """Returns how the arrays of one model are moved into those of another.
 
     Args:
-      given: the source, flattened.
-      flat: the target, flattened.
+      source: the source, flattened.
+      target: the target, flattened.
       rules: which array of the target each array of the source belongs to; with ``reverse``, the
         other way round, as rules for saving are.
       reverse: see ``rules``.
@@ -364,48 +395,56 @@ def _plan(
       CheckpointError: arrays are left over, or do not fit.
       ValueError: arrays cannot be moved, such as those of processes that the other lacks.
     """
-    sources = _arrays_by_path(given, only)
-    targets = _arrays_by_path(flat, only)
-    # The names in rules are those of one model, and say where in the other each array is.
-    named, placed = (targets, sources) if reverse else (sources, targets)
-    all_named = {array.path for array in named_arrays(given if reverse else flat)}
+    sources = _arrays_by_path(source, only)
+    targets = _arrays_by_path(target, only)
+    # Rules lead from the paths of one model, as from the names of tensors in a file, to the other.
+    to_model = source if reverse else target
+    from_arrays, to_arrays = (targets, sources) if reverse else (sources, targets)
+    # The path of each array of the target → what fills it: pairs of a placement (which part of
+    # the array a source is, and in which layout) and the path of that source.
     filled_by = fill_by_rules(
         "transfer: the source does not fit the target.",
         read_rules("transfer", rules),
-        {path: array.leaf for path, array in named.items()},
-        {path: array.leaf for path, array in placed.items()},
-        all_named,
+        {path: array.leaf for path, array in from_arrays.items()},
+        {path: array.leaf for path, array in to_arrays.items()},
+        {array.path for array in named_arrays(to_model)},  # also those that `only` leaves out
         cast=cast,
         reverse=reverse,
         nouns=("source", "array"),
     )
     goals, obstacles = [], []
     for path, pairs in filled_by.items():
-        used = [sources[name] for _, name in pairs]
+        used = [sources[source_path] for _, source_path in pairs]
         goal = _goal(targets[path], used, [placement for placement, _ in pairs])
         goals.append(goal)
         obstacles += [f"  {path}: {obstacle}" for obstacle in dict.fromkeys(_obstacles(used, goal))]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
-    releases = sum(goal.nbytes for goal in goals) > _MOST_KEPT
-    return _Plan(_steps(goals, given.leaves, donate), releases)
+    releases_first = sum(goal.nbytes for goal in goals) > _MOST_KEPT
+    return _Plan(_steps(goals, source.leaves, donate), releases_first)
 
 
-def _arrays_by_path(flat: Flat, only: Any) -> dict[str, NamedArray]:
-    """Returns the arrays of a model that a filter selects, by path."""
-    chosen = selected("transfer", named_arrays(flat), only, is_shardable, "arrays")
+def _arrays_by_path(model: Flat, only: Any) -> dict[str, NamedArray]:
+    """Returns the arrays of a flattened model that the filter ``only`` selects, by path."""
+    chosen = selected("transfer", named_arrays(model), only, is_shardable, "arrays")
     return {array.path: array for array in chosen}
 
 
 def _goal(
     target: NamedArray, sources: Sequence[NamedArray], placements: Sequence[Placement]
 ) -> _Goal:
-    """Returns how an array of the target is made of its sources."""
+    """Returns how an array of the target is made of its sources.
+
+    Args:
+      target: the array as it is, or abstract.
+      sources: the arrays of the source that it is made of.
+      placements: for each of them, which part of the target it fills, and in which layout.
+    """
     leaf, first = target.leaf, sources[0].leaf
     sharding = _target_sharding(leaf)
     is_weak = bool(getattr(leaf, "weak_type", False))
-    kinds = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
-    is_identity = placements[0].is_identity  # so it has one source
-    is_same = is_identity and kinds == [(leaf.dtype, is_weak)]
+    types = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
+    is_identity = placements[0].is_identity  # all of the target in its layout: it has one source
+    is_same = is_identity and types == [(leaf.dtype, is_weak)]
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
     slots = tuple(x.slot for x in sources)
@@ -413,18 +452,19 @@ def _goal(
         _built, tuple(placements), leaf.shape, leaf.dtype, is_weak
     )
     devices = _devices(first)
-    # One that is abstract is an obstacle.
+    # To or from the host no program computes. An abstract source is refused by `_obstacles`.
     if devices is None or sharding is None or not isinstance(first, jax.Array):
-        return _Goal(array, slots, None if is_same else build, sharding, None)
-    is_here = devices == _compat.device_assignment(sharding)
-    if is_here:
-        built_as = main_memory(sharding)
+        return _Goal(array, slots, None if is_same else build, sharding, built_as=None)
+    if devices == _compat.device_assignment(sharding):
+        built_as = main_memory(sharding)  # programs compute in no other memory
     else:
         built_as = None if _has_parts_on_host(first) else _twin(sharding, devices)
+    # `place_arrays` alone moves an array that is its source and is sharded as a program would
+    # shard it; a program for the others gives each device the parts that the target needs.
     present = main_memory(first.sharding)
     has_parts = is_identity and (built_as is None or built_as.is_equivalent_to(present, first.ndim))
-    is_copied = is_same and (has_parts or _has_parts_on_host(first))
-    return _Goal(array, slots, None if is_copied else build, sharding, built_as)
+    is_moved_only = is_same and (has_parts or _has_parts_on_host(first))
+    return _Goal(array, slots, None if is_moved_only else build, sharding, built_as)
 
 
 def _has_parts_on_host(array: jax.Array) -> bool:
@@ -449,9 +489,17 @@ def _built(
     is_weak: bool,
     *arrays: Array,
 ) -> Array:
-    """Builds an array of the target of its sources, in a program or on the host."""
+    """Builds an array of the target of its sources, in a program or on the host.
+
+    Args:
+      placements: for each source, which part of the array it fills, and in which layout.
+      shape: the shape of the array.
+      dtype: its dtype.
+      is_weak: whether it has a weak type.
+      *arrays: the sources.
+    """
     is_host = isinstance(arrays[0], np.ndarray)
-    _, regions = boxes(placements)
+    _, regions = boxes(placements)  # the part that each fills: (start, end) in each dimension
     pieces = []
     for source, placement, region in zip(arrays, placements, regions, strict=True):
         x: Any = source
@@ -476,26 +524,37 @@ def _built(
 def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: ModuleType) -> Array:
     """Joins pieces that fill an array, from this dimension on.
 
-    Their edges cut the dimension into slabs, each of which the same pieces fill from one side to
-    the other; a slab is joined along the next dimension.
+    The edges of all pieces cut the dimension into slabs. A piece that is in a slab reaches from one
+    side of it to the other, so each slab is joined along the next dimension only::
+
+        ┌─────┬───┐        ┌─────┬───┐    along dimension 0, the edges of a, b and c give two
+        │  a  │   │        │  a  │   │    slabs; both have a part of b
+        ├─────┤ b │   →    ├─────┼───┤
+        │  c  │   │        │  c  │   │
+        └─────┴───┘        └─────┴───┘
+
+    Args:
+      pieces: (start, end) in each dimension, and the array that is there.
+      dimension: the dimension; along earlier ones, all pieces have the same extent.
+      numpy: the module that joins, of NumPy or JAX.
     """
     if len(pieces) == 1:
         return pieces[0][1]
     edges = sorted({edge for region, _ in pieces for edge in region[dimension]})
-    before, slabs = (slice(None),) * dimension, []
+    earlier, slabs = (slice(None),) * dimension, []
     for start, end in itertools.pairwise(edges):
         inside = []
         for region, x in pieces:
             first, last = region[dimension]
             if first <= start and end <= last:
-                inside.append((region, x[(*before, slice(start - first, end - first))]))
+                inside.append((region, x[(*earlier, slice(start - first, end - first))]))
         slabs.append(_joined(inside, dimension + 1, numpy))
     joined: Array = numpy.concatenate(slabs, dimension)
     return joined
 
 
 def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
-    """Says why the sources cannot become this array."""
+    """Yields each reason why the sources cannot become this array."""
     leaves = [x.leaf for x in sources]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         yield "the source is abstract, without values"
@@ -520,13 +579,22 @@ def _devices(leaf: Any) -> tuple[Any, ...] | None:
 
 
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
-    """Groups arrays: one program for all on the same devices; more where it would take memory."""
+    """Groups arrays: one program for all on the same devices; more where it would take memory.
+
+    Args:
+      goals: the arrays of the target.
+      leaves: the arrays of the source, by slot.
+      donate: whether the source gives its arrays up.
+    """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
+    # By the devices of the sources (None: no program) and whether programs put arrays where they
+    # belong: the goals of each step.
     groups: dict[Any, list[list[_Goal]]] = {}
     for goal in goals:
         devices = None if goal.build is None else _devices(leaves[goal.sources[0]])
         group = groups.setdefault((devices, goal.is_final), [[]])
-        # What a program leaves to be moved, and donated sources, are freed before the next step.
+        # What a program leaves to be moved, and donated sources, are freed before the next step:
+        # small steps need less memory. Other steps free nothing, so they may be as large as any.
         is_freed = donate or not (goal.build is None or goal.is_final)
         most = max(largest, total // 16, _SMALL) if is_freed else math.inf
         if group[-1] and sum(x.nbytes for x in (*group[-1], goal)) > most:
@@ -540,7 +608,15 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> list[_Step]:
-    """Compiles programs that build some arrays, each in as many bytes of temporaries as one."""
+    """Compiles programs that build some arrays, each in as many bytes of temporaries as one.
+
+    A program that takes more than the largest array (or 16 MiB) is split into two halves.
+
+    Args:
+      goals: the arrays, whose sources are on the same devices.
+      leaves: the arrays of the source, by slot.
+      largest: the bytes of the largest array of the target.
+    """
     slots = sorted({slot for goal in goals for slot in goal.sources})
     inputs = [_abstract_argument(leaves[slot]) for slot in slots]
 
@@ -548,14 +624,15 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
         given = dict(zip(slots, arrays, strict=True))
         return [goal.make([given[slot] for slot in goal.sources]) for goal in goals]
 
-    places = [goal.built_as for goal in goals]
-    compiled: Any = jax.jit(make, out_shardings=places).lower(*inputs).compile()
+    shardings = [goal.built_as for goal in goals]
+    compiled: Any = jax.jit(make, out_shardings=shardings).lower(*inputs).compile()
     memory = compiled.memory_analysis()
     if len(goals) > 1 and memory and memory.temp_size_in_bytes > max(largest, _SMALL):
         halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
         return [step for half in halves for step in _programs(half, leaves, largest)]
     is_direct = all(map(_is_direct, (leaves[slot] for slot in slots)))
-    return [_Step(goals, slots, compiled, all(goal.is_final for goal in goals), is_direct)]
+    is_final = all(goal.is_final for goal in goals)
+    return [_Step(goals, slots, compiled, is_final=is_final, is_direct=is_direct)]
 
 
 def _is_direct(x: jax.Array) -> bool:
@@ -587,7 +664,8 @@ def _on_auto_axes(x: Any) -> Any:
 def _twin(sharding: Sharding | None, devices: Sequence[Any]) -> NamedSharding | None:
     """Returns a sharding of other devices, each of which holds what a device of the target needs.
 
-    None if there is none: the number of devices is no multiple of that of the target.
+    Each part of the target is on as many of these devices as there are more of them: a new mesh
+    axis replicates it. None if their number is no multiple of that of the target.
     """
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
         return None
