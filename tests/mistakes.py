@@ -1,6 +1,6 @@
 """Mistakes that users make, each as a program that runs with ``flax.nnx`` and with us.
 
-``python tests/mistakes.py`` writes our messages into ``docs/errors.md``.
+``python tests/mistakes.py`` writes the first lines of our messages into ``docs/errors.md``.
 """
 
 from __future__ import annotations
@@ -1433,21 +1433,36 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
     return re.sub(r" at 0x[0-9a-f]+| with id=\d+| at /\S+|/\S+/site-packages/", "", text)
 
 
-def message(anchor: str) -> str:
-    """Our message about the first mistake of a section."""
-    case = next(case for case in MISTAKES.values() if case.anchor == anchor)
+def headline(message: str) -> str:
+    """The first sentence of a message, or its first line: what the page shows of it."""
+    return message.splitlines()[0].split(". ")[0]
+
+
+# A section of the page: its heading, and the block that shows its message.
+SECTION = re.compile(r"^(### (.+)\n\n)```text\n(.*)\n```$", re.MULTILINE)
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor that Sphinx makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def with_message(section: re.Match[str]) -> str:
+    """A section that shows our message about its first mistake; unchanged if it has none."""
+    anchor = anchor_of(section[2])
+    case = next((case for case in MISTAKES.values() if case.anchor == anchor), None)
+    if case is None:
+        return section[0]
     with contextlib.redirect_stdout(io.StringIO()):  # JAX prints some objects
         ours = message_of(case.run, nnx_sharding)
-    return f"<!-- {anchor} -->\n```text\n{ours}\n```\n<!-- end -->"
+    return f"{section[1]}```text\n{headline(ours)}\n```"
 
 
 def main() -> None:
-    """Writes the messages into the page, which has the rest of each section."""
+    """Writes the first lines of messages into the page, which has the rest of each section."""
     import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
 
-    section = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
-    text = section.sub(lambda match: message(match[1]), PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, encoding="utf-8")
+    PAGE.write_text(SECTION.sub(with_message, PAGE.read_text("utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for the benchmarks
 
-from benchmarks.growth import HEAD, line  # noqa: E402
+from benchmarks.growth import exponent, milliseconds  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs/images", ROOT / "benchmarks/results"
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md")]
@@ -104,7 +104,7 @@ def calls(found: dict[str, Any]) -> str:
     ways = sorted(rows["forward32"]["figures"], key=lambda way: median(rows, "forward32", way) or 0)
     lines = [described(found["machine"]), ""]
     for title, suffix in (("in a loop", "_loop"), ("after other work", "")):
-        lines += table(f"µs, {title}", rows, ways, suffix)
+        lines += table(f"× floor, {title}", rows, ways, suffix)
     return "\n".join(lines[:-1])
 
 
@@ -122,7 +122,7 @@ def shard_maps(found: dict[str, Any]) -> str:
     """The table of all ways to call a `shard_map`."""
     rows = found["rows"]
     lines = [
-        "| tensor-parallel MLP on 8 devices, µs | in a loop | after other work |",
+        "| tensor-parallel MLP on 8 devices, × floor | in a loop | after other work |",
         "|---|---:|---:|",
     ]
     for way in rows["shard_map_mlp"]["figures"]:
@@ -170,12 +170,13 @@ def table(title: str, rows: dict[str, Any], ways: list[str], suffix: str) -> lis
 
 
 def cell(rows: dict[str, Any], row: str, way: str) -> str:
-    """One median, and as a multiple of the floor."""
+    """One median as a multiple of the floor, whose own is in µs."""
     value, times = median(rows, row, way), ratio(rows, row, way)
     if value is None or times is None:
         return "–"  # noqa: RUF001, a dash in a table
-    multiple = f"{times:.2f}" if times < 10 else f"{times:.0f}"
-    return number(value) + ("" if way == rows[row]["floor"] else f" ({multiple}×)")
+    if way == rows[row]["floor"]:
+        return f"{number(value)}µs"
+    return f"{times:.2f}" if times < 10 else f"{times:.0f}"
 
 
 def number(value: float) -> str:
@@ -184,14 +185,37 @@ def number(value: float) -> str:
 
 
 def growth(_: dict[str, Any]) -> str:
-    """The table of ``python -m benchmarks.growth``."""
+    """The largest of three sizes of ``python -m benchmarks.growth``, and the worst ratio of all."""
     found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
-    rows = [line(row) for case in found.values() for row in case["rows"]]
-    runs: dict[str, list[str]] = {}
-    for name, case in found.items():
-        runs.setdefault(described(case["machine"]), []).append(name)
-    texts = (f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items())
-    return "\n".join([HEAD, *rows, "", "\n\n".join(texts)])
+    lines = [
+        "| CPU time of … | peer | size | ms | × peer | worst size | wanted | exponent | peer's |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in (row for case in found.values() for row in case["rows"]):
+        ratios = [ours / peer for ours, peer in zip(row["ours_s"], row["peer_s"], strict=True)]
+        cells = [
+            row["title"],
+            row["peer"],
+            f"{row['sizes'][-1]:,} {row['unit']}",
+            milliseconds(row["ours_s"][-1]),
+            f"{ratios[-1]:.2f}",
+            f"{max(ratios):.2f}",
+            row["wanted"] if isinstance(row["wanted"], str) else f"{row['wanted']:g}",
+            f"{exponent(row['sizes'], row['ours_s']):.2f}",
+            f"{exponent(row['sizes'], row['peer_s']):.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machines = [case["machine"] for case in found.values()]
+    newest = max(machines, key=lambda machine: machine["date"])
+    busy = "" if all(machine["idle"] for machine in machines) else ", not always idle"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Measured until {newest['date']} on {newest['cores']} cores of {newest['cpu']}{busy}. "
+            "All sizes, commits and loads: `benchmarks/results/growth.json`.",
+        ]
+    )
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {

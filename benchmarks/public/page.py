@@ -6,8 +6,8 @@ been run. Reasons are notes below the table, each once.
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,25 +41,15 @@ def write(results: Results) -> None:
 
 
 def tables(results: Results) -> str:
-    """Returns the tables and the notes, as Markdown."""
+    """Returns the table and the notes, as Markdown."""
     notes: list[str] = []
-    figures = [["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent", "authors", *_PODS]]
-    numbers = [["model", *_NUMBERS]]
+    head = ["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent, GiB", "authors"]
+    rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *_NUMBERS]]
     for model, measures in sorted(results.items()):
-        figures.append([_name(model), *_figures(measures, notes)])
-        cells = [_verdict(measures.get(measure), notes) for measure in _NUMBERS]
-        numbers.append([_name(model), *cells])
-    checks = [["model", *_PODS, *(f"{pod}, optimized" for pod in _PODS)]]
-    for model, measures in sorted(results.items()):
-        if "optimized" in measures:
-            both = (_memory(measures.get(name), notes) for name in ("memory", "optimized"))
-            checks.append([_name(model), *itertools.chain(*both)])
+        verdicts = (_verdict(measures.get(measure), notes) for measure in _NUMBERS)
+        rows.append([_name(model), *_figures(measures, notes), *verdicts])
     listed = "".join(f"{i}. {note}\n" for i, note in enumerate(notes, 1))
-    return (
-        f"## Shardings of real sizes\n\n{_table(figures)}\n"
-        f"## Memory with all optimizations\n\n{_table(checks)}\n"
-        f"## Numbers of small sizes\n\n{_table(numbers)}\n## Notes\n\n{listed}"
-    )
+    return f"{_table(rows)}\n## Notes\n\n{listed}"
 
 
 def _name(model: str) -> str:
@@ -84,11 +74,11 @@ def _figures(measures: Mapping[str, Mapping[str, Any]], notes: list[str]) -> lis
         for strategy in ("tensor_parallel", "fsdp"):
             reason = values.get(f"{strategy} reason")
             mark = f" [{_note(reason, notes)}]" if reason else ""
-            cells.append(f"{100 * values[strategy]:.1f} %{mark}")
+            cells.append(f"{100 * values[strategy]:.1f}%{mark}")
     sent = measures.get("bytes")
     if sent and "result" in sent:
         ours, authors = sent["result"]["ours"], sent["result"].get("authors")
-        cells += [_bytes(ours), "none" if authors is None else f"{ours / authors:.2f} ×"]
+        cells += [_gib(ours), "none" if authors is None else f"{ours / authors:.2f}×"]
     else:
         cells += [_verdict(sent, notes)] * 2
     return [*cells, *_memory(measures.get("memory"), notes)]
@@ -100,18 +90,20 @@ def _memory(memory: Mapping[str, Any] | None, notes: list[str]) -> list[str]:
     for pod in _PODS:
         value = memory["result"].get(pod) if memory and "result" in memory else None
         if isinstance(value, dict):
-            cells.append(_bytes(value["bytes"]) + ("" if value["fits"] else " ✗"))
+            cells.append(_gib(value["bytes"]) + ("" if value["fits"] else " ✗"))
         else:
             cells.append(_verdict({"failed": value} if value else memory, notes))
     return cells
 
 
 def _verdict(result: Mapping[str, Any] | None, notes: list[str]) -> str:
-    """Returns ✓, or ✗ and the number of a note."""
+    """Returns ✓, a dash if a model has no such part, or ✗ and the number of a note."""
     if not result:
         return "not run"
     if result.get("result") == "works":
         return "✓"
+    if str(result.get("result")).startswith("no "):  # sequences of tokens, experts
+        return "–"  # noqa: RUF001, a dash in a table
     if "result" in result:
         return f"[{_note(str(result['result']), notes)}]"
     if "failed" in result:
@@ -120,16 +112,20 @@ def _verdict(result: Mapping[str, Any] | None, notes: list[str]) -> str:
 
 
 def _note(text: str, notes: list[str]) -> int:
-    """Returns the number of a note, which is added if it is new."""
-    text = text.replace("|", "\\|").replace("<", "&lt;")
+    """Returns the number of a note: the first sentence of a text, which is added if it is new.
+
+    What follows in an error is about details of the model, and how to write it otherwise.
+    """
+    text = text.split(". ")[0].partition("; compared with")[0]
+    text = re.sub(r"^ValueError: |\.$", "", text).replace("|", "\\|").replace("<", "&lt;")
     if text not in notes:
         notes.append(text)
     return notes.index(text) + 1
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}"
