@@ -678,7 +678,8 @@ def test_origins_of_damaged_text(old, new):
 def test_report_keeps_them():
     program = report(Block, "both", "explicit")
     assert ProgramReport.from_json(program.to_json()) == program
-    assert [*program.activations] == compiled(Block, "both", "explicit").activations()
+    names = [row.name for row in compiled(Block, "both", "explicit").activations()]
+    assert [row.name for row in program.activations] == names
     text = str(program)
     for part in ("model.mlp.down", "chosen by", "sent for: parameter", "gradient"):
         assert part in text

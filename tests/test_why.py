@@ -242,8 +242,6 @@ def test_inferred_activations():
     assert rows["model.block.up"].shard_shape == (32, 32)
     assert rows["model.block.up"].bytes_per_device == 32 * 32 * 4
     assert rows["model.block.down"].spec == P("data", None)
-    whole = {"data": 2, "other": 2}  # which of them is it?
-    assert compiled(None, whole).activations()[0].spec in (None, P("data", None))
 
 
 @pytest.mark.usefixtures("uncached")  # a program from the cache brings no remarks
@@ -280,12 +278,41 @@ def test_activations_after_a_constraint_that_leaves_out_dimensions():
     assert (row.spec, row.shard_shape) == (P("data", None, None), (1, 4, 4))
 
 
-def test_activations_of_a_report_by_module_are_those_that_the_compiler_chose():
-    """Of axes of one size, shapes do not say which it is."""
-    program = compiled(
-        lambda model, mesh: tensor_parallel(model, mesh=mesh), {"data": 2, "model": 2}
+class Words(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.layer = Layer(rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return x + self.layer(self.norm(x))
+
+
+SIZES = {
+    "axes of several sizes": {"data": 2, "model": 4},
+    "axes of one size": {"data": 2, "model": 2},  # shapes do not say which of them it is
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_activations_that_the_compiler_chose(name):
+    sizes = SIZES[name]
+    mesh = make_mesh(
+        sizes, axis_types=AxisType.Auto, devices=jax.devices()[: math.prod(sizes.values())]
     )
-    of_report = {row.path: row for row in program.report(by_module=True).activations}
-    assert {row.path: row for row in program.activations()}["model.block.up"].spec is None
-    assert of_report["model.block.up"].spec == P("data", "model")
-    assert of_report["model.block.up"].chosen_by == "inferred"
+    model = nnx.eval_shape(lambda: Words(nnx.Rngs(0)))
+    fun = jit(
+        lambda model, tokens: model(tokens).sum(),
+        in_shardings=(tensor_parallel(model, mesh=mesh), P("data")),
+        mesh=mesh,
+    )
+    compiled = fun.lower(model, jax.ShapeDtypeStruct((16, 8), jnp.int32)).compile()
+    rows = compiled.activations()
+    assert rows == [*compiled.report(by_module=True).activations]
+    assert {row.path: row.spec for row in rows if row.chosen_by == "inferred"} == {
+        **dict.fromkeys(["model.embed", "model.norm", "model.layer"], P("data", None, None)),
+        "model.layer.up": P("data", None, "model"),
+        "model.layer.down": P("data", None, None),
+        "model": P("data", None, None),
+    }

@@ -164,7 +164,9 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
+def describe(
+    compiled: Any, name: str, hlo: str | None, activations: Iterable[ActivationRow]
+) -> ProgramReport:
     """Makes the report of a program.
 
     Args:
@@ -172,6 +174,7 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
         in ``transforms``, which this package does not depend on.
       name: the name of the function.
       hlo: the text of the compiled program; None if the backend has none.
+      activations: what modules return.
     """
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
@@ -198,7 +201,7 @@ def describe(compiled: Any, name: str, hlo: str | None) -> ProgramReport:
         memory=memory and dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),
-        activations=tuple(compiled.activations()),
+        activations=tuple(activations),
         roofline=None,
         hlo=hlo,
     )

@@ -33,6 +33,7 @@ from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
 from ..analysis.instructions import padded_bytes
 from ..analysis.line_attribution import (
+    MadeValue,
     compiled_values,
     inferred_activations,
     line_table,
@@ -124,25 +125,35 @@ class Figures:
         dumped, measured = self.dumped, None
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
-        made = made_values(self._compiled._recorder.traced, dumped.paths)
         program = dumped.compiled_program(self._arguments, self._mesh, self._hardware(hardware))
-        return line_table(program, made, dumped.paths, dumped.whole, measured)
+        return line_table(program, self._made, dumped.paths, dumped.whole, measured)
 
-    def activations(self, rows: ActivationTable, *, exactly: bool = False) -> ActivationTable:
-        """See :meth:`Compiled.activations`; ``rows`` are from the trace.
+    def activations(self, *, compile_again: bool) -> ActivationTable:
+        """Lists what modules return, with the specs that the compiler chose.
 
-        Shapes on one device do not always say the spec. With ``exactly``, it is read from the
-        program before it is partitioned, for which it is compiled once more.
+        Args:
+          compile_again: whether to read them from the program before it is partitioned, which has
+            all of them, as :meth:`Compiled.activations` does. Otherwise they are those that shapes
+            on one device say: a report without tables by module costs no second compilation.
         """
+        rows = self._compiled._traced_activations()
         is_open = any(row.chosen_by == "compiler" for row in rows)
         if not is_open or self._mesh is None or self.module.unread:
             return rows
-        recorder, sizes = self._compiled._recorder, MeshDescription.of(self._mesh).axes
-        paths = {call.path for call in recorder.calls}
-        made = made_values(recorder.traced, paths)
-        whole = self.dumped.whole if exactly else None
-        made = compiled_values(made, paths, self.module, whole, sizes)
+        sizes = MeshDescription.of(self._mesh).axes
+        whole = self.dumped.whole if compile_again else None
+        made = compiled_values(self._made, self._module_paths, self.module, whole, sizes)
         return ActivationTable(inferred_activations(rows, made, sizes))
+
+    @functools.cached_property
+    def _module_paths(self) -> frozenset[str]:
+        """The paths of the modules that are called, such as ``model.up``."""
+        return frozenset(call.path for call in self._compiled._recorder.calls)
+
+    @functools.cached_property
+    def _made(self) -> list[MadeValue]:
+        """The values of the trace."""
+        return made_values(self._compiled._recorder.traced, self._module_paths)
 
     def why(self, subject: str | Collective) -> Reason:
         """See :meth:`Compiled.why`."""
@@ -202,16 +213,14 @@ class Figures:
 
     @functools.cached_property
     def _collective_reasons(self) -> CollectiveReasons:
-        recorder = self._compiled._recorder
-        module_paths = {call.path for call in recorder.calls}
         whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
-        for value in made_values(recorder.traced, module_paths):
+        for value in self._made:
             if value.line is not None:
                 file, line = value.line
                 whole_shapes[f"{file_title(file)}:{line}", value.operation].add(value.shape)
         axis_sizes = {} if self._mesh is None else MeshDescription.of(self._mesh).axes
         return CollectiveReasons(
-            self.module, module_paths, axis_sizes, whole_shapes, self._why_argument
+            self.module, self._module_paths, axis_sizes, whole_shapes, self._why_argument
         )
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
@@ -269,7 +278,8 @@ class Figures:
     @functools.cached_property
     def report(self) -> ProgramReport:
         """All figures in one object, except figures by module."""
-        return describe(self._compiled, self._plan.fun_name, self._stage.as_text())
+        activations = self.activations(compile_again=False)
+        return describe(self._compiled, self._plan.fun_name, self._stage.as_text(), activations)
 
     def parameters(self) -> ParameterTable:
         """See :meth:`Compiled.parameters`."""

@@ -585,9 +585,13 @@ class Compiled(Stage):
     def activations(self) -> ActivationTable:
         """Lists how what modules return is sharded, as for a trace, with what the compiler chose.
 
-        That is inferred from the shapes in the program, if they say it, and shown as inferred.
+        That is shown as inferred. If there is such a row, the first call compiles like
+        :meth:`by_module`, to read it from the program before it is partitioned.
         """
-        return self._figures.activations(super().activations())
+        return self._figures.activations(compile_again=True)
+
+    def _traced_activations(self) -> ActivationTable:
+        return super().activations()
 
     def why(self, subject: str | Collective) -> Reason:
         """Says why an argument is sharded as it is, or why a collective is there.
@@ -667,12 +671,11 @@ class Compiled(Stage):
             report = report.with_roofline(hardware)
         if by_module:
             tables = self.by_module(hardware=hardware), self.by_line(hardware=hardware)
-            rows = self._figures.activations(super().activations(), exactly=True)
             report = dataclasses.replace(
                 report,
                 by_module=tables[0],
                 by_line=tables[1],
-                activations=tuple(rows),
+                activations=tuple(self.activations()),
                 reasons=self._figures.reasons(),
             )
         return report if name is None else dataclasses.replace(report, name=name)
