@@ -20,7 +20,7 @@ import optax
 import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from nnx_sharding import StateSharding, errors, export, jit, shard_map
 from zoo import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
@@ -395,10 +395,10 @@ class LargerMachineTest(Case):
         fun = jit(apply, in_shardings=(mlp_specs(), P("data")), mesh=mesh)
         x = jax.ShapeDtypeStruct((32, 4), jnp.float32)
         loaded = self.export(fun, nnx.eval_shape(MLP), x, platforms=("tpu", "cpu"))
-        (model, x_info), keywords = loaded.args_info
-        self.assertEqual((x_info.shape, keywords), ((32, 4), {}))
-        kernel = model["up"]["kernel"]
-        self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
+        infos = {info.name: info for info in loaded.manifest.inputs}
+        self.assertEqual(infos["x"].shape, (32, 4))
+        self.assertEqual(infos["model.up.kernel"].spec, P(None, "model"))
+        self.assertEqual([*map(str, loaded.manifest.meshes)], ["data 16 × model 16"])
         with self.assertRaisesRegex(
             errors.ExportError, r"256 devices \(mesh data 16 × model 16\); here there are 8 of cpu"
         ):
@@ -406,7 +406,10 @@ class LargerMachineTest(Case):
 
     def test_another_platform(self):
         loaded = self.export(jit(apply), MLP(), X, platforms="tpu")
-        with self.assertRaisesRegex(errors.ExportError, "exported for tpu; this is cpu.*platforms"):
+        # JAX's own error.
+        with self.assertRaisesRegex(
+            ValueError, r"exported for platforms '\('tpu',\)'.*'\('cpu',\)'"
+        ):
             loaded.call(MLP(), X)
 
     def test_another_mesh_in_context(self):
@@ -457,12 +460,6 @@ class ManifestTest(Case):
         data = self.path.read_bytes()
         self.assertEqual(data, (self.folder / "other.zip").read_bytes())
         self.assertNotIn(str(pathlib.Path(__file__).parent).encode(), data)
-
-    def test_args_info_matches_call(self):
-        loaded = self.export(jit(apply), Counter(), 1.0)
-        positional, keywords = loaded.args_info
-        zeros = jax.tree.map(lambda info: jnp.zeros(info.shape, info.dtype), positional)
-        self.assertEqual(float(loaded.call(*zeros, **keywords).output), 1.0)
 
 
 class MistakesTest(Case):
@@ -550,14 +547,11 @@ class MistakesTest(Case):
     def test_without_flatbuffers(self):
         exported = export.export(jit(apply))(MLP(), X)
         exported.save(self.path)
-        hidden = {
-            name: None
-            for name in sys.modules
-            if name == "flatbuffers" or name.endswith("export.serialization")
-        }
-        with absltest.mock.patch.dict(sys.modules, hidden):
+        with absltest.mock.patch.dict(sys.modules, {"flatbuffers": None}):
+            for name in [name for name in sys.modules if name.endswith("export.serialization")]:
+                del sys.modules[name]  # it imports flatbuffers once it is used again
             for function in (lambda: exported.save(self.path), lambda: export.load(self.path)):
-                self.check(ImportError, ("pip install", "flatbuffers"), function)
+                self.check(ImportError, ("install 'flatbuffers'",), function)
 
 
 def read(box):

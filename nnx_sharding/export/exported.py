@@ -73,21 +73,6 @@ class Exported(Pictured):
         # By mesh; None for programs of one device.
         self._compiled: dict[Mesh | None, tuple[Callable[..., Any], Shardings]] = {}
 
-    @property
-    def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(positional, keywords)`` with a ``ShapeDtypeStruct`` for each array.
-
-        A module is an ``nnx.State``. A declared sharding has an ``AbstractMesh``.
-        """
-        shardings, _ = _compat.exported_shardings(self.jax_exported)
-        arrays = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
-        ]
-        infos = [(x, build(x.tree, {"input": arrays})) for x in self.manifest.arguments]
-        keywords = {argument.name: info for argument, info in infos if argument.keyword}
-        return tuple(info for argument, info in infos if not argument.keyword), keywords
-
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
         """Runs the program; inside another trace, makes it part of that trace.
@@ -105,8 +90,9 @@ class Exported(Pictured):
         Raises:
           TypeError: arguments or arrays are missing or unknown, or have other shapes or dtypes;
             all are listed by path.
-          ExportError: this machine has another platform or too few devices, or the mesh in context
-            is not like the exported one.
+          ExportError: this machine has too few devices, or the mesh in context is not like the
+            exported one.
+          ValueError: the program was exported for another platform.
         """
         arrays, forms = _bind(self.manifest, args, kwargs)
         program: Any = self.jax_exported.call
@@ -138,8 +124,6 @@ class Exported(Pictured):
         """
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
-        except ImportError:
-            raise ImportError(_NO_FLATBUFFERS) from None
         except KeyError as error:  # of JAX, for a dtype that it has no number for
             raise ValueError(
                 f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
@@ -204,8 +188,8 @@ def load(path: str | os.PathLike[str]) -> Exported:
         )
     try:
         program = jax.export.deserialize(bytearray(content))
-    except ImportError:
-        raise ImportError(_NO_FLATBUFFERS) from None
+    except ImportError:  # of flatbuffers, for which JAX says what to install
+        raise
     except Exception as error:  # JAX checks nothing, so it may be of any kind
         raise ExportError(
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
@@ -224,12 +208,6 @@ def _describes(manifest: Manifest, program: jax.export.Exported) -> bool:
         if types != [info.type for info in infos]:
             return False
     return manifest.devices == program.nr_devices
-
-
-_NO_FLATBUFFERS = (
-    "jax.export needs flatbuffers to write and read programs: "
-    "pip install 'nnx_sharding[export]', or pip install flatbuffers."
-)
 
 
 def _bind(
@@ -378,14 +356,13 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
       program; None for a program of one device.
 
     Raises:
-      ExportError: there are too few devices, they are of another platform, or the mesh in context
-        has another shape than the exported one.
+      ExportError: there are too few devices, or the mesh in context has another shape than the
+        exported one.
     """
-    context = _compat.context_mesh()
-    mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
-    _check_platform(manifest, program, mesh)
     if manifest.devices == 1:
         return None
+    context = _compat.context_mesh()
+    mesh = context if isinstance(context, Mesh) else None
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
     # A program without shardings runs on any mesh of so many devices.
@@ -409,18 +386,6 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     else:
         grid = mesh.devices.reshape(like.axis_sizes)
     return Mesh(grid, like.axis_names, axis_types=like.axis_types)
-
-
-def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh | None) -> None:
-    """Raises an error if the program was not lowered for the platform that a call uses."""
-    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    here = "cpu" if is_cpu else jax.export.default_export_platform()
-    is_checked = "platform" not in map(str, program.disabled_safety_checks)
-    if is_checked and here not in manifest.platforms:
-        raise ExportError(
-            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
-            f" Export it again with platforms=({here!r}, ...)."
-        )
 
 
 def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:
