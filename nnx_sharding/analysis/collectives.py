@@ -8,14 +8,20 @@ those mesh axes in which the positions within each group differ (`device_groups.
 
 How often it runs follows from the loops around it (`hlo.py`), what it is for from what it moves
 (`purposes.py`), and what hides it from the schedule (`overlap.py`). An HLO program (`Module`)
-consists of *computations*, lists of instructions that call each other.
+consists of *computations*, lists of instructions that call each other. A fusion is an instruction
+that runs a computation as one kernel. JAX compiles for one *replica* of several *partitions*: a
+partition is a device.
 
 From other modules:
 
-    Module      the HLO program. ``around`` are the calls around a computation, ``runs`` is how
-                often it runs, ``roots`` has what it returns
-    Use         the purpose, the parameters and the module of a collective
-    Scheduled   what is computed while a collective is in progress, and before it
+    Module         the HLO program. By the name of a computation, ``around`` are the calls around
+                   it, ``runs`` is how often it runs, ``roots`` has the instruction that it returns
+    Instruction    one instruction. ``rest`` is its text from the operands on, ``attributes`` what
+                   it says after them, by name
+    Groups         tuples with the numbers of the devices that exchange data with each other
+    Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
+    Use            the purpose, the parameters and the module of a collective
+    Scheduled      what is computed while a collective is in progress, and before it
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
-from .slices import Position, groups_between, groups_within, positions_of
+from .slices import Placed, Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 from .values import Value
@@ -221,22 +227,25 @@ class Collectives(tuple[Collective, ...], Pictured):
         return dict(sums)
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
-        """Yields what ``print`` shows: a row for each collective, or for several alike, and a sum.
+        """Yields what ``print`` shows: a table of the collectives, and the sum of what they send.
 
-        Alike are the same collectives of modules in one list.
+        The same collectives of the modules of a list are one row, which says how many they are.
         """
         if not self:
             yield text("no collectives")
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
-        alike = Counter((*cells, of, _end(source, 15)) for *cells, of, source in map(_alike, self))
-        # What they are of is cut so that a row has 100 columns.
-        widths = [max(map(len, column)) for column in zip(header, *alike, strict=True)]
-        most = min(26, 100 - sum(widths) + widths[-2] - 2 * len(widths))
+        row_counts = Counter(
+            (*cells, of, _end(source, longest=15)) for *cells, of, source in map(_row, self)
+        )
+        widths = [max(map(len, column)) for column in zip(header, *row_counts, strict=True)]
+        # The column "of" is cut so that a row has 100 columns, with two spaces after each cell.
+        others = sum(widths) - widths[-2]
+        of_width = min(26, 100 - others - 2 * len(widths))
         rows = []
-        for (*cells, of, source), count in alike.items():
+        for (*cells, of, source), count in row_counts.items():
             number = f" ({count} ×)" if count > 1 else ""
-            rows.append((*cells, _end(of, most - len(number)) + number, source))
+            rows.append((*cells, _end(of, longest=of_width - len(number)) + number, source))
         yield table(header, rows)
         line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
         if self.has_unknown_times:
@@ -268,8 +277,11 @@ def _cells(collective: Collective) -> tuple[str, ...]:
     )
 
 
-def _alike(collective: Collective) -> tuple[str, ...]:
-    """Writes the cells of a collective; collectives of modules in one list get the same cells."""
+def _row(collective: Collective) -> tuple[str, ...]:
+    """Returns the cells of a collective, with the same name for all modules of a list.
+
+    For example, ``model.blocks[0].up.kernel`` and ``[1]`` become ``model.blocks[*].up.kernel``.
+    """
     *cells, of, source = _cells(collective)
     if collective.parameters:
         first, *rest = collective.parameters
@@ -277,13 +289,13 @@ def _alike(collective: Collective) -> tuple[str, ...]:
     return *cells, folded(_FUNCTION.sub("", of)), source
 
 
-def _end(name: str, most: int) -> str:
-    """Shortens a long name to its end, to no fewer than 8 characters."""
-    most = max(most, 8)
-    return f"…{name[1 - most :]}" if len(name) > most else name
+def _end(name: str, longest: int) -> str:
+    """Shortens a name to its last ``longest`` characters, but to no fewer than 8."""
+    longest = max(longest, 8)
+    return f"…{name[1 - longest :]}" if len(name) > longest else name
 
 
-_FUNCTION = re.compile(r"^jit\([^/]*\)/")
+_FUNCTION = re.compile(r"^jit\([^/]*\)/")  # at the start of the name of each operation
 
 
 def collectives_of(
@@ -320,63 +332,85 @@ def collectives_of(
     sizes = {str(axis): int(size) for axis, size in shape.items()}
     # A program with fewer devices than the mesh is that of one of several slices.
     is_of_slice = module.num_devices != math.prod(sizes.values())
-    placement = _Placement(sizes, positions_of(mesh) if is_of_slice else {}, module.num_devices)
-    repeated = _repeated_in_fusions(module)
+    placement = _Placement(
+        sizes=sizes,
+        positions=positions_of(mesh) if is_of_slice else {},
+        num_devices=module.num_devices,
+    )
+    continuations = _continuations(module)
     starts = [f"{kind}-start" for kind in COLLECTIVES]
     found = [
-        (computation, _with_metadata(instruction, computation, module))
+        (computation, _with_operation(instruction, computation, module))
         for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
-        if instruction.name not in repeated
+        if instruction.name not in continuations
     ]
-    uses: Mapping[str, Use] = {}
+    uses: Mapping[str, Use] = {}  # by the name of the instruction
     if found and arguments is not None:
         uses = uses_of(module, found, arguments, results)
-    # Without starts the device waits for each collective, or it is a part of a fusion.
-    overlap = Overlap(module) if repeated or module.with_opcode(*starts, "async-start") else None
+    # The device waits for each collective, unless one has a start of its own or in a fusion.
+    has_starts = continuations or module.with_opcode(*starts, "async-start")
+    overlap = Overlap(module) if has_starts else None
     collectives = [
         _collective(
-            instruction, computation, module, placement, uses.get(instruction.name, Use()), overlap
+            instruction,
+            computation,
+            module=module,
+            placement=placement,
+            use=uses.get(instruction.name, Use()),
+            overlap=overlap,
         )
         for computation, instruction in found
     ]
-    if any(collective.conditional for collective in collectives):
-        sent: Counter[str] = Counter()
-        for collective in collectives:
-            sent[collective.computation] += collective.bytes_sent
-        skipped = {collective.computation for collective in collectives} - module.taken(sent)
-        collectives = [
-            dataclasses.replace(x, times=0) if x.computation in skipped else x for x in collectives
-        ]
-    return Collectives(collectives)
+    return Collectives(_without_smaller_branches(collectives, module))
+
+
+def _without_smaller_branches(
+    collectives: Sequence[Collective], module: Module
+) -> Sequence[Collective]:
+    """Sets ``times`` to 0 in those branches of conditionals that do not send most."""
+    if not any(collective.conditional for collective in collectives):
+        return collectives
+    sent: Counter[str] = Counter()  # bytes, by computation
+    for collective in collectives:
+        sent[collective.computation] += collective.bytes_sent
+    taken = module.taken(sent)  # the names of the computations that run if most is sent
+    return [c if c.computation in taken else dataclasses.replace(c, times=0) for c in collectives]
 
 
 def _collective(
     instruction: Instruction,
     computation: Computation,
+    *,
     module: Module,
     placement: _Placement,
     use: Use,
     overlap: Overlap | None,
 ) -> Collective:
-    """Returns the description of one collective.
+    """Describes one collective.
 
-    ``use`` is what it is for. Without ``overlap``, the device waits for all collectives.
+    Args:
+      instruction: the collective, or its start.
+      computation: the computation that it is in.
+      module: the program.
+      placement: the mesh, and where the devices of the program are in it.
+      use: what the collective is for.
+      overlap: what runs at the same time; None if the device waits for all collectives.
     """
     members = placement.members_of(instruction)
     size = max(map(len, members.groups), default=1)
-    kind, results, larger = _payload(instruction, computation, module, size)
+    payload = _payload(instruction, computation, module=module, group_size=size)
     runs = module.runs[computation.name]  # as often as the computation that it is in
-    schedule = Scheduled(computation.name, Work(), Work(), ())
+    schedule = Scheduled(home=computation.name, before=Work(), beside=Work(), operations=())
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
     return Collective(
-        kind=kind,
+        kind=payload.kind,
         name=instruction.name,
         computation=computation.name,
-        dtype="+".join(dict.fromkeys(shape.dtype for shape in results)),
-        shapes=tuple(shape.dims for shape in results),
-        bytes=larger,
-        bytes_sent=_bytes_sent(kind, larger, size),
+        dtype="+".join(dict.fromkeys(shape.dtype for shape in payload.results)),
+        shapes=tuple(shape.dims for shape in payload.results),
+        bytes=payload.bytes,
+        bytes_sent=_bytes_sent(payload.kind, payload_bytes=payload.bytes, group_size=size),
         group_size=size,
         num_groups=len(members.groups),
         axes=members.axes,
@@ -399,9 +433,9 @@ def _collective(
 class _Members(NamedTuple):
     """The devices that take part in a collective, by their positions in the mesh."""
 
-    groups: Groups
+    groups: Groups  # of a permutation: the devices that its pairs connect
     axes: MeshAxes
-    pairs: Groups  # of a permutation, if it is known where the devices are
+    pairs: Groups = ()  # (source, target) of a permutation, if it is known where the devices are
 
 
 class _Placement(NamedTuple):
@@ -409,43 +443,55 @@ class _Placement(NamedTuple):
 
     sizes: Mapping[str, int]  # of the mesh axes; empty without a mesh
     positions: Mapping[Position, int]  # of devices in several slices; empty otherwise
-    num_devices: int | None  # of the program
+    num_devices: int | None  # of the program: for one of several slices, fewer than in the mesh
 
     def members_of(self, instruction: Instruction) -> _Members:
-        """Returns which devices take part in a collective, and over which mesh axes."""
+        """Finds the devices that take part in a collective, and the mesh axes that it runs over."""
         sizes = tuple(self.sizes.items())
         if instruction.collective == "collective-permute":
-            pairs, is_placed = self._in_mesh(instruction, instruction.source_target_pairs)
-            pairs = tuple(pair for pair in pairs if len({*pair}) > 1)  # others send to themselves
-            axes = axes_of_pairs(pairs, sizes) if is_placed else None
-            return _Members(connected(pairs), axes, pairs if is_placed or not sizes else ())
-        # The program for one of several slices has fewer devices than the mesh.
-        has_mesh = self.sizes and not self.positions
-        count = math.prod(self.sizes.values()) if has_mesh else self.num_devices or 1
-        groups, is_placed = self._in_mesh(instruction, _groups(instruction, count))
-        return _Members(groups, axes_of_groups(groups, sizes) if is_placed else None, ())
+            placed = self._in_mesh(instruction, instruction.source_target_pairs)
+            # A device that sends to itself sends nothing over a link.
+            pairs = tuple(pair for pair in placed.groups if len({*pair}) > 1)
+            is_known = placed.in_mesh or not sizes  # without a mesh, as the program numbers devices
+            return _Members(
+                groups=connected(pairs),
+                axes=axes_of_pairs(pairs, sizes) if placed.in_mesh else None,
+                pairs=pairs if is_known else (),
+            )
+        is_for_mesh = self.sizes and not self.positions  # rather than for one of its slices
+        count = math.prod(self.sizes.values()) if is_for_mesh else self.num_devices or 1
+        placed = self._in_mesh(instruction, _groups_of_partitions(instruction, count))
+        axes = axes_of_groups(placed.groups, sizes) if placed.in_mesh else None
+        return _Members(placed.groups, axes)
 
-    def _in_mesh(self, instruction: Instruction, groups: Groups) -> tuple[Groups, bool]:
-        """Returns groups of devices by their positions in the mesh, and whether these are known.
+    def _in_mesh(self, instruction: Instruction, groups: Groups) -> Placed:
+        """Translates groups of devices, as the instruction numbers them, to positions in the mesh.
 
-        An instruction numbers devices so, or, in the program for one of several slices, by their
-        positions in the slice. There, the attribute ``between_slices`` has exchanges with others.
+        These are the same, unless the program is for one of several slices. There, devices are
+        numbered by their positions in the slice, and a collective between slices has its groups in
+        the attribute ``between_slices`` (`slices.py`).
         """
         if between := instruction.attributes.get("between_slices"):
             return groups_between(between, self.positions)
         if self.positions:
             return groups_within(groups, self.positions)
-        return groups, bool(self.sizes)
+        return Placed(groups, in_mesh=bool(self.sizes))
 
 
-def _groups(instruction: Instruction, count: int) -> Groups:
-    """Returns the groups of partitions that exchange, of ``count`` devices."""
+def _groups_of_partitions(instruction: Instruction, num_devices: int) -> Groups:
+    """Returns the groups of devices that exchange data, as the instruction numbers them.
+
+    ``replica_groups`` may be empty, for all devices, or a group of replicas: ``{{0}}`` with a
+    channel is the only replica of JAX, in which all partitions take part.
+    """
     groups, attributes = instruction.replica_groups or (), instruction.attributes
-    over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
-    of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
-    # These are groups of replicas. JAX has one replica, and all partitions take part in each group.
-    if groups == () or (groups == ((0,),) and over_partitions and of_replicas):
-        return (tuple(range(count)),)
+    has_replica_ids = (
+        "channel_id" in attributes
+        and "use_global_device_ids" not in attributes
+        and instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
+    )
+    if groups == () or (groups == ((0,),) and has_replica_ids):
+        return (tuple(range(num_devices)),)
     return groups
 
 
@@ -454,47 +500,53 @@ class _Payload(NamedTuple):
 
     kind: CollectiveKind
     results: Sequence[Shape]
-    larger: int  # the bytes of the larger of operand and result; of a ragged exchange the smaller
+    bytes: int  # of the larger of operand and result; of a ragged all-to-all the smaller
 
 
 def _payload(
-    instruction: Instruction, computation: Computation, module: Module, size: int
+    instruction: Instruction, computation: Computation, *, module: Module, group_size: int
 ) -> _Payload:
-    """Returns what a collective moves between the ``size`` devices of a group."""
+    """Returns what a collective, which is in ``computation``, moves on each device of a group."""
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
-    larger = total_bytes(results)
-    if kind == "reduce-scatter":
-        larger *= size
+    num_bytes = total_bytes(results)
+    if kind == "reduce-scatter":  # its operand is larger than its result
+        num_bytes *= group_size
     if kind == "ragged-all-to-all":
-        given = total_bytes(operands_of(instruction, module.within[computation.name])[0])
-        larger = min(given or larger, larger)
-    if kind == "all-reduce" and module.runs[computation.name].is_fused and size > 1:
+        operands = operands_of(instruction, module.within[computation.name])
+        operand_bytes = total_bytes(operands[0])  # 0 where damaged text lacks it
+        num_bytes = min(operand_bytes or num_bytes, num_bytes)
+    if kind == "all-reduce" and module.runs[computation.name].is_fused and group_size > 1:
         parts = tuple(arrays(module.roots[computation.name].shape))
         # A fusion that sums and keeps each device's part is a reduce-scatter.
-        if total_bytes(parts) * size == larger:
+        if total_bytes(parts) * group_size == num_bytes:
             kind, results = "reduce-scatter", parts
-    return _Payload(kind, results, larger)
+    return _Payload(kind, results, num_bytes)
 
 
-def _bytes_sent(kind: CollectiveKind, larger: int, size: int) -> int:
-    """Returns the bytes that one of ``size`` devices sends; see ``Collective``."""
-    if size < 2:  # alone in its group
+def _bytes_sent(kind: CollectiveKind, *, payload_bytes: int, group_size: int) -> int:
+    """Returns the bytes that one device sends in a ring; ``Collective`` has the formulas."""
+    if group_size < 2:
         return 0
     if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
-        return larger
+        return payload_bytes
     passes = 2 if kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
-    return -(-larger * passes * (size - 1) // size)  # rounded up
+    return -(-payload_bytes * passes * (group_size - 1) // group_size)  # rounded up
 
 
 def users_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """Returns the innermost frame, as (file, line), that is not in a library; None without one."""
-    library = ("site-packages", "<frozen")  # a layer of Flax says less than the line that calls it
-    users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
-    return next(users, None)
+    """Returns the first frame that is not in a library, else None.
+
+    ``frames`` are (file, line), innermost first. A layer of Flax says less than the line of the
+    user's model that calls it.
+    """
+    for file, line in frames:
+        if not (is_library(file) or "site-packages" in file or "<frozen" in file):
+            return file, line
+    return None
 
 
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """Returns the innermost line that is not in a library, else the innermost."""
+    """Writes the innermost frame that is not in a library, else the innermost: ``model.py:12``."""
     file, line = users_frame(frames) or (frames[0] if frames else ("", 0))
     return f"{file_title(file)}:{line}" if file else None
 
@@ -504,48 +556,53 @@ def file_title(file: str) -> str:
     ipython = sys.modules.get("IPython")
     if ipython is not None and (shell := ipython.get_ipython()) is not None:
         # IPython compiles a cell under a name made from a hash, which says nothing to its author.
+        # It returns the kind of what it compiled, and its title; None for other files.
         cell: tuple[str, str] | None = shell.compile.format_code_name(file)
         if cell is not None:
             return cell[1]
     return PurePath(file).name
 
 
-def _with_metadata(
+def _with_operation(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Instruction:
     """Returns a collective with the names of the user's operations, which TPU compilers leave out.
 
-    They are taken from the callers of its computation, or from its operands.
+    They are those of the innermost instruction around it that has any, such as the fusion that it
+    is in.
     """
-    callers = [(computation, instruction), *module.around(computation.name)]
-    home, caller = next((pair for pair in callers if pair[1].operation is not None), callers[-1])
-    names, operands = [caller.operation], {*caller.operand_names}
+    around = [(computation, instruction), *module.around(computation.name)]  # innermost first
+    home, named = next((pair for pair in around if pair[1].operation is not None), around[-1])
+    names, operands = [named.operation], {*named.operand_names}
     # One that moves several arrays has the name of one of them: the operands have all.
-    if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
+    if len(operands) > 1 and len(operations(named.operation or "")) == 1:
         names = [other.operation for other in home.instructions if other.name in operands] + names
-    name = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
-    if name == (instruction.operation or ""):
+    joined = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
+    if joined == (instruction.operation or ""):
         return instruction
-    written = caller.attributes.get("metadata", "")
-    quoted = name.replace("\\", r"\\").replace('"', r"\"")
-    metadata = f'{{op_name="{quoted}" {OP_NAME.sub("", written).strip("{}")}}}'
+    # Written as XLA writes it: ``metadata={op_name="…" source_line=…}``.
+    metadata = named.attributes.get("metadata", "")
+    others = OP_NAME.sub("", metadata).strip("{}")  # but for the name
+    quoted = joined.replace("\\", r"\\").replace('"', r"\"")
     rest = instruction.rest
-    rest = rest.replace(f", metadata={written}", "") if written else rest
-    return instruction._replace(rest=f"{rest}, metadata={metadata}")
+    if metadata:
+        rest = rest.replace(f", metadata={metadata}", "")
+    return instruction._replace(rest=f'{rest}, metadata={{op_name="{quoted}" {others}}}')
 
 
-def _repeated_in_fusions(module: Module) -> set[str]:
+def _continuations(module: Module) -> set[str]:
     """Returns the names of collectives that only carry on one that was started before.
 
     The TPU compiler writes an asynchronous collective into several fusions with one channel, of
     which the first starts it.
     """
-    starts: dict[str, str | None] = {}  # the channel, by name
+    starts: dict[str, str | None] = {}  # name of the collective → its channel
     others: dict[str, str | None] = {}
     for computation in module.computations:
-        is_start = any("AsyncCollectiveStart" in x.rest for x in computation.instructions)
+        is_start = any("AsyncCollectiveStart" in op.rest for op in computation.instructions)
         for instruction in computation.instructions:
             if "async_collective_fusion_config" in instruction.rest:
                 channels = starts if is_start else others
                 channels[instruction.name] = instruction.attributes.get("channel_id")
-    return {name for name, channel in others.items() if channel in starts.values()}
+    started = {*starts.values()}
+    return {name for name, channel in others.items() if channel in started}

@@ -7,7 +7,8 @@ XLA writes groups in three forms. The last two stand for an array of device numb
     mesh['data'=2,'model'=4] {'model'}       a mesh, and the axes along which groups run
 
 A group runs over the axes in which the positions of its devices in the mesh differ, if it has all
-combinations of these positions, and if all groups run over the same.
+combinations of these positions, and if all groups run over the same. On a mesh of data 2 × model 4,
+device 6 is at (1, 2), and {1,5} runs over data.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh
 
 
 class _AxisPart(NamedTuple):
-    """The part of a mesh axis along which groups run."""
+    """The part of a mesh axis along which groups run: the axis is (before, size, after)."""
 
-    before: int  # the size of what varies slower on the axis, over which there are groups
+    before: int  # the size of what varies more slowly; each of its positions has own groups
     size: int  # 1 if groups do not run along the axis
 
 
@@ -41,45 +42,45 @@ def read_groups(text: str) -> Groups | None:
         if text.startswith("mesh["):  # mesh['data'=2,'model'=4] {'model'}
             return _mesh_groups(text)
         if "<=" in text:  # [4,2]<=[2,4]T(1,0)
-            sizes, _, devices = text.partition("<=")
-            return _tuples(_iota(devices).reshape(_sizes(sizes)))
+            sizes, _, numbers = text.partition("<=")
+            return _tuples(_iota(numbers).reshape(_numbers(sizes)))  # (groups, devices of each)
         return number_lists(text)
     except ValueError:
         return None
 
 
 def number_lists(text: str) -> Groups:
-    """Reads ``{{0,1},{2,3}}``."""
-    groups = map(_sizes, re.findall(r"\{([\d,\s]*)\}", text))
+    """Reads ``{{0,1},{2,3}}`` as ((0, 1), (2, 3)), without empty groups."""
+    groups = map(_numbers, re.findall(r"\{([\d,\s]*)\}", text))
     return tuple(group for group in groups if group)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in re.findall(r"\d{1,9}", text))
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d{1,9}", text))
 
 
 def _iota(text: str) -> np.ndarray:
-    """Reads ``[2,4]T(1,0)``: an iota of this shape, transposed."""
+    """Reads ``[2,4]T(1,0)``: ``arange(8)`` in the shape (2, 4), transposed to (4, 2)."""
     dims, _, permutation = text.partition("T")
-    sizes = _sizes(dims)
+    sizes = _numbers(dims)
     count = math.prod(sizes)
     if not 0 < count <= _MAX_DEVICES:
         raise ValueError(f"{count} devices")
     numbers = np.arange(count).reshape(sizes)
-    return numbers.transpose(_sizes(permutation)) if permutation else numbers
+    return numbers.transpose(_numbers(permutation)) if permutation else numbers
 
 
 def _mesh_groups(text: str) -> Groups:
     """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``.
 
     Groups run along the axes in the last braces; of ``'a':(1)2`` along a part of size 2, with 1
-    before it.
+    before it. ``device_ids`` are the devices in the order of the mesh, as a list or as an iota.
     """
     mesh, _, axes = text.rpartition("{")
     mesh, _, order = mesh.partition("], device_ids=(")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", mesh)}
     if order and not order.startswith("["):
-        devices = np.array(_sizes(order))
+        devices = np.array(_numbers(order))
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
     parts = {  # a whole axis has no part
@@ -101,6 +102,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _tuples(groups: np.ndarray) -> Groups:
+    """Returns an array of (groups, devices of each) as tuples."""
     if groups.ndim != 2:
         raise ValueError("groups have two dimensions")
     return tuple(map(tuple, groups.tolist()))
@@ -108,21 +110,24 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """Finds the mesh axes over which, or over parts of which, groups run; None without any."""
+    """Finds the mesh axes over which, or over parts of which, groups run.
+
+    None if they run over different axes, are not all combinations of positions along these, or do
+    not have each device of the mesh once.
+    """
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
-    first, *others = {_grid(group, dims) for group in groups}
-    # Groups that run over different axes, or over some devices of one, have no name.
-    return None if others or first is None else tuple(sizes[axis][0] for axis in first)
+    axes, *different = {_axes_of_group(group, dims) for group in groups}
+    return None if different or axes is None else tuple(sizes[axis][0] for axis in axes)
 
 
-def _grid(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Finds the dimensions in which positions of devices differ.
+def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Finds the dimensions of the mesh, of sizes ``dims``, in which positions of devices differ.
 
-    None unless all combinations of these positions occur. ``dims`` are those of the mesh.
+    None unless all combinations of these positions occur.
     """
-    positions = np.unravel_index(np.array(group), dims) if dims else ()
+    positions = np.unravel_index(np.array(group), dims) if dims else ()  # by dimension
     counts = [len(np.unique(indices)) for indices in positions]
     axes = tuple(axis for axis, count in enumerate(counts) if count > 1)
     return axes if math.prod(counts) == len(group) else None
@@ -130,19 +135,25 @@ def _grid(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | No
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """Finds the mesh axes along which a permutation sends; None if the mesh lacks a device."""
+    """Finds the mesh axes along which a permutation sends; None if the mesh lacks a device.
+
+    ``pairs`` are (source, target). An axis counts if these differ in it for one of the pairs.
+    """
     dims = tuple(size for _, size in sizes)
     if any(device >= math.prod(dims) for pair in pairs for device in pair):
         return None
     if not pairs or not dims:
         return ()
-    positions = np.unravel_index(np.array(pairs), dims)
-    axes = zip(sizes, positions, strict=True)  # positions of (pairs, 2) in each dimension
-    return tuple(name for (name, _), pair in axes if (pair[:, 0] != pair[:, 1]).any())
+    positions = np.unravel_index(np.array(pairs), dims)  # by dimension, each (pairs, 2)
+    return tuple(
+        name
+        for (name, _), indices in zip(sizes, positions, strict=True)
+        if (indices[:, 0] != indices[:, 1]).any()
+    )
 
 
 def connected(pairs: Groups) -> Groups:
-    """Joins pairs to the sets of devices that they connect."""
+    """Joins pairs to the sets of devices that they connect: (0, 1), (1, 2) become (0, 1, 2)."""
     group_of: dict[int, set[int]] = {}  # of each device; the devices of a group share one set
     for pair in pairs:
         merged = set(pair).union(*(group_of.get(device, ()) for device in pair))

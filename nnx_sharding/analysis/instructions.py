@@ -3,9 +3,16 @@
     ROOT %sum = f32[8,64]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
          name   shape, with its layout  opcode     operands and attributes
 
+A tuple has a shape of shapes, `(f32[8], (s32[], f32[4]))`. ROOT is the result of a *computation*, a
+list of instructions that others call. An asynchronous operation is a pair of instructions, whose
+opcodes end in `-start` and `-done`; the first has a tuple of operands, results and a context.
+
 Large programs have megabytes of text, most of which nobody asks for. So an instruction is four
 pieces of text, and what is asked for is read by regular expressions, which are possessive or
 bounded so that damaged text cannot make them slow.
+
+From `opcodes.py`: `OPCODES` are those that are understood, `CALLERS` those that can call
+computations, and `base` is the opcode without `-start` and `-done`.
 """
 
 from __future__ import annotations
@@ -37,34 +44,42 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 
 @functools.lru_cache(maxsize=4096)
 def read_shape(text: str) -> Shapes:
-    """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
-    shapes: list[Shapes] = []
+    """Reads the shape of an array or of a tuple, as far as it is understood.
+
+    For example, ``(bf16[8,64]{1,0:T(8,128)}, (u32[]))`` is a tuple of a ``Shape`` and of a tuple
+    with a ``Shape``.
+    """
+    shapes: list[Shapes] = []  # outside of brackets: one, unless the text is damaged
     innermost = shapes  # the parts of the tuple that is being read
-    around: list[list[Shapes]] = []  # those of the tuples around it
-    for match in _SHAPE_TOKEN.finditer(text + ")" * text.count("(")):  # some may not be closed
-        if match[0] == "(":
+    around: list[list[Shapes]] = []  # the parts of the tuples around it, innermost last
+    missing = ")" * text.count("(")  # damaged text may not close all brackets; more do no harm
+    for token in _SHAPE_TOKEN.finditer(text + missing):
+        if token[0] == "(":
             around.append(innermost)
             innermost = []
-        elif match[0] == ")" and around:
+        elif token[0] == ")" and around:
             part = tuple(innermost)
             innermost = around.pop()
             innermost.append(part)
-        elif match["dtype"]:
-            innermost.append(_array(*match.groups(default="")))
+        elif token["dtype"]:
+            innermost.append(_array(*token.group("dtype", "dims"), token["layout"] or ""))
     return shapes[0] if len(shapes) == 1 else tuple(shapes)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_shape(text: str) -> bool:
-    """Tells whether all of a shape is understood, including the widths of its dtypes."""
-    rest = _SHAPE_TOKEN.sub("", text).strip(", ")
-    # Each of which has to name its width.
-    dtypes = {match["dtype"] for match in _SHAPE_TOKEN.finditer(text) if match["dtype"]}
-    is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
-    return not rest and is_known and text.count("(") == text.count(")")
+    """Tells whether all of the text of a shape is understood, so that its bytes are known.
+
+    It has to be arrays and balanced brackets, and each dtype has to name its width, as ``bf16``
+    does.
+    """
+    other_text = _SHAPE_TOKEN.sub("", text).strip(", ")
+    dtypes = {token["dtype"] for token in _SHAPE_TOKEN.finditer(text) if token["dtype"]}
+    has_widths = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
+    return not other_text and has_widths and text.count("(") == text.count(")")
 
 
-_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")
+_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")  # with a width, or one that needs none
 
 
 def arrays(shape: Shapes) -> Iterator[Shape]:
@@ -90,24 +105,29 @@ def padded_bytes(text: str) -> int:
     ``{1,0:T(8,128)}`` each array has 8 × 128 elements.
     """
     total = 0
-    for match in _SHAPE_TOKEN.finditer(text):
-        if not match["dtype"]:  # a bracket or a comment
+    for token in _SHAPE_TOKEN.finditer(text):
+        if not token["dtype"]:  # a bracket or a comment
             continue
-        shape = _array(*match.groups(default=""))
-        # The layout: the dimensions, minor first, then the tiles.
-        order, _, rest = (match["layout"] or "").partition(":")
-        tile = re.match(r"T\(([\d,]+)\)", rest)
-        sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
-        tiles = [int(size) for size in tile[1].split(",")] if tile else []
-        # As many sizes as tiles, both major first: 1 for what the other lacks.
-        sizes = [1] * (len(tiles) - len(sizes)) + sizes
-        tiles = [1] * (len(sizes) - len(tiles)) + tiles
-        padded = [-(-n // size) * size for n, size in zip(sizes, tiles, strict=True)]
+        layout = token["layout"] or ""
+        shape = _array(*token.group("dtype", "dims"), layout)
+        # A layout is the order of the dimensions, minor first, then the tiles: `1,0:T(8,128)`.
+        order, _, tiling = layout.partition(":")
+        first_tile = re.match(r"T\(([\d,]+)\)", tiling)
         count = math.prod(shape.dims)
-        total += shape.bytes * math.prod(padded) // count if tile and count else shape.bytes
+        if first_tile is None or not count:
+            total += shape.bytes
+            continue
+        sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
+        tile = [int(size) for size in first_tile[1].split(",")]
+        # Both are major first. The one with fewer dimensions gets leading ones.
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        tile = [1] * (len(sizes) - len(tile)) + tile
+        padded = [-(-n // step) * step for n, step in zip(sizes, tile, strict=True)]  # rounded up
+        total += shape.bytes * math.prod(padded) // count
     return total
 
 
+# An array, as `f32[8,64]{1,0:T(8,128)}`; a round bracket; or a comment.
 _SHAPE_TOKEN = re.compile(
     r"/\*.*?\*/|(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\[\]]*)\](?:\{(?P<layout>[^{}]*)\})?|[()]"
 )
@@ -118,18 +138,20 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     """Returns the shape of an array, given as ``s4``, ``8,64`` and ``1,0:E(4)S(5)``.
 
     In the layout, ``E`` are the bits of an element, and ``S`` is the memory space. Without ``E``,
-    each element takes whole bytes.
+    each element takes whole bytes: an ``s4`` takes 8 bits.
     """
     sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
-    width = re.search(r"\d{1,4}", dtype)  # of f32; a pred takes 8 bits, and a token none
-    element_bits = int(width[0]) if width else 8 if dtype == "pred" else 0
+    width = re.search(r"\d{1,4}", dtype)  # 32 for f32; a pred takes 8 bits, and a token none
+    dtype_bits = int(width[0]) if width else 8 if dtype == "pred" else 0
     packed_bits = re.search(r"E\((\d{1,4})\)", layout)
-    bits = int(packed_bits[1]) if packed_bits else -(-element_bits // 8) * 8
+    element_bits = int(packed_bits[1]) if packed_bits else -(-dtype_bits // 8) * 8
     memory_space = re.search(r"S\((\d{1,4})\)", layout)
-    num_bytes = -(-math.prod(sizes) * bits // 8)  # rounded up
-    # Damaged text may have any size.
+    num_bytes = -(-math.prod(sizes) * element_bits // 8)  # rounded up
     return Shape(
-        dtype, sizes, min(num_bytes, MAX_SIZE), int(memory_space[1]) if memory_space else 0
+        dtype=dtype,
+        dims=sizes,
+        bytes=min(num_bytes, MAX_SIZE),  # damaged text may have any size
+        memory_space=int(memory_space[1]) if memory_space else 0,
     )
 
 
@@ -151,9 +173,10 @@ class Instruction(_Written):
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The operands as written; for a constant or parameter, its literal."""
-        # XLA numbers long lists in comments.
-        cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
+        """The operands as written, such as ``%x``; of a constant or parameter, its literal."""
+        parts, _ = _split(self.rest, 0, ")")
+        # XLA numbers the items of long lists in comments.
+        cleaned = (_COMMENT.sub("", part).strip() for part in parts)
         return tuple(part for part in cleaned if part)
 
     @functools.cached_property
@@ -165,16 +188,17 @@ class Instruction(_Written):
 
     @property
     def number(self) -> int | None:
-        """The number of a parameter."""
+        """The number of a parameter; None for other instructions."""
         text = self.rest.partition(")")[0] if self.opcode == "parameter" else ""
         return int(text) if text.isdecimal() else None
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        """The attributes as written, by name."""
+        """The attributes as written, by name, such as ``{"to_apply": "%add"}``."""
         attributes: dict[str, str] = {}
-        _, end = _split(self.rest, 0, ")")
-        for part in _split(self.rest, end, "")[0]:
+        _, end_of_operands = _split(self.rest, 0, ")")
+        parts, _ = _split(self.rest, end_of_operands, "")
+        for part in parts:
             key, equals, value = part.partition("=")
             if equals:
                 attributes.setdefault(key.strip(), value.strip())
@@ -191,7 +215,7 @@ class Instruction(_Written):
         """The groups of devices that take part; empty for all. None if they are not understood."""
         attributes = self.attributes
         text = attributes.get("replica_groups", "{}")
-        # The order is an attribute of its own.
+        # ``mesh['a'=4] {'a'}, device_ids=(…)``: the order of devices is an attribute of its own.
         if text.startswith("mesh[") and "device_ids" in attributes:
             text += f", device_ids={attributes['device_ids']}"
         return read_groups(text)
@@ -203,9 +227,9 @@ class Instruction(_Written):
 
     @property
     def operation(self) -> str | None:
-        """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
-        name = OP_NAME.search(self.attributes.get("metadata", ""))  # as it was named in the trace
-        return re.sub(r"\\(.)", r"\1", name[1]) if name else None
+        """The operation of the trace that it was made from, such as ``jit(f)/mlp/dot_general``."""
+        name = OP_NAME.search(self.attributes.get("metadata", ""))
+        return re.sub(r"\\(.)", r"\1", name[1]) if name else None  # without escapes
 
     @property
     def trip_count(self) -> int | None:
@@ -220,26 +244,33 @@ class Instruction(_Written):
 
     @property
     def is_known(self) -> bool:
-        """Whether its behaviour and its devices are understood."""
+        """Whether it is understood what it does, and which devices it exchanges data with.
+
+        If not, figures of its program count as unknown.
+        """
         kind, rest = self.opcode, self.rest
         if kind not in OPCODES and (kind := base(kind)) not in OPCODES:
             return False
-        if not is_shape(self.shape_text) or (kind in ABBREVIATED and kind != self.opcode):
+        if not is_shape(self.shape_text):
+            return False
+        if kind in ABBREVIATED and kind != self.opcode:  # `spell_out` did not understand it
             return False
         if kind in COLLECTIVES and self.collective is not None:
             return self.replica_groups is not None
         if self.opcode == "send":  # to the host, which may send it to other slices
             return "is_host_transfer=true" in rest and "xla_megascale" not in rest
-        # A call without side effects may be repeated or left out, so it cannot wait for others.
+        # A library's function with side effects may exchange data with other devices. One without
+        # cannot, as the compiler may repeat it or leave it out.
         has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in rest
         if has_effects and _LOCAL.search(rest) is None:
             return False
-        # A collective that was moved to the hosts.
-        return '"MegaScaleCollective' not in rest and not self.is_sending_kernel
+        is_on_hosts = '"MegaScaleCollective' in rest  # a collective that was moved to the hosts
+        return not is_on_hosts and not self.is_sending_kernel
 
     @property
     def is_sending_kernel(self) -> bool:
-        """Whether it is a Pallas kernel that sends to other devices, nobody says what."""
+        """Whether it is a Pallas kernel that sends to other devices: how much is not written."""
+        # The first test is fast, and false for nearly all.
         return '"has_communication"' in self.rest and _SENDS.search(self.rest) is not None
 
     @property
@@ -258,14 +289,18 @@ class Instruction(_Written):
 
     @functools.cached_property
     def calls(self) -> list[tuple[str, str]]:
-        """The computations that it runs, each after the attribute that names it."""
+        """The computations that it runs, each after the attribute that names it.
+
+        For example, a ``while`` has ``[("condition", "c"), ("body", "b")]``.
+        """
         if base(self.opcode) not in CALLERS:  # most, which need no search
             return []
         before, _, after = self.rest.partition('"')
         if "%" in after or self.opcode == "custom-call":  # one may be named after a string
             named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
-        else:
+        else:  # a search of the text is faster than reading all attributes
             named = _CALLED.findall(before)
+        # The text is `%b`, or several in braces: `{%b, %c}`.
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
     @property
@@ -278,17 +313,20 @@ class Instruction(_Written):
 def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     """Returns the arrays that an instruction makes, from the shape as it is written.
 
-    Of the start of an asynchronous operation, that also holds operands and a context.
+    The shape of most instructions is that of these arrays. That of a start has operands or a
+    context as well::
+
+        all-reduce-start    results, or from some compilers ((operand, ...), results)
+        copy-start          (result, operand, ...)
+        send, recv          (array, ...)
+        other starts        (operands, results, ...)
     """
     shape = read_shape(shape_text)
-    # An all-reduce-start has the shape of the result, from some compilers ((operand, ...), result);
-    # a copy-start is (result, operand, ...), a send (operand, ...), a recv (result, ...); other
-    # starts are (operand, result, ...).
     if not isinstance(shape, Shape) and len(shape) > 1:
-        has_operands = opcode.endswith("-start") or opcode in ("send", "recv")
+        has_more = opcode.endswith("-start") or opcode in ("send", "recv")
         if opcode == "all-reduce-start":
-            has_operands = not isinstance(shape[0], Shape)
-        if has_operands:
+            has_more = not isinstance(shape[0], Shape)
+        if has_more:
             shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
     return tuple(arrays(shape))
 
@@ -312,34 +350,57 @@ def spell_out(computation: Computation) -> list[Computation]:
     computation ``a.async`` has a parameter for each operand, and ``fusion(…), calls=%f``.
     """
     made = []
-    for position, start in enumerate(computation.instructions):
-        kind = base(start.opcode)
-        if kind not in ABBREVIATED or kind == start.opcode:
+    for position, instruction in enumerate(computation.instructions):
+        kind = base(instruction.opcode)
+        if kind not in ABBREVIATED or kind == instruction.opcode:
             continue
-        opcode, rest = f"async{start.opcode.removeprefix(kind)}", start.rest
+        opcode = f"async{instruction.opcode.removeprefix(kind)}"  # -start, -update or -done
+        rest = instruction.rest
         if opcode == "async-start":
-            # ((operand, ...), result, context, ...)
-            (given, *others), _ = _split(start.shape_text, 1, ")")
-            if not given.startswith("(") or not others:
-                continue  # not understood
-            result = others[0]
-            shapes, _ = _split(given, 1, ")")
-            names = [f"{start.name}.operand.{number}" for number in range(len(shapes))]
-            inner = [
-                Instruction(name, "parameter", shape.strip(), f"{number})", False)
-                for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
-            ]
-            _, end = _split(rest, 0, ")")
-            operands = ", ".join(f"%{name}" for name in names)
-            called = Instruction(
-                f"{start.name}.call", kind, result.strip(), f"{operands}){rest[end:]}", True
-            )
-            made.append(Computation(f"{start.name}.async", False, [*inner, called]))
-            metadata = start.attributes.get("metadata")
-            rest = f"{rest[:end]}, calls=%{start.name}.async"
+            called = _spelled_out(instruction, kind)
+            if called is None:
+                continue  # it stays abbreviated, so that it counts as not understood
+            made.append(called)
+            _, end_of_operands = _split(rest, 0, ")")
+            metadata = instruction.attributes.get("metadata")
+            rest = f"{rest[:end_of_operands]}, calls=%{called.name}"
             rest += f", metadata={metadata}" if metadata else ""
-        computation.instructions[position] = start._replace(opcode=opcode, rest=rest)
+        computation.instructions[position] = instruction._replace(opcode=opcode, rest=rest)
     return made
+
+
+def _spelled_out(start: Instruction, kind: str) -> Computation | None:
+    """Returns the computation that an abbreviated start runs, with an instruction of this kind.
+
+    None if its shape is not ``((operand, ...), result, context, ...)``.
+    """
+    (given, *others), _ = _split(start.shape_text, 1, ")")
+    if not given.startswith("(") or not others:
+        return None
+    shapes, _ = _split(given, 1, ")")
+    names = [f"{start.name}.operand.{number}" for number in range(len(shapes))]
+    parameters = [
+        Instruction(
+            name=name,
+            opcode="parameter",
+            shape_text=shape.strip(),
+            rest=f"{number})",
+            is_root=False,
+        )
+        for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    _, end_of_operands = _split(start.rest, 0, ")")
+    operands = ", ".join(f"%{name}" for name in names)
+    called = Instruction(
+        name=f"{start.name}.call",
+        opcode=kind,
+        shape_text=others[0].strip(),
+        rest=f"{operands}){start.rest[end_of_operands:]}",
+        is_root=True,
+    )
+    return Computation(
+        name=f"{start.name}.async", is_entry=False, instructions=[*parameters, called]
+    )
 
 
 ABBREVIATED = ("call", "custom-call", "fusion")
@@ -347,6 +408,8 @@ ABBREVIATED = ("call", "custom-call", "fusion")
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     """Splits text at commas that are in no bracket, from ``start`` to a closing bracket.
+
+    For example, ``"%x, f(a, b)), index=1"`` from 0 to ``")"`` is ``["%x", " f(a, b)"]`` and 12.
 
     Returns:
       The parts, and the position after the bracket; all of the text without one.
@@ -391,11 +454,14 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 
 
 def dims_at(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions of the array at an index of the result of an instruction."""
+    """Returns the dimensions of the array at an index of the result of an instruction.
+
+    For ``(f32[2], (f32[3,4]))``, index (1, 0) is (3, 4). A tuple, or an index that there is not,
+    has no dimensions.
+    """
     shape = instruction.shape
     for i in index:
         if isinstance(shape, Shape) or i >= len(shape):
             return ()
         shape = shape[i]
-    first = next(arrays(shape), None)
-    return first.dims if first is not None and isinstance(shape, Shape) else ()
+    return shape.dims if isinstance(shape, Shape) else ()

@@ -8,16 +8,24 @@ needs a model of the links between the devices of a group (`_route`):
     GPU   NVLink between the devices of a node, all links for any pair.
     both  a network between slices or nodes, and nothing between two devices of one chip.
 
-Collectives send in a hierarchy: within a chip, within a slice, between slices (`_parts`). What
-shares links is sent one after another, other traffic in parallel. As scheduled, a collective that
-is in progress while the device computes hides behind that (`_exposed`). This is no simulation:
-messages do not collide, and latency counts once for each collective.
+A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. Collectives
+send in a hierarchy: within a chip, within a slice, between slices (`_parts`). What shares links is
+sent one after another, other traffic in parallel. As scheduled, a collective that is in progress
+while the device computes hides behind that (`_exposed`). This is no simulation: messages do not
+collide, and latency counts once for each collective.
 
 From other modules:
 
     Collective        one collective: kind, mesh axes, bytes that a device sends in one run, and
-                      ``times``
-    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``)
+                      ``times``, the number of runs in one call. As scheduled, the device has done
+                      ``flops_before`` when it starts, and does ``flops_beside`` until it ends; so
+                      with bytes of memory
+    Hardware          rates per second: ``flops``, ``memory_bandwidth``, ``link_bandwidth`` of one
+                      link, ``interconnect_bandwidth`` of all links within a slice,
+                      ``network_bandwidth`` between slices; ``latency`` in seconds.
+                      ``torus_dimensions`` is 0 for GPUs, ``domain`` the GPUs of a node
+    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``: by dimension,
+                      such as ``slice`` or ``x``, one number for each device)
     all_known         a list of values; None if one of them is
 """
 
@@ -65,7 +73,7 @@ class Traffic:
 class _Route(NamedTuple):
     """How the devices of a group are connected."""
 
-    links: str
+    links: str  # as in ``Traffic.links``
     devices: int
     chips: int  # fewer than devices where a chip is two of them
     slices: int
@@ -74,11 +82,13 @@ class _Route(NamedTuple):
 
     @property
     def num_links(self) -> float:
+        """The links of one chip in all dimensions of the torus."""
         return sum(links for _, links in self.torus)
 
 
-_CHIP = "chip"
-_UNKNOWN = _Route("all links", 2, 2, 1)  # all bytes over all links, as between two devices
+_CHIP = "chip"  # the name of the links within one
+# Of an unknown placement: all bytes go over all links, as between two devices.
+_UNKNOWN = _Route(links="all links", devices=2, chips=2, slices=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,10 +122,10 @@ class _Transfer(NamedTuple):
     """What one collective sends over one kind of link."""
 
     collective: Collective
-    links: str
-    bandwidth: float | None
-    sent: float
-    seconds: float | None
+    links: str  # as in ``Traffic.links``
+    bandwidth: float | None  # bytes per second; None if unknown or unlimited
+    sent: float  # bytes in one call
+    seconds: float | None  # for all of them; None if unknown
 
 
 def _transfers(
@@ -129,78 +139,102 @@ def _transfers(
     for axes in collectives.by_axes():
         group = [c for c in collectives if c.axes == axes and c.bytes_sent]
         route = _route(axes, mesh, hardware)
-        # The compiler divides an all-reduce over an axis of two slices: within them, then between.
+        # One that runs over a part of these axes has other links: the compiler divides an
+        # all-reduce over an axis of two slices into one within them and one between them.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = _UNKNOWN
-        interconnect: float | None = hardware.interconnect_bandwidth
+        within_bandwidth: float | None = hardware.interconnect_bandwidth
         if route is _UNKNOWN and len(slices) > 1:
-            interconnect = None  # perhaps the network
+            within_bandwidth = None  # it may send over the network
         elif route.torus:
-            interconnect = route.num_links * hardware.link_bandwidth
+            within_bandwidth = route.num_links * hardware.link_bandwidth
         parts = [_parts(collective, route, mesh, hardware) for collective in group]
         # By kind of link, so that a report has a row for each.
         for links, bandwidth, parts_over_links in (
-            (route.links, interconnect, [x.within_slice for x in parts]),
+            (route.links, within_bandwidth, [x.within_slice for x in parts]),
             (_network(hardware), hardware.network_bandwidth, [x.between_slices for x in parts]),
             (_CHIP, math.inf, [x.in_chip for x in parts]),
         ):
+            latency = 0.0 if links == _CHIP else hardware.latency or 0.0
             for collective, part in zip(group, parts_over_links, strict=True):
                 if part.sent:
-                    seconds = _seconds(collective, part, links, bandwidth, hardware)
-                    finite = None if bandwidth == math.inf else bandwidth
-                    yield _Transfer(collective, links, finite, part.sent, seconds)
+                    yield _Transfer(
+                        collective=collective,
+                        links=links,
+                        bandwidth=None if bandwidth == math.inf else bandwidth,
+                        sent=part.sent,
+                        seconds=_seconds(collective, part, bandwidth=bandwidth, latency=latency),
+                    )
 
 
 def _seconds(
-    collective: Collective, part: _Part, links: str, bandwidth: float | None, hardware: Hardware
+    collective: Collective, part: _Part, *, bandwidth: float | None, latency: float
 ) -> float | None:
-    """Returns the time of a part of a collective; None if it is unknown."""
+    """Returns the seconds that a part of a collective takes in all runs; None if unknown.
+
+    ``bandwidth`` is that of its links in bytes per second, ``latency`` the seconds for each run.
+    """
     if bandwidth is None or collective.times is None:
         return None  # in a loop of unknown length, the bytes are those of one run
-    seconds = part.sent_evenly / bandwidth
-    if links != _CHIP:
-        seconds += collective.times * (hardware.latency or 0.0)
-    return seconds
+    return part.sent_evenly / bandwidth + collective.times * latency
 
 
 def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
     """Sums transfers over the same links and mesh axes."""
+    # The key: mesh axes, links, and the bandwidth, which is the same for both of them.
     groups: defaultdict[tuple[MeshAxes, str, float | None], list[_Transfer]] = defaultdict(list)
     for transfer in transfers:
         groups[transfer.collective.axes, transfer.links, transfer.bandwidth].append(transfer)
     rows = []
     for (axes, links, bandwidth), group in groups.items():
-        known = all_known(transfer.seconds for transfer in group)
-        sent = round(sum(transfer.sent for transfer in group))
-        seconds = None if known is None else sum(known)
-        rows.append(Traffic(axes, links, bandwidth, sent, seconds))
+        seconds = all_known(transfer.seconds for transfer in group)
+        row = Traffic(
+            axes=axes,
+            links=links,
+            bandwidth=bandwidth,
+            bytes_sent=round(sum(transfer.sent for transfer in group)),
+            seconds=None if seconds is None else sum(seconds),
+        )
+        rows.append(row)
     return tuple(rows)
 
 
 def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
     """Returns the collectives that can hide behind compute; None if the time for one is unknown."""
-    times: defaultdict[Collective, float] = defaultdict(float)  # over all links
+    sending_seconds: defaultdict[Collective, float] = defaultdict(float)  # over all links
     for transfer in transfers:
         if transfer.seconds is None:
             return None
-        times[transfer.collective] += transfer.seconds
+        sending_seconds[transfer.collective] += transfer.seconds
     rows = []
-    for c, seconds in times.items():
-        # What the device computes while the collective is in progress, at peak rates.
-        by_rate = c.flops_beside / hardware.flops, c.bytes_beside / hardware.memory_bandwidth
-        compute_seconds = (c.times or 1) * max(by_rate)
-        if compute_seconds:
-            row = Hidden(c.kind, c.of, c.total_bytes_sent, seconds, compute_seconds, c.beside)
+    for collective, seconds in sending_seconds.items():
+        # What the device does in one run while the collective is in progress, at peak rates.
+        beside = _device_seconds(collective.flops_beside, collective.bytes_beside, hardware)
+        if beside:
+            row = Hidden(
+                kind=collective.kind,
+                of=collective.of,
+                bytes_sent=collective.total_bytes_sent,
+                seconds=seconds,
+                compute_s=(collective.times or 1) * beside,
+                behind=collective.beside,
+            )
             rows.append(row)
     return tuple(rows)
+
+
+def _device_seconds(flops: int, bytes_accessed: int, hardware: Hardware) -> float:
+    """Returns the time for flops and accesses to memory, which run concurrently, at peak rates."""
+    return max(flops / hardware.flops, bytes_accessed / hardware.memory_bandwidth)
 
 
 def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None:
     """Sums the seconds in which a device waits for collectives that end too late, as scheduled.
 
-    The compute of each computation is replayed from one start or end of a collective to the next.
-    A start puts its transfers behind those on the same links; at an end the device waits for them.
+    None if the time for one is unknown. Each computation schedules its own collectives, so that
+    their waiting adds up (`_waiting`).
     """
+    # Name of the computation → its collectives, in the order of the program → their transfers.
     computations: defaultdict[str, defaultdict[Collective, list[_Transfer]]]
     computations = defaultdict(lambda: defaultdict(list))
     for transfer in transfers:
@@ -208,57 +242,75 @@ def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None
             return None
         collective = transfer.collective
         computations[collective.scheduled_in][collective].append(transfer)
-    return sum((_waiting(group, hardware) for group in computations.values()), 0.0)
+    return sum((_waiting(scheduled, hardware) for scheduled in computations.values()), 0.0)
 
 
 class _Event(NamedTuple):
-    """The start or the end of a collective, in the order of the schedule."""
+    """The start or the end of a collective; events sort in the order of the schedule."""
 
-    flops: int  # done before it
+    flops: int  # done before it, in one run of the computation
     bytes: int  # accessed before it
     number: int  # of the collective: where these are equal, the order of HLO counts
     is_end: bool
     collective: Collective
 
 
-def _waiting(group: Mapping[Collective, Sequence[_Transfer]], hardware: Hardware) -> float:
-    """Sums the seconds of waiting in one computation, with the collectives that it schedules."""
+def _waiting(scheduled: Mapping[Collective, Sequence[_Transfer]], hardware: Hardware) -> float:
+    """Sums the seconds for which one computation waits, in all of its runs.
+
+    One run is replayed from one start or end of a collective to the next: between them the device
+    computes at peak rates. A start puts its transfers behind those on the same links; at an end the
+    device waits until they have arrived.
+
+    Args:
+      scheduled: the transfers of each collective of the computation, in the order of the program.
+        Their ``seconds``, which are known, are for all runs.
+      hardware: the rates of the device.
+    """
     events = []
-    for number, c in enumerate(group):
-        start = _Event(c.flops_before, c.bytes_before, number, False, c)
-        end = _Event(start.flops + c.flops_beside, start.bytes + c.bytes_beside, number, True, c)
-        events += [start, end]
-    total = now = 0.0
-    last_flops = last_bytes = 0
-    ends: dict[Collective, float] = {}  # when its transfers have arrived
-    free: defaultdict[str, float] = defaultdict(float)  # from when on links are free
-    for event in sorted(events, key=lambda event: event[:4]):  # collectives have no order
-        flops, accessed = event.flops - last_flops, event.bytes - last_bytes
+    for number, c in enumerate(scheduled):
+        end_flops, end_bytes = c.flops_before + c.flops_beside, c.bytes_before + c.bytes_beside
+        events += [
+            _Event(c.flops_before, c.bytes_before, number, is_end=False, collective=c),
+            _Event(end_flops, end_bytes, number, is_end=True, collective=c),
+        ]
+    waited = now = 0.0  # seconds; ``now`` is since the start of the run
+    last_flops = last_bytes = 0  # before the last event
+    arrival: dict[Collective, float] = {}  # when all of its transfers have arrived
+    free_from: defaultdict[str, float] = defaultdict(float)  # when these links are free again
+    for event in sorted(events, key=lambda event: event[:4]):  # without what cannot be compared
+        now += _device_seconds(event.flops - last_flops, event.bytes - last_bytes, hardware)
         last_flops, last_bytes = event.flops, event.bytes
-        now += max(flops / hardware.flops, accessed / hardware.memory_bandwidth)
-        c = event.collective
-        times = c.times or 1
+        collective = event.collective
+        times = collective.times or 1
         if event.is_end:
-            total += times * max(ends[c] - now, 0.0)
-            now = max(ends[c], now)
+            waited += times * max(arrival[collective] - now, 0.0)
+            now = max(arrival[collective], now)
             continue
-        ends[c] = now
-        for transfer in group[c]:
-            begin = max(ends[c], free[transfer.links])
-            ends[c] = free[transfer.links] = begin + (transfer.seconds or 0.0) / times
-    return total
+        arrival[collective] = now
+        for transfer in scheduled[collective]:  # one after the other
+            begin = max(arrival[collective], free_from[transfer.links])
+            end = begin + (transfer.seconds or 0.0) / times
+            arrival[collective] = free_from[transfer.links] = end
+    return waited
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """Returns the time for all traffic: in sequence over the same links, else in parallel."""
-    times: defaultdict[str, float] = defaultdict(float)
-    sent = 0
+    """Returns the time for all traffic: in sequence over the same links, else in parallel.
+
+    None if the time for a part is unknown.
+    """
+    seconds_by_links: defaultdict[str, float] = defaultdict(float)
+    sent_in_slice = 0  # bytes, over any links between chips
     for row in traffic:
         if row.seconds is None:
             return None
-        times[row.links] += row.seconds
-        sent += row.bytes_sent if row.links not in (_CHIP, _network(hardware)) else 0
-    return max(sent / hardware.interconnect_bandwidth, *times.values(), 0.0)
+        seconds_by_links[row.links] += row.seconds
+        if row.links not in (_CHIP, _network(hardware)):
+            sent_in_slice += row.bytes_sent
+    # Links that count as different may share some: no chip sends faster than over all of them.
+    over_all_links = sent_in_slice / hardware.interconnect_bandwidth
+    return max(over_all_links, *seconds_by_links.values(), 0.0)
 
 
 def _network(hardware: Hardware) -> str:
@@ -269,7 +321,7 @@ class _Part(NamedTuple):
     """The bytes of a collective that go over one kind of link."""
 
     sent: float
-    sent_evenly: float  # those that take as long if they are spread evenly over the links
+    sent_evenly: float  # as many as take the same time if all links carry equally much
 
 
 class _Parts(NamedTuple):
@@ -285,12 +337,12 @@ def _parts(
 ) -> _Parts:
     """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
 
-    What several devices of a slice or chip need enters it once, which is a lower bound.
+    The bytes are proportional to the number of devices that one reaches over each kind of link, of
+    the ``devices - 1`` others. What several devices of a slice or chip need enters it once, which
+    is a lower bound.
     """
     devices, chips, slices = route.devices, route.chips, route.slices
-    # Of the devices that one exchanges data with, how many it reaches over each kind of link; and
-    # how much longer the data within the slice take than if all links were used evenly.
-    uneven = 1.0
+    uneven = 1.0  # how much longer the bytes within the slice take than spread evenly over links
     if collective.kind == "collective-permute":  # all of it over the slowest kind
         others = devices - 1
         between = others if slices > 1 else 0
@@ -301,22 +353,25 @@ def _parts(
     elif collective.kind == "all-to-all":  # no two devices need the same data
         slice_size, chip_size = devices // slices, devices // chips
         within, between, in_chip = slice_size - chip_size, devices - slice_size, chip_size - 1
-        if route.torus and within:  # half of all bytes in a line or ring cross its middle
+        if route.torus and within:
+            # In a line or ring of n chips, n // 2 of them send to the n - n // 2 others, over the
+            # links in its middle. The dimension where that takes longest counts.
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
             uneven = crossing * route.num_links * slice_size / within
-    else:
+    else:  # one device of each chip, and one chip of each slice, exchanges data with the others
         within, between, in_chip = chips - slices, slices - 1, devices - chips
         if collective.kind == "all-reduce" and route.is_open and within:
-            # An end of a line sends its addends, and receives the sums.
+            # On a line, its end sends all of its addends once, and receives the sums: n bytes,
+            # where a ring sends 2·n·(chips - 1)/chips.
             uneven = chips / (chips - slices) / 2
     within_bytes, between_bytes, chip_bytes = (
         collective.total_bytes_sent * reached / (devices - 1)
         for reached in (within, between, in_chip)
     )
     return _Parts(
-        within_slice=_Part(within_bytes, within_bytes * uneven),
-        between_slices=_Part(between_bytes, between_bytes),
-        in_chip=_Part(chip_bytes, chip_bytes),
+        within_slice=_Part(sent=within_bytes, sent_evenly=within_bytes * uneven),
+        between_slices=_Part(sent=between_bytes, sent_evenly=between_bytes),
+        in_chip=_Part(sent=chip_bytes, sent_evenly=chip_bytes),
     )
 
 
@@ -326,26 +381,29 @@ def _most_messages(
     """Counts the messages of a permutation over the busiest link, for each device of a chip.
 
     Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
-    shortest, half of the message takes each.
+    shortest, half of the message takes each. ``pairs`` are (source, target), by positions in the
+    mesh.
     """
     zeros = [0] * math.prod(mesh.axes.values())
     places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
-    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]
-    load: defaultdict[tuple[int, ...], float] = defaultdict(float)  # by dimension, step and place
+    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]  # chips along x, y and z
+    # Messages over each link: its dimension, its direction (1 or -1), and the chip that it leaves.
+    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for source, target in pairs:
-        place, end = places[:, source].tolist(), places[:, target].tolist()
+        chip, end = places[:, source].tolist(), places[:, target].tolist()
         for i, size in enumerate(extents):
-            ahead = end[i] - place[i]
-            hops_by_step = {1: ahead, -1: -ahead}
+            ahead = end[i] - chip[i]
+            hops_by_direction = {1: ahead, -1: -ahead}  # the negative one is no way
             if _is_closed(i, extents, hardware):
-                hops_by_step = {step: hops % size for step, hops in hops_by_step.items()}
-            least = min(hops for hops in hops_by_step.values() if hops >= 0)
-            shortest = [step for step, hops in hops_by_step.items() if hops == least]
-            for step, hop in itertools.product(shortest, range(least)):
-                link = (*place[:i], (place[i] + step * hop) % size, *place[i + 1 :])
-                load[i, step, *link] += 1 / len(shortest)
-            place[i] = end[i]
-    return max(load.values(), default=0) / len({*mesh.coordinates.get("core", [0])})
+                hops_by_direction = {way: hops % size for way, hops in hops_by_direction.items()}
+            hops = min(hops for hops in hops_by_direction.values() if hops >= 0)
+            shortest = [way for way, count in hops_by_direction.items() if count == hops]
+            for way, hop in itertools.product(shortest, range(hops)):
+                passed = (*chip[:i], (chip[i] + way * hop) % size, *chip[i + 1 :])
+                load[i, way, *passed] += 1 / len(shortest)
+            chip[i] = end[i]
+    cores_of_chip = len({*mesh.coordinates.get("core", [0])})
+    return max(load.values(), default=0) / cores_of_chip
 
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
@@ -359,31 +417,55 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> 
     over = [[*mesh.axes].index(axis) for axis in axes]
     size = math.prod(positions.shape[axis] for axis in over)
     groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)  # (groups, size)
-    known = {name: np.array(column) for name, column in mesh.coordinates.items()}
     if hardware.torus_dimensions:
-        zeros = 0 * positions.ravel()
-        places = np.array([known.get(name, zeros) for name in ("slice", *"xyz")])  # (4, devices)
-        extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]
-        fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
-        if not known.keys() - {"slice"} or not fits:
-            return _UNKNOWN
-        grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
-        # Up to translation there are far fewer shapes than groups.
-        shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
-        routes = {_torus_route(shape, extents, hardware) for shape in shapes}
-        return min(routes, key=lambda route: (-route.slices, route.num_links))
+        return _route_of_tpus(groups, mesh, hardware)
+    return _route_of_gpus(groups, mesh, hardware)
+
+
+def _route_of_tpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> _Route:
+    """Finds the worst connection of groups of TPUs, given as positions in the mesh: (groups, size).
+
+    Unknown for devices that do not say where they are, or in another torus than the hardware's.
+    """
+    zeros = [0] * groups.size
+    names = ("slice", "x", "y", "z")
+    places = np.array([mesh.coordinates.get(name, zeros) for name in names])  # (4, devices)
+    extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]  # chips along x, y and z
+    fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
+    if not mesh.coordinates.keys() - {"slice"} or not fits:
+        return _UNKNOWN
+    grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
+    # Up to translation there are far fewer shapes than groups.
+    shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
+    routes = {_torus_route(shape, extents, hardware) for shape in shapes}
+    return min(routes, key=lambda route: (-route.slices, route.num_links))  # the slowest
+
+
+def _route_of_gpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> _Route:
+    """Finds the connection of groups of GPUs, given as positions in the mesh: (groups, size).
+
+    If the mesh does not say in which nodes they are, nodes of ``Hardware.domain`` are assumed.
+    """
     links = "NVLink" if hardware.domain else _UNKNOWN.links
-    nodes = known.get("slice")
-    if nodes is None or len(known) > 1:  # of no GPUs
-        domain = hardware.domain or positions.size
-        nodes = positions.ravel() // domain
-        if positions.size > domain:
+    if mesh.coordinates.keys() == {"slice"}:
+        nodes = np.array(mesh.coordinates["slice"])  # (devices,)
+    else:  # not known, or a mesh of TPUs, which has x, y and z, too
+        domain = hardware.domain or groups.size
+        nodes = np.arange(groups.size) // domain
+        if groups.size > domain:
             links += f" (nodes of {domain} assumed)"
-    return _Route(links, size, size, max(len({*nodes[group].tolist()}) for group in groups))
+    size = groups.shape[1]
+    num_nodes = max(len({*nodes[group].tolist()}) for group in groups)
+    return _Route(links, devices=size, chips=size, slices=num_nodes)
 
 
 def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
-    """Tells whether links close a dimension to a ring: of a whole pod, or of whole cubes."""
+    """Tells whether links close a dimension to a ring.
+
+    ``extents`` are the numbers of chips along x, y and z. A torus of two dimensions wraps around
+    where it is as large as a pod, 16 chips. One of three consists of cubes of 4×4×4 chips, and
+    wraps around if these are whole.
+    """
     # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     if hardware.torus_dimensions == 2:
         return extents[dimension] == 16
@@ -401,11 +483,11 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
     """
     torus, words, is_open = [], [], False
     for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
-        coordinates = np.unique(column)
+        coordinates = np.unique(column)  # sorted
         size = len(coordinates)
         if size < 2:
             continue
-        # Between these chips are the chips of as many other groups, which share the links.
+        # With a gap of 2, every other chip is of another group, which shares the links.
         gap = int(np.diff(coordinates).min())
         is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
         is_open |= not is_ring
@@ -595,9 +677,13 @@ def roofline_of(
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
-    busy = [
-        max(_compute_seconds(x, peak) or 0.0, x.bytes_accessed / peak.memory_bandwidth)
-        for x in (() if cost is None else cost.operations)
+    operations = () if cost is None else cost.operations
+    busy = [  # seconds of each operation
+        max(
+            _compute_seconds(operation, peak) or 0.0,
+            operation.bytes_accessed / peak.memory_bandwidth,
+        )
+        for operation in operations
     ]
     known = all_known(times.values())
     return Roofline(
@@ -605,6 +691,7 @@ def roofline_of(
         compute_s=times["compute"],
         memory_s=times["memory"],
         interconnect_s=times["interconnect"],
+        # ``known`` has the times in the order of their names.
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
@@ -620,7 +707,7 @@ def roofline_of(
 def _why_unknown(
     cost: Cost | None, collectives: Collectives | None, traffic: Sequence[Traffic]
 ) -> str:
-    """Says why one of the three times is unknown."""
+    """Says why one of the three times is unknown, such as ``the bandwidth of DCN``."""
     if cost is None or collectives is None:
         return "the cost is unknown" if cost is None else "the collectives are unknown"
     if collectives.has_unknown_times:
@@ -631,9 +718,13 @@ def _why_unknown(
 
 
 def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:
-    """Returns the time for all flops; products of 8-bit numbers have rates of their own."""
+    """Returns the seconds for all flops; None if these are unknown.
+
+    Products of 8-bit numbers have rates of their own, on hardware that is faster with them.
+    """
     if cost.flops is None:
         return None
-    int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0
-    narrow = int8 / (peak.int8_flops or peak.flops) + fp8 / (peak.fp8_flops or peak.flops)
-    return (cost.flops - int8 - fp8) / peak.flops + narrow
+    int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0  # included in ``flops``
+    int8_seconds = int8 / (peak.int8_flops or peak.flops)
+    fp8_seconds = fp8 / (peak.fp8_flops or peak.flops)
+    return (cost.flops - int8 - fp8) / peak.flops + (int8_seconds + fp8_seconds)

@@ -1,14 +1,17 @@
 """Collectives between slices of TPUs, which the compiler writes as exchanges with the hosts.
 
 The program is that of one slice. A collective between slices is a `send` to the host and a `recv`
-from it with one rendezvous; the hosts exchange over the network. `with_exchanges` puts an ordinary
-collective in their place, whose attribute `between_slices` says which devices of which slices take
-part. Other collectives number the devices of the slice, in all slices alike (`groups_within`).
+from it, each followed by a `send-done` or `recv-done`; one *rendezvous* names them all, and the
+hosts exchange over the network. `with_exchanges` puts an ordinary collective in their place, whose
+attribute `between_slices` says which devices of which slices take part (`groups_between`). Other
+collectives number the devices of the slice, in all slices alike (`groups_within`).
 
 From other modules:
 
-    Groups        the numbers of the devices in each group
-    Instruction   one instruction, as written; ``attributes`` by name
+    Groups         tuples with the numbers of the devices in each group
+    Instruction    one instruction, as written; ``rest`` are its operands and attributes
+    number_lists   reads ``{0,1},{2,3}`` as ((0, 1), (2, 3))
+    reached        a node, and all that can be reached from it by a function
 """
 
 from __future__ import annotations
@@ -16,14 +19,23 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists
 from .instructions import Instruction
 from .meshes import MeshDescription
 from .values import reached
 
-Position: TypeAlias = "int | tuple[int, int]"  # the id of a device, or slice and number in it
+# How exchanges name a device: by its id, or by its slice, counted from 1, and its number in that.
+Position: TypeAlias = "int | tuple[int, int]"
+
+
+class Placed(NamedTuple):
+    """Groups of devices, by their positions in the mesh."""
+
+    groups: Groups
+    in_mesh: bool  # False if the mesh lacks one of them: then numbers only tell devices apart
+
 
 _KINDS = {
     "ALL_GATHER": "all-gather",
@@ -45,14 +57,13 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
     Exchanges that are not understood stay as they are, so that the program counts as not read.
     """
     by_name = {instruction.name: instruction for instruction in instructions}
-    # The send and the receive of each exchange, which have the name of their rendezvous.
-    exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)
+    exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)  # rendezvous → send, recv
     for instruction in instructions:
         is_transfer = instruction.opcode in ("send", "recv")
         if is_transfer and (match := _RENDEZVOUS.search(instruction.rest)):
             exchanges[match[1]].append(instruction)
-    opcodes: dict[str, str] = {}  # of what ends those that are replaced
-    replaced: dict[str, Instruction] = {}
+    end_opcodes: dict[str, str] = {}  # name of a send or recv → the new opcode of its end
+    replaced: dict[str, Instruction] = {}  # by name
     for transfers in exchanges.values():
         match = _EXCHANGE.search(transfers[0].rest)
         ends = {transfer.opcode: transfer for transfer in transfers}
@@ -61,65 +72,90 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
             continue
         if match is None or match["kind"] not in _KINDS:
             continue
-        if shape := _RECEIVED.match(recv.shape_text):
-            operation = _operation(send, by_name)
+        if shape := _RECEIVED.match(recv.shape_text):  # the first part of (array, context, token)
+            operation = _operation_of_sent(send, by_name)
             metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
             groups = match["groups"]
+            # The receive becomes the collective, of what is sent. The others become instructions
+            # that do nothing: the end of the receive passes the result on in a tuple.
             rest = f'%{send.operand_names[0]}), between_slices="{groups}"{metadata}'
             replaced[send.name] = send._replace(opcode="after-all")
             replaced[recv.name] = recv._replace(
                 opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
             )
-            opcodes |= {send.name: "after-all", recv.name: "tuple"}
+            end_opcodes |= {send.name: "after-all", recv.name: "tuple"}
     for instruction in instructions:
         is_end = instruction.opcode in ("send-done", "recv-done")
-        if is_end and (opcode := opcodes.get(instruction.operand_names[0])):
+        if is_end and (opcode := end_opcodes.get(instruction.operand_names[0])):
             replaced[instruction.name] = instruction._replace(opcode=opcode)
     return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
 
-def _operation(send: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
-    """Finds the operation that made what is sent; exchanges themselves have none."""
+def _operation_of_sent(send: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
+    """Finds the operation that made what is sent, as exchanges themselves have none.
 
-    def sent(other: Instruction) -> list[Instruction]:
-        return [by_name[name] for name in other.operand_names[:1] if name in by_name]
+    It is the first on the way back along first operands, such as ``jit(f)/mlp/dot_general``.
+    """
 
-    return next(filter(None, (x.operation for x in reached(send, sent))), None)
+    def first_operand(instruction: Instruction) -> list[Instruction]:
+        return [by_name[name] for name in instruction.operand_names[:1] if name in by_name]
+
+    operations = (instruction.operation for instruction in reached(send, first_operand))
+    return next(filter(None, operations), None)
 
 
 def positions_of(mesh: Any) -> dict[Position, int]:
-    """Returns the positions of devices in a mesh of several slices; empty for any other mesh."""
+    """Returns the positions of devices in a mesh of several slices; empty for any other mesh.
+
+    Each device has two keys: its id, and its slice and number in that.
+    """
     if not hasattr(mesh, "devices"):
         return {}
-    slices = MeshDescription.of(mesh).coordinates.get("slice", ())
+    slices = MeshDescription.of(mesh).coordinates.get("slice", ())  # the slice of each device
     counts: Counter[int] = Counter()  # of devices by slice; their order in the mesh numbers them
     positions: dict[Position, int] = {}
     for position, (device, number) in enumerate(zip(mesh.devices.flat, slices, strict=False)):
-        positions[device.id] = positions[number + 1, counts[number]] = position
+        positions[device.id] = position
+        positions[number + 1, counts[number]] = position
         counts[number] += 1
     return positions if len(counts) > 1 else {}
 
 
-def groups_between(text: str, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
-    """Reads the groups, or pairs, of an exchange, and tells whether the mesh has their devices."""
-    # `{1,2}x{0:3}` for each of the devices 0 to 3 of the slices 1 and 2; or ids of devices.
+def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
+    """Reads the groups, or pairs, of an exchange between slices.
+
+    Args:
+      text: the attribute ``between_slices``, in one of three forms::
+
+          {1,2}x{0:3}        for each of the devices 0 to 3 of a slice, a group of this device in
+                             slice 1 and in slice 2: ((1, 0), (2, 0)), …, ((1, 3), (2, 3))
+          {0,4},{1,5}        groups of device ids: (0, 4), (1, 5)
+          {0->4},{1->5}      pairs of device ids
+
+      positions: from :func:`positions_of`.
+    """
     slices, _, places = text.partition("x")
-    keys: list[list[Any]] = [list(group) for group in number_lists(text.replace("->", ","))]
+    groups: list[list[Position]]
     if places:
         first, _, last = places.strip('{}"').partition(":")
         numbers = range(int(first), int(last or first) + 1)
-        keys = [[(n, place) for n in number_lists(slices)[0]] for place in numbers]
-    devices = dict.fromkeys(key for group in keys for key in group)
-    # The mesh may have other devices than the program.
-    is_known = devices.keys() <= positions.keys()
-    places_of = positions if is_known else {key: i for i, key in enumerate(devices)}
-    return tuple(tuple(places_of[key] for key in group) for group in keys), is_known
+        slice_numbers = number_lists(slices)[0]
+        groups = [[(n, place) for n in slice_numbers] for place in numbers]
+    else:
+        groups = [list(ids) for ids in number_lists(text.replace("->", ","))]
+    devices = dict.fromkeys(device for group in groups for device in group)  # in order
+    in_mesh = devices.keys() <= positions.keys()  # the program may be of other devices
+    numbering = positions if in_mesh else {device: n for n, device in enumerate(devices)}
+    return Placed(tuple(tuple(numbering[d] for d in group) for group in groups), in_mesh)
 
 
-def groups_within(groups: Groups, positions: Mapping[Position, int]) -> tuple[Groups, bool]:
-    """Repeats groups of one slice for all slices, and tells whether the mesh has their devices."""
+def groups_within(groups: Groups, positions: Mapping[Position, int]) -> Placed:
+    """Repeats groups of devices of one slice for all slices of the mesh.
+
+    With two slices of four devices each, ((0, 1), (2, 3)) becomes ((0, 1), (2, 3), (4, 5), (6, 7)).
+    """
     slices = sorted({key[0] for key in positions if isinstance(key, tuple)})
-    keys = [tuple((n, place) for place in group) for n in slices for group in groups]
-    if not all(key in positions for group in keys for key in group):
-        return groups, False
-    return tuple(tuple(positions[key] for key in group) for group in keys), True
+    in_slices = [tuple((n, place) for place in group) for n in slices for group in groups]
+    if not all(device in positions for group in in_slices for device in group):
+        return Placed(groups, in_mesh=False)
+    return Placed(tuple(tuple(positions[d] for d in group) for group in in_slices), in_mesh=True)
