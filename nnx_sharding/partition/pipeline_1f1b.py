@@ -24,6 +24,19 @@ on parameters, such as these themselves, are computed again, so that the ring do
 What is around the layers in the loss comes from ``pipeline_loss.py``. Sums over rows may be kept as
 one for each device, and added up after the last tick (``shard_sums.py``).
 
+The loss is cut as in ``pipeline_loss.py``, and everything is named by its position among the
+inputs or the outputs of the traced loss:
+
+    targets   inputs that are differentiated: parameters
+    fixed     what layers get for all microbatches alike: their arrays, (S, D, …) for D layers on
+              each stage, and constants; computed once, before the first tick
+    varying   what else layers get with each microbatch, such as a mask
+    early     state that is known before the pipeline is called (random streams)
+    late      state that depends on what the pipeline returns (statistics of a head)
+    written   Variables of layers that these write, each on its stage; the state that depends on
+              them is *ending*, as it is known after the last tick
+    split     targets whose gradients are kept as one sum for each device until the end
+
 The schedule is PipeDream's with flushes (Narayanan et al., 2021, arXiv:2006.09503).
 """
 
@@ -76,19 +89,22 @@ def accumulate_interleaved(
     """
     flat = call.flat
     slots = traced_slots(flat.leaves)
-    position = {slot: i for i, slot in enumerate(slots)}
-    parts = {id(first): all_parts for first, all_parts in batch}
-    leaves = {position[slot]: flat.leaves[slot] for slot in slots}
-    by_position = {i: parts[id(x)] for i, x in leaves.items() if id(x) in parts}
+    position = {slot: i for i, slot in enumerate(slots)}  # among the inputs of the traced loss
+    # Which arguments have rows is known by the identity of the first microbatch's arrays.
+    microbatches = {id(first): all_parts for first, all_parts in batch}
+    inputs = {position[slot]: flat.leaves[slot] for slot in slots}
+    batch_by_position = {i: microbatches[id(x)] for i, x in inputs.items() if id(x) in microbatches}
 
     def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
         found = find_call(function, arrays)
         loss = TracedLoss(function, arrays, flat, slots, found, found.written_types())
         targets = [position[slot] for slot in call.slots]
         names = [call.plan.names[slot] for slot in call.slots]
-        rows = zip(targets, names, is_split, strict=True)
-        split = {target: name for target, name, splits in rows if splits}
-        loop = OneForwardOneBackward(loss, arrays, targets, by_position, dtype, row_axes, split)
+        triples = zip(targets, names, is_split, strict=True)
+        split = {target: name for target, name, splits in triples if splits}
+        loop = OneForwardOneBackward(
+            loss, arrays, targets, batch_by_position, dtype, row_axes, split
+        )
         (values, *others), state, totals = loop.run()
         return totals, loss.outputs([values.mean(), *others], state)
 
@@ -98,12 +114,16 @@ def accumulate_interleaved(
 class TracedStage:
     """The layers of one stage: their forward pass, and its transpose, as functions of arrays.
 
-    The inputs are the arrays of the layers, what the first one gets, and the others.
+    The inputs are three lists, one after the other: the arrays of the layers, (D, …); what the
+    first layer gets, ``x``; and the other arrays that all layers get.
+
+    Residuals are what the transpose needs of the forward pass. Those that depend only on what is
+    the same for all microbatches are computed again; the ring keeps the others.
 
     Attributes:
       written: the slots of the arrays that layers write.
-      kept: the numbers of the residuals that the ring keeps.
-      residual_types: the types of these.
+      kept: the residuals that the ring keeps, by number in the order of ``jax.vjp``.
+      residual_types: the types of these, of one stage and one microbatch.
     """
 
     def __init__(
@@ -112,29 +132,38 @@ class TracedStage:
         types: tuple[Arrays, Arrays, Arrays],
         targets: Sequence[int],
         invariant: Collection[int],
-        varying: Collection[int],
+        on_stages: Collection[int],
     ):
         """Traces the layers.
 
         Args:
           call: the call of the pipeline.
-          types: the types of the inputs of one stage.
+          types: the types of the three lists of inputs of one stage.
           targets: the positions of the inputs that are differentiated.
           invariant: the positions of those that are the same for all microbatches.
-          varying: the positions of those that differ between stages.
+          on_stages: the positions of those that each stage has for itself; the first dimension of
+            these is S when all stages run.
         """
         assert call.loop is not None
         is_remat, self._axis = call.loop.is_remat, call.loop.axis
-        starts = len(types[0]), len(types[0]) + len(types[1])
-        x = range(*starts)
+        layers, x, others = positions_of(types)
 
         def forward(*arrays: Any) -> list[Arrays]:
+            """Returns what the layers of one stage return and write, and all residuals."""
+
             def run(chosen: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+                """Runs the layers as a function of the targets; returns what has gradients first.
+
+                Each stage returns what the next one gets, so what it returns in the place of a
+                target among ``x`` has a gradient.
+                """
                 merged = replace_slots(arrays, targets, chosen)
-                parts = merged[: starts[0]], merged[slice(*starts)], merged[starts[1] :]
-                out, written = call.call_layers(*parts)
+                out, written = call.call_layers(
+                    *([merged[i] for i in part] for part in (layers, x, others))
+                )
                 self.written = [*written]
-                return [out[i - starts[0]] for i in targets if i in x], (out, [*written.values()])
+                differentiated = [out[x.index(i)] for i in targets if i in x]
+                return differentiated, (out, [*written.values()])
 
             run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
             chosen = [arrays[i] for i in targets]
@@ -142,20 +171,20 @@ class TracedStage:
             residuals, self._transpose = jax.tree.flatten(transpose)
             return [out, written, residuals]
 
-        # Within the `vmap` over stages, as a `shard_map` in a layer has to know of that.
-        on_stages = jax.vmap(
+        # All stages are traced at once: a `shard_map` in a layer has to know of the `vmap`.
+        of_all_stages = jax.vmap(
             forward,
-            in_axes=tuple(0 if i in varying else None for i in range(sum(map(len, types)))),
+            in_axes=tuple(0 if i in on_stages else None for i in range(sum(map(len, types)))),
             spmd_axis_name=self._axis,
         )
-        of_all = [
-            jax.ShapeDtypeStruct((call.loop.stages, *x.shape), x.dtype) if i in varying else x
+        types_of_all = [
+            as_type(x, call.loop.stages) if i in on_stages else x
             for i, x in enumerate(x for part in types for x in part)
         ]
-        closed, shapes = jax.make_jaxpr(on_stages, return_shape=True)(*of_all)
+        closed, shapes = jax.make_jaxpr(of_all_stages, return_shape=True)(*types_of_all)
         out, written, residuals = positions_of(shapes)
-        depends = [{*Part(closed, [i]).used} for i in residuals]
-        self.kept = [n for n, used in enumerate(depends) if not used <= {*invariant}]
+        used_inputs = [{*Part(closed, [i]).used} for i in residuals]
+        self.kept = [n for n, used in enumerate(used_inputs) if not used <= {*invariant}]
         kept_types = [shapes[2][n] for n in self.kept]  # (S, …)
         self.residual_types = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in kept_types]
         self._counts = len(out), len(written)
@@ -165,10 +194,13 @@ class TracedStage:
         self._order = [*recomputed, *self.kept]  # of the residuals that the transpose gets
 
     def forward(self, inputs: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """Runs all stages forward, on inputs with a first dimension of S; the others are for all.
+        """Runs all stages forward.
+
+        Args:
+          inputs: the inputs, (S, …) for those that each stage has for itself.
 
         Returns:
-          What the layers return and write, and the residuals that are kept.
+          What the layers return and write, and the residuals that the ring keeps, all (S, …).
         """
         outputs = self._forward(inputs)
         out, written = self._counts
@@ -186,28 +218,27 @@ class TracedStage:
 
         Args:
           inputs: as for the forward pass; only those that are invariant are read.
-          kept: the residuals that were kept.
+          kept: the residuals from the ring, (S, …).
           d_out: the gradients of what the layers returned, apart from integers.
           sums: splits sums over rows.
-          wanted: the numbers of the targets whose gradients are shard sums.
+          wanted: the targets whose gradients are shard sums, by number.
 
         Returns:
           The gradients of the targets.
         """
         residuals = [*self._recomputed(inputs), *kept]
-        ordered = [
-            x for _, x in sorted(zip(self._order, residuals, strict=True), key=lambda p: p[0])
-        ]
+        by_number = dict(zip(self._order, residuals, strict=True))
+        ordered = [by_number[n] for n in range(len(residuals))]  # as `jax.vjp` returned them
 
         def transpose(inputs: Arrays) -> Arrays:
             residuals, d_out = inputs[: len(ordered)], inputs[len(ordered) :]
             [gradients] = jax.tree.unflatten(self._transpose, residuals)(d_out)
             return gradients  # type: ignore[no-any-return]
 
-        on_stages = jax.vmap(transpose, spmd_axis_name=self._axis)
-        # The gradients are (S, rows, …).
+        of_all_stages = jax.vmap(transpose, spmd_axis_name=self._axis)
+        # The dimension of rows: none in residuals, the second one in gradients, (S, rows, …).
         rows = [*[None] * len(ordered), *[1] * len(d_out)]
-        return sums.evaluate(on_stages, [*ordered, *d_out], rows, wanted)
+        return sums.evaluate(of_all_stages, [*ordered, *d_out], rows, wanted)
 
 
 class Timetable(NamedTuple):
@@ -277,22 +308,23 @@ class Timetable(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What one tick passes to the next."""
+    """What one tick passes to the next. Each field is a list of arrays with the shapes given."""
 
     sent: Arrays  # what each stage gets for its forward pass, (S, rows, …)
-    d_sent: Arrays  # what it gets for its backward pass, the gradients of what it returned
+    d_sent: Arrays  # what it gets for its backward pass: gradients of what it returned, likewise
     written: Arrays  # the Variables that layers write, (S, D, …)
-    early: Arrays  # the state of the microbatch that enters
-    late: Arrays  # the state of the microbatch that leaves
-    residuals: Arrays  # a ring, (S, K, …)
-    past_early: Arrays  # a ring of the states of microbatches in flight, (K, …)
-    past_varying: Arrays  # a ring of other arrays that layers get, (K, …)
-    totals: Arrays  # the sums of gradients outside of the layers
-    fixed_totals: Arrays  # those of layers, (S, D, …), and of others, (S, …)
+    early: Arrays  # the early state that the next microbatch enters with
+    late: Arrays  # the late state that the next microbatch leaves with
+    residuals: Arrays  # a ring: slot t mod K has what the forward passes of tick t kept, (S, K, …)
+    past_early: Arrays  # a ring: the early state with which microbatch t entered, (K, …)
+    past_varying: Arrays  # a ring: what else layers get with microbatch t, (K, …)
+    # Sums over the microbatches so far. Those of split targets are shard sums, (shards, …).
+    totals: Arrays  # gradients of the targets by what is around the layers, as the targets
+    fixed_totals: Arrays  # gradients of fixed arrays: of layers (S, D, …), of others (S, …)
 
 
 class OneForwardOneBackward:
-    """The loop over the ticks of M microbatches."""
+    """The loop over the ticks of M microbatches. The module's docstring has the words used here."""
 
     def __init__(
         self,
@@ -338,7 +370,12 @@ class OneForwardOneBackward:
         return _is_float(self._loss.closed.out_avals[output])
 
     def _sort_outputs(self) -> None:
-        """Sorts state, and what layers get, by what it depends on."""
+        """Sorts state, and what layers get, by the inputs that each depends on.
+
+        Sets the positions of outputs of the loss: ``_early``, ``_late`` and ``_ending`` state,
+        ``_fixed`` and ``_varying`` inputs of layers, and those with gradients, ``_d_fixed``;
+        ``_split_fixed`` has those whose gradients are shard sums, each with a name for errors.
+        """
         loss = self._loss
         depends = self._depends
         self._ending = [i for i in loss.state if depends[i] & {*loss.written}]
@@ -352,11 +389,13 @@ class OneForwardOneBackward:
         self._fixed = [*loss.layers, *(i for i in loss.others if i not in self._varying)]
         targets = {*self._targets}
         self._d_fixed = [i for i in self._fixed if depends[i] & targets and self._is_float(i)]
-        # An array of layers may come from several targets, such as the blocks of a list.
-        of_fixed = {i: sorted(depends[i] & targets) for i in self._d_fixed}
-        self._split_fixed = {
-            i: self._split[own[0]] for i, own in of_fixed.items() if self._split.keys() >= {*own}
-        }
+        # An array of layers may come from several targets, such as the blocks of a list. Its
+        # gradient is split if those of all of them are.
+        self._split_fixed = dict[int, str]()
+        for i in self._d_fixed:
+            sources = sorted(depends[i] & targets)
+            if self._split.keys() >= {*sources}:
+                self._split_fixed[i] = self._split[sources[0]]
 
     @property
     def _changing(self) -> set[int]:
@@ -393,7 +432,7 @@ class OneForwardOneBackward:
         )
 
     def _trace_stage(self) -> None:
-        """Traces the layers of one stage."""
+        """Traces the layers of one stage, whose inputs are outputs of the loss."""
         loss, types = self._loss, [as_type(x) for x in self._loss.closed.out_avals]
         inputs = [*loss.layers, *loss.x, *loss.others]  # outputs of the loss, in the stage's order
         position = {output: i for i, output in enumerate(inputs)}
@@ -422,6 +461,7 @@ class OneForwardOneBackward:
           What the loss returns, of all microbatches (M, …), the new state, in the order of
           ``TracedLoss.state``, and the sums of the gradients of the targets.
         """
+        # What all microbatches share is computed, and differentiated, once.
         fixed = Part(self._loss.closed, self._fixed)(self._inputs())
         self._fixed_values = dict(zip(self._fixed, fixed, strict=True))
         d_part = Part(self._loss.closed, self._d_fixed)
@@ -432,12 +472,14 @@ class OneForwardOneBackward:
         carry, _ = self._scan(self._run_warm, carry, 0, warm)
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
-        [from_layers] = pull_fixed(self._fixed_gradients(carry))
-        outside = [
+        # The gradient of a target: by the layers, and by what is around them.
+        [by_layers] = pull_fixed(self._fixed_gradients(carry))
+        by_others = [
             add_up(x, 0, self._split[i]) if i in self._split else x
             for i, x in zip(self._targets, carry.totals, strict=True)
         ]
-        totals = [x + y.astype(x.dtype) for x, y in zip(outside, from_layers, strict=True)]
+        totals = [x + y.astype(x.dtype) for x, y in zip(by_others, by_layers, strict=True)]
+        # Ending state, and the early and late state after the last microbatch.
         final = self._inputs(early=carry.early, late=carry.late, written=carry.written)
         ending = Part(self._loss.closed, self._ending)(final)
         new = dict(zip(self._ending, ending, strict=True))
@@ -445,6 +487,7 @@ class OneForwardOneBackward:
         return returned, [new[i] for i in self._loss.state], totals
 
     def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
+        """Runs ``count`` ticks, from number ``start``."""
         return jax.lax.scan(run, carry, start + jnp.arange(count))
 
     def _run_warm(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
@@ -470,12 +513,13 @@ class OneForwardOneBackward:
     def _forward(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, Arrays]:
         """Runs the forward pass of one tick; returns what the stages return, (S, rows, …)."""
         loss, slot = self._loss, self._time.slot(tick)
-        # When all have entered, the last one does so again, and is idle.
+        # When all have entered, the last one does so again, and what it computes is ignored.
         entering = jnp.minimum(tick, self._time.microbatches - 1)
         inputs = self._inputs(entering, carry.early)
         values = self._prefix(inputs)
-        x, varying = values[: len(loss.x)], values[len(loss.x) :][: len(self._varying)]
-        early = values[len(loss.x) + len(varying) :]
+        x, varying, early = (
+            [values[i] for i in part] for part in positions_of([loss.x, self._varying, self._early])
+        )
         past_early = [
             _put(ring, x, slot) for ring, x in zip(carry.past_early, carry.early, strict=True)
         ]
@@ -488,12 +532,12 @@ class OneForwardOneBackward:
             self._loop.constrain_rows(_where(self._time.is_first, a, b))
             for a, b in zip(x, carry.sent, strict=True)
         ]
-        of_items = [
+        varying_on_stages = [  # each stage gets what its own microbatch entered with, (S, …)
             self._loop.constrain(jnp.take(ring, self._time.slot(items), axis=0))
             for ring in past_varying
         ]
         out, written, residuals = self._stage.forward(
-            self._with_fixed(carry.written, sent, of_items)
+            self._stage_arrays(carry.written, sent, varying_on_stages)
         )
         carry = carry._replace(
             early=[
@@ -520,16 +564,17 @@ class OneForwardOneBackward:
         """
         loss = self._loss
         leaving = self._time.leaving(tick)
-        inputs = self._inputs(leaving, self._past(carry, leaving), carry.late, results)
+        inputs = self._inputs(leaving, self._early_of(carry, leaving), carry.late, results)
         d_results = [i for i, x in zip(loss.results, results, strict=True) if _is_float(x)]
         positions = [*self._targets, *d_results]
 
         def gradients_and_outputs(inputs: Arrays) -> Arrays:
+            """Returns the gradients of the targets and of the results, then all outputs."""
             function = self._suffix.of_changed(inputs, positions)
 
             def value(arrays: Arrays) -> tuple[Any, Arrays]:
                 outputs = function(arrays)
-                return outputs[0], outputs
+                return outputs[0], outputs  # the loss is the first one
 
             gradients, outputs = jax.grad(value, has_aux=True)([inputs[i] for i in positions])
             return [*gradients, *outputs]
@@ -549,7 +594,8 @@ class OneForwardOneBackward:
         items = self._time.backward(tick)
         is_busy, slots = self._time.is_busy(items), self._time.slots_on_stages(items)
         kept = [self._loop.take_on_stages(ring, slots) for ring in carry.residuals]
-        inputs = self._with_fixed(carry.written, None, None)
+        # The transpose reads the fixed inputs only; the ring has what it needs of the others.
+        inputs = self._stage_arrays(carry.written, None, None)
         targets = self._targets_of_stage
         wanted = [n for n, i in enumerate(targets) if i in self._split_fixed]
         found = self._stage.backward(inputs, kept, d_out, self._sums, wanted)
@@ -569,21 +615,27 @@ class OneForwardOneBackward:
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: Arrays) -> Arrays:
-        """Returns the gradients of the targets of which the input of the first stage depends."""
+        """Returns gradients of the targets by the prefix, such as those of an embedding.
+
+        Args:
+          carry: what the tick before passed on.
+          item: the microbatch whose backward pass ends in the first stage; negative while none has
+            come so far, for which the gradients are 0.
+          d_x: the gradients of what each stage got, (S, rows, …); those of the first are read.
+        """
         microbatch = jnp.maximum(item, 0)
-        inputs = self._inputs(microbatch, self._past(carry, microbatch))
+        inputs = self._inputs(microbatch, self._early_of(carry, microbatch))
+        d_first = [jnp.where(item >= 0, x[0], 0) for x in d_x]
 
-        def gradients(inputs: Arrays) -> Arrays:
-            count = len(self._arrays) + len(self._loss.results) + len(self._loss.written)
-            inputs, d_x = inputs[:count], inputs[count:]
-            arrays = [inputs[i] for i in self._targets]
-            _, pull = jax.vjp(self._x.of_changed(inputs, self._targets), arrays)
-            [gradients] = pull(d_x)
-            return gradients  # type: ignore[no-any-return]
+        def gradients(inputs_and_d_x: Arrays) -> Arrays:
+            loss_inputs, d_x = inputs_and_d_x[: len(inputs)], inputs_and_d_x[len(inputs) :]
+            arrays = [loss_inputs[i] for i in self._targets]
+            # The prefix runs again: to keep its residuals for 2S - 1 microbatches takes memory.
+            _, pull = jax.vjp(self._x.of_changed(loss_inputs, self._targets), arrays)
+            [d_targets] = pull(d_x)
+            return d_targets  # type: ignore[no-any-return]
 
-        return self._with_split_totals(
-            gradients, inputs, [jnp.where(item >= 0, x[0], 0) for x in d_x]
-        )
+        return self._with_split_totals(gradients, inputs, d_first)
 
     def _with_split_totals(
         self, function: Callable[[Arrays], Arrays], inputs: Arrays, of_rows: Arrays = ()
@@ -591,10 +643,11 @@ class OneForwardOneBackward:
         """Runs a function that returns the gradients of the targets first, some as shard sums.
 
         Args:
-          function: a function of the inputs of the loss, and of further ones.
+          function: a function of one list: the inputs of the loss, then ``of_rows``.
           inputs: the inputs of the loss.
-          of_rows: the further ones, which have rows.
+          of_rows: further arrays, whose first dimension is that of rows.
         """
+        # For each input the dimension of its rows; None if it has none.
         have_rows = {*self._batch, *self._loss.results}
         rows = [
             0 if i in have_rows and x is not None and x.ndim else None for i, x in enumerate(inputs)
@@ -605,18 +658,12 @@ class OneForwardOneBackward:
         )
 
     def _first_carry(self) -> _Carry:
-        """Returns the carry of the first tick."""
+        """Returns the carry of the first tick: zeros, and state as it is before the call."""
         loss, stages, slots = self._loss, self._time.stages, self._time.slots
         types = loss.closed.out_avals
-        x = [jnp.zeros((stages, *types[i].shape), types[i].dtype) for i in loss.x]
+        x = [_zeros((stages, *types[i].shape), types[i].dtype) for i in loss.x]
         x = [self._loop.constrain_rows(leaf) for leaf in x]
         early = [self._arrays[loss.state[i]] for i in self._early]
-        fixed = [self._fixed_values[i] for i in self._d_fixed]
-        is_layer = [i in loss.layers for i in self._d_fixed]
-        fixed = [
-            a if own else jnp.broadcast_to(a, (stages, *a.shape))
-            for a, own in zip(fixed, is_layer, strict=True)
-        ]
         return _Carry(
             sent=x,
             d_sent=[leaf for leaf in x if _is_float(leaf)],
@@ -635,13 +682,17 @@ class OneForwardOneBackward:
                 else jnp.zeros_like(self._arrays[i], self._dtype)
                 for i in self._targets
             ],
-            fixed_totals=[
-                self._sums.zeros(a, self._dtype, self._loop.axis)
-                if i in self._split_fixed
-                else self._loop.constrain(jnp.zeros_like(a, self._dtype))
-                for i, a in zip(self._d_fixed, fixed, strict=True)
-            ],
+            fixed_totals=[self._zero_total(i) for i in self._d_fixed],
         )
+
+    def _zero_total(self, fixed: int) -> jax.Array:
+        """Returns the first sum of the gradients of a fixed array: of each stage, (S, …)."""
+        array = self._fixed_values[fixed]
+        if fixed not in self._loss.layers:  # all stages have it, and each adds up its own gradient
+            array = jnp.broadcast_to(array, (self._time.stages, *array.shape))
+        if fixed in self._split_fixed:
+            return self._sums.zeros(array, self._dtype, self._loop.axis)
+        return self._loop.constrain(jnp.zeros_like(array, self._dtype))
 
     def _inputs(
         self,
@@ -651,7 +702,15 @@ class OneForwardOneBackward:
         results: Arrays | None = None,
         written: Arrays | None = None,
     ) -> list[Any]:
-        """Returns the inputs of the loss; None for those that the part that is called ignores."""
+        """Returns the inputs of the loss, in its order.
+
+        Args:
+          microbatch: which one; None for the one that the loss was traced with.
+          early: the early state; None for that before the call.
+          late: likewise the late state.
+          results: what the pipeline returns for the microbatch; None where it is not read.
+          written: likewise what layers have written.
+        """
         loss = self._loss
         inputs = [*self._arrays, *[None] * (len(loss.results) + len(loss.written))]
         if microbatch is not None:
@@ -663,19 +722,26 @@ class OneForwardOneBackward:
         state |= zip(loss.written, written or (), strict=bool(written))
         return replace_slots(inputs, state, state.values())
 
-    def _with_fixed(self, written: Arrays, x: Arrays | None, varying: Arrays | None) -> list[Any]:
-        """Returns the inputs of all stages; all but fixed others have a first dimension of S."""
+    def _stage_arrays(self, written: Arrays, x: Arrays | None, varying: Arrays | None) -> list[Any]:
+        """Returns the inputs of all stages, in the order of ``TracedStage``.
+
+        All are (S, …), but for fixed arrays that are not of layers. ``x`` is what the first layer
+        of each stage gets; None leaves inputs out that the pass does not read.
+        """
         values = self._fixed_values | dict(zip(self._written, written, strict=True))
         values |= zip(self._loss.x, x or (), strict=bool(x))
         values |= zip(self._varying, varying or (), strict=bool(varying))
         return [values.get(i) for i in self._stage_inputs]
 
-    def _past(self, carry: _Carry, microbatch: jax.Array) -> Arrays:
+    def _early_of(self, carry: _Carry, microbatch: jax.Array) -> Arrays:
         """Returns the early state with which a microbatch entered."""
         return [_take(ring, self._time.slot(microbatch)) for ring in carry.past_early]
 
     def _fixed_gradients(self, carry: _Carry) -> Arrays:
-        """Returns the gradients of what layers get, as it is before it is split over the stages."""
+        """Returns the gradients of fixed arrays, in the shapes in which the loss computes them.
+
+        In the carry, each stage has a gradient of its own also of what all stages have.
+        """
         types = self._loss.closed.out_avals
         totals = [
             # (shards, S, …) → (S, …)
@@ -693,14 +759,17 @@ class OneForwardOneBackward:
 
 
 def _is_float(x: Any) -> bool:
+    """Whether an array or a type has a gradient."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns one item along the first dimension."""
     return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, keepdims=False))
 
 
 def _put(ring: jax.Array, x: jax.Array, slot: jax.Array, axis: int = 0) -> jax.Array:
+    """Replaces one slot of a ring, whose slots are along ``axis``."""
     return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(ring, x, slot, axis))
 
 

@@ -151,9 +151,9 @@ def find_call(function: Function, arrays: Arrays) -> PipelineCall:
     return call
 
 
-def as_type(x: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def as_type(x: Any, *leading: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, with further dimensions in front."""
+    return jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype)
 
 
 class Part:
