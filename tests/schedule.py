@@ -256,7 +256,6 @@ NIGHTLY = (
     "docs.py::test_page[docs/guides/randomness.md]",
     "docs.py::test_page[docs/guides/safetensors.md]",
     "docs.py::test_page[docs/guides/testing.md]",
-    "docs.py::test_page[docs/guides/training_run.md]",
     "docs.py::test_page[docs/llama.md]",
     "docs.py::test_page[docs/retraces.md]",
     "experts.py::test_equals_a_loop_over_all_experts_in_float64",
