@@ -92,12 +92,13 @@ def add_description(app, pagename, templatename, context, doctree):
 
 
 def add_names(app, docname, source):
-    """Puts the names of each page of the reference below its heading in their index."""
+    """Has lists of names documented, and puts those of each page below its heading in the index."""
 
     def with_names(heading):
         page = Path(app.srcdir, heading[1]).read_text(encoding="utf-8")
         return f"{heading[0]}\n\n{names.index(page)}"
 
+    source[0] = names.expanded(source[0])
     if docname == "api":
         headings = re.compile(r"^## \[.*\]\((reference/\w+.md)\)$", re.MULTILINE)
         source[0] = headings.sub(with_names, source[0])

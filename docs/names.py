@@ -13,10 +13,32 @@ _DIRECTIVE = re.compile(
 )
 
 
+_NAMES = re.compile(r"^```\{names\} ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def expanded(page: str) -> str:
+    """The text of a page with directives of autodoc in the place of lists of names."""
+    return _NAMES.sub(lambda block: _directives(block[1], block[2].split()), page)
+
+
+def _directives(module: str, names: list[str]) -> str:
+    """What documents functions and classes of a module, with the members of classes."""
+    lines = ["```{eval-rst}", f".. currentmodule:: {module}", ""]
+    for name in names:
+        plain = name.removesuffix("()")  # which hides the arguments of a class
+        path = plain if plain.startswith("nnx_sharding") else f"{module}.{plain}"
+        owner, _, attribute = path.rpartition(".")
+        if inspect.isclass(getattr(importlib.import_module(owner), attribute)):
+            lines += [f".. autoclass:: {name}", "   :members:", ""]
+        else:
+            lines += [f".. autofunction:: {name}", ""]
+    return "\n".join([*lines, "```"])
+
+
 def documented(page: str) -> list[str]:
     """The full names that the text of a page documents, in its order."""
     names, current = [], ""
-    for kind, name, options in _DIRECTIVE.findall(page):
+    for kind, name, options in _DIRECTIVE.findall(expanded(page)):
         if kind == "currentmodule":
             current = name
         elif kind == "automodule":

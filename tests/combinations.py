@@ -156,42 +156,25 @@ def run(*pair: str) -> str | None:
     return None
 
 
-def recorded(without: tuple[str, ...] = ()) -> dict[tuple[str, str], str | None]:
-    """What the table says: for each pair ``without`` these, the error or None."""
+def recorded() -> dict[tuple[str, str], str | None]:
+    """Returns what the page says of each pair: its error, or None."""
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)$", text, re.MULTILINE)
-    notes = {number: " ".join(note.split()) for number, note in found}
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if "|" in line
-    ]
-    cells = {(rows[0][j], row[0]): cell for row in rows[2:] for j, cell in enumerate(row) if j}
-    pairs = [pair for pair in CELLS if not {*pair} & {*without}]
-    return {pair: None if cells[pair] == "✓" else notes[cells[pair]] for pair in pairs}
+    errors = re.findall(r"^\| (\w+), (\w+) \| (.*) \|$", text, re.MULTILINE)
+    return dict.fromkeys(CELLS) | {(first, second): error for first, second, error in errors}
 
 
 def main(*chosen: str) -> None:
-    """Writes the table; with names of ways, runs only the pairs of these."""
-    notes: list[str] = []
-    cells = {}
-    known = recorded(without=chosen) if chosen else {}
+    """Writes the table of pairs that fail; with names of ways, runs only the pairs of these."""
+    known = recorded()
     for pair in CELLS:
-        error = known[pair] if pair in known else run(*pair)
-        if error is not None and error not in notes:
-            notes.append(error)
-        cells[pair] = "✓" if error is None else str(notes.index(error) + 1)
-        print(*pair, cells[pair], flush=True)
-    names = [*WAYS]
-    lines = [["", *names], ["---", *[":-:"] * len(names)]]
-    cells |= {(row, column): cell for (column, row), cell in cells.items()}
-    lines += [[row, *(cells[column, row] for column in names)] for row in names]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    errors = "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1))
+        if not chosen or {*pair} & {*chosen}:
+            known[pair] = run(*pair)
+            print(*pair, known[pair] or "✓", flush=True)
+    failing = {pair: error for pair, error in known.items() if error}
+    rows = [f"| {', '.join(pair)} | {error} |\n" for pair, error in failing.items()]
+    table = "".join(["| ways | error |\n| --- | --- |\n", *rows])
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(
-        f"{before}{BEGIN}{table}\n\n{errors}\n{END}{rest.partition(END)[2]}", encoding="utf-8"
-    )
+    PAGE.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

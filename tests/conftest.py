@@ -51,8 +51,8 @@ def _put_at_once(cache, key, value):
 def _write_unless_nested(key, seconds, name, backend, executable, *more):
     """Caches a program, except with a collective in a loop, a branch or a call.
 
-    Such programs may fail when they come from the cache: docs/status.md has an example. Planned
-    programs are not run: only their figures are in the cache.
+    Such programs may fail when they come from the cache: test_cached_collectives.py has one.
+    Planned programs are not run: only their figures are in the cache.
     """
     if not backend.platform_version.endswith("figures only"):
         for module in executable.hlo_modules():

@@ -62,8 +62,8 @@ class Counts:
         self.alarms = sum(bool(cell["text"]) for cell in cells if not cell["is_wrong"])
 
 
-def text_of(fault: Any, counts: Counts) -> str:
-    """Returns the name of a fault, with what finds it and its figures where they are not the rule.
+def exception_of(fault: Any, counts: Counts) -> str:
+    """Returns a fault with what finds it and its figures, where they are not the rule; else "".
 
     The rule is that `assert_same` finds it everywhere, names the place, and raises no alarm.
     """
@@ -74,7 +74,7 @@ def text_of(fault: Any, counts: Counts) -> str:
         notes.append(f"{counts.named} of {counts.caught} places named")
     if counts.alarms:
         notes.append(f"{counts.alarms} of {counts.right} right programs raise an alarm")
-    return f"{fault.name} ({', '.join(notes)})" if notes else str(fault.name)
+    return f"{fault.name} ({', '.join(notes)})" if notes else ""
 
 
 def is_complete(name: str, cells: list[Cell]) -> bool:
@@ -90,11 +90,11 @@ def table_of(cells: list[Cell]) -> str:
     kinds: dict[str, list[str]] = {}
     for fault in sorted(faults, key=lambda fault: fault.kind):
         counts = Counts([cell for cell in cells if cell["name"] == fault.name])
-        kinds.setdefault(fault.kind, []).append(text_of(fault, counts))
-    lines = ["| kind | faults |", "|---|---|"]
-    for kind, texts in kinds.items():
+        kinds.setdefault(fault.kind, []).append(exception_of(fault, counts))
+    lines = ["| kind | faults | exceptions |", "|---|---:|---|"]
+    for kind, exceptions in kinds.items():
         name = f"[{kind}]({REPORTS[kind]})" if kind in REPORTS else kind
-        lines.append(f"| {name} | {'; '.join(texts)} |")
+        lines.append(f"| {name} | {len(exceptions)} | {'; '.join(filter(None, exceptions))} |")
     total = Counts(cells)
     minutes = sum(cell["seconds"] for cell in cells) / 60
     missing = len(FAULTS) - len(measured)
