@@ -11,6 +11,10 @@ There is no stable form of compiled programs but the text: jaxlib has no Python 
 protocol buffers. So `parse` only splits it into instructions, whose parts are parsed on access, and
 lists what it does not understand (`Module.unread`); then figures of the program are unknown rather
 than wrong.
+
+A computation *calls* others: a `while` its condition and body, a `fusion` what it runs as one
+kernel, a `reduce` what it *applies* to pairs of elements (`Call`, with the attribute that names the
+callee). Lines of the user's code are in tables before the computations, by the number of a frame.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import functools
 import graphlib
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -167,44 +171,48 @@ class Module(Values):
             times += 1  # the last time it is false
         is_applied = instruction.opcode not in _CALLS
         return Runs(
-            None if times is None or caller.times is None else caller.times * times,
-            caller.least * (1 if times is None else times),
-            caller.in_loop or is_loop,
-            caller.is_fused or instruction.opcode == "fusion" or is_applied,
-            caller.is_applied or is_applied,
-            caller.in_branch or instruction.opcode == "conditional",
+            times=None if times is None or caller.times is None else caller.times * times,
+            least=caller.least * (1 if times is None else times),
+            in_loop=caller.in_loop or is_loop,
+            is_fused=caller.is_fused or instruction.opcode == "fusion" or is_applied,
+            is_applied=caller.is_applied or is_applied,
+            in_branch=caller.in_branch or instruction.opcode == "conditional",
         )
 
     def taken(self, weights: Mapping[str, int]) -> set[str]:
         """Returns the computations that run if conditionals take the branch with the most weight.
 
         Args:
-          weights: the weight of each computation, without what it calls.
+          weights: the weight of each computation by name, without what it calls.
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
-        sums = Counter(weights)  # with what each calls
-        largest: dict[str, str] = {}  # the branch that each conditional takes
+        sums = Counter(weights)  # by computation, with what each calls
+        largest: dict[str, str] = {}  # name of a conditional → the branch that it takes
         for name in self.callees_first or ():
-            conditionals = set()  # in this computation
+            branches = defaultdict[str, list[str]](list)  # of the conditionals in this computation
             for call in self.calls.get(name, ()):
-                op, callee = call.instruction, call.callee
-                if op.opcode != "conditional":
-                    sums[name] += sums[callee] * self.trip_counts.get(op.name, 1)
-                    continue
-                conditionals.add(op.name)
-                if sums[callee] >= sums[largest.get(op.name, "")]:
-                    largest[op.name] = callee
-            sums[name] += sum(sums[callee] for callee in {largest[x] for x in conditionals})
+                op = call.instruction
+                if op.opcode == "conditional":
+                    branches[op.name].append(call.callee)
+                else:
+                    sums[name] += sums[call.callee] * self.trip_counts.get(op.name, 1)
+            for conditional, callees in branches.items():
+                # The last one of those with the most weight.
+                largest[conditional] = max(reversed(callees), key=sums.__getitem__)
+            sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
         taken = {name for name in self.calls if name not in self.callers}  # the entry
-        for name in reversed(self.callees_first or ()):
-            calls = self.calls.get(name, ()) if name in taken else ()
-            chosen = ((largest.get(x.instruction.name, x.callee), x.callee) for x in calls)
-            taken |= {callee for branch, callee in chosen if branch == callee}
+        for name in reversed(self.callees_first or ()):  # callers first
+            for call in self.calls.get(name, ()) if name in taken else ():
+                if largest.get(call.instruction.name, call.callee) == call.callee:
+                    taken.add(call.callee)
         return taken
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Lists the lines that it was made from, as (file, line), innermost first."""
+        """Lists the lines of code of an instruction and its callers: (file, line), innermost first.
+
+        ``metadata={… stack_frame_id=7}`` is the number of the innermost frame.
+        """
         innermost = _FRAME_ID.search(instruction.attributes.get("metadata", ""))
         number = int(innermost[1]) if innermost else 0
         lines: dict[int, tuple[str | None, int]] = {}  # by frame
@@ -216,16 +224,22 @@ class Module(Values):
 
     @functools.cached_property
     def _frames(self) -> Mapping[int, _Frame]:
-        """The calls in the user's code by number, from the tables of files, lines and calls."""
+        """The calls in the user's code by number, from the tables of files, lines and calls.
+
+        FileNames           1 "/home/me/model.py"
+        FunctionNames       …
+        FileLocations       4 {file_name_id=1 … line=12 …}
+        StackFrames         7 {file_location_id=4 parent_frame_id=6}
+        """
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
-        places = {
+        locations = {  # number → (file, line)
             int(n): (files.get(int(file)), int(line)) for n, file, line in _LOCATION.findall(tables)
         }
-        frames = {
-            int(n): _Frame(*places.get(int(place), (None, 0)), int(parent or 0))
-            for n, place, parent in _FRAME.findall(tables)
-        }
+        frames: dict[int, _Frame] = {}
+        for n, location, parent in _FRAME.findall(tables):
+            file, line = locations.get(int(location), (None, 0))
+            frames[int(n)] = _Frame(file, line, parent=int(parent or 0))
         # Up to jax 0.12 the number of a parent is one too high, so it can equal the child's number.
         if any(number == frame.parent for number, frame in frames.items()):
             frames = {n: frame._replace(parent=frame.parent - 1) for n, frame in frames.items()}
@@ -258,7 +272,8 @@ def parse(text: str) -> Module:
     head: list[str] = []  # what comes before the first computation
     skipped: list[str] = []  # lines that are not understood, for which figures are unknown
     instructions: list[Instruction] | None = None  # of the open computation; None outside of one
-    # Of open brackets at the end of the last instruction; None if not counted, as for nearly all.
+    # The number of brackets that the last instruction leaves open; None if it was not counted, as
+    # for the nearly all that are of one line.
     depth: int | None = None
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
@@ -276,10 +291,11 @@ def parse(text: str) -> Module:
                 instructions = []
                 computations.append(Computation("", False, instructions))
             root, name, shape, opcode, rest = match.groups()
-            instructions.append(Instruction(name, opcode, shape, rest, bool(root)))
+            instructions.append(Instruction(name, opcode, shape, rest, is_root=bool(root)))
         elif line.rstrip().endswith("{") and (header := _HEADER.match(line)):
+            entry, name = header.groups()
             instructions = []
-            computations.append(Computation(header[2], bool(header[1]), instructions))
+            computations.append(Computation(name, bool(entry), instructions))
         elif line.lstrip().startswith("}"):
             instructions = None
         elif not computations:
@@ -288,7 +304,8 @@ def parse(text: str) -> Module:
             skipped.append(line.strip())
     if instructions is not None and computations[-1].name:  # the text was cut off
         skipped.append(f"the end of {computations[-1].name}")
-    # Two abbreviations of the compiler, which what reads a module need not know.
+    # Two ways in which compilers abbreviate are written in full here, so that nothing else has to
+    # know them.
     if "xla_megascale" in text:
         for computation in computations:
             computation.instructions[:] = with_exchanges(computation.instructions)

@@ -13,6 +13,10 @@ length (`_Counter`), also where XLA has not noted it. A counter is followed as a
 constant or "what the loop carries there, plus a constant":
 
     while (i, x)   condition: i + 0 < 10   body returns: (i + 1, …)   → 10 runs from i = 0
+
+An index leads into nested tuples: of (a, (b, c)), (1, 0) is b, and () is the whole tuple. The
+*root* of a computation is the instruction whose result it returns. Text that is damaged may lack
+instructions, or have cycles; then less is known.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ T = TypeVar("T")
 
 
 def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Yields a node and all that can be reached from it, each once."""
+    """Yields a node and all that can be reached from it, each once, depth-first.
+
+    ``following`` returns the next nodes of one.
+    """
     pending, seen = [start], {start}
     while pending:
         node = pending.pop()
@@ -42,8 +49,8 @@ def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
 class Value(NamedTuple):
     """An array: what an instruction makes, or the part of a tuple at an index."""
 
-    computation: str
-    name: str
+    computation: str  # the name of the computation that the instruction is in
+    name: str  # of the instruction
     index: tuple[int, ...] = ()  # type: ignore[assignment]  # it hides a method of tuples
 
 
@@ -66,7 +73,7 @@ class Values:
         return {computation.name: computation for computation in self.computations}
 
     def with_opcode(self, *names: str) -> list[tuple[Computation, Instruction]]:
-        """Lists instructions with one of these opcodes, each after its computation."""
+        """Lists instructions with one of these opcodes, each after the computation it is in."""
         opcodes = {*names}
         return [(c, op) for c in self.computations for op in c.instructions if op.opcode in opcodes]
 
@@ -84,7 +91,7 @@ class Values:
 
     @functools.cached_property
     def callers(self) -> Mapping[str, list[tuple[Computation, Instruction]]]:
-        """The instructions that call each computation, and where they are."""
+        """For each computation the instructions that call it, each after its own computation."""
         callers: defaultdict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
         for computation in self.computations:
             for call in self.calls[computation.name]:
@@ -92,7 +99,10 @@ class Values:
         return dict(callers)
 
     def around(self, name: str) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields the instruction that calls a computation, the caller of that, and so on."""
+        """Yields the instruction that calls a computation, the caller of that, and so on.
+
+        Each comes after the computation that it is in; the last one is in the entry computation.
+        """
         seen = {""}  # damaged text may have cycles
         while name in self.callers.keys() - seen:
             seen.add(name)
@@ -117,7 +127,11 @@ class Values:
 
     @functools.cached_property
     def users(self) -> Mapping[str, Mapping[str, list[tuple[Instruction, int]]]]:
-        """The instructions that use each value, and as which operand, by computation and name."""
+        """The instructions that use the result of each instruction, by computation and its name.
+
+        Each user comes with the number of the operand: ``users["main"]["x"]`` has (add, 1) for
+        ``%add = f32[8] add(%y, %x)``.
+        """
         users: dict[str, defaultdict[str, list[tuple[Instruction, int]]]] = {}
         for computation in self.computations:
             by_name = users[computation.name] = defaultdict(list)
@@ -146,11 +160,15 @@ class Values:
         if maker is None:
             return []
         if maker.opcode == "parameter":
-            pairs = self.callers.get(home, ())
             number = maker.number or 0
-            return [v for c, by in pairs for v in self._given(c.name, by, home, number, index)]
+            given: list[Value] = []
+            for outer, caller in self.callers.get(home, ()):
+                given += self._given(
+                    caller, home=outer.name, callee=home, number=number, index=index
+                )
+            return given
         operands, opcode = self.operands(value), maker.opcode
-        if opcode == "tuple" and index:  # the part that the index begins with
+        if opcode == "tuple" and index:  # one operand, and the rest of the index within that
             return [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
         if opcode == "tuple":
             return operands
@@ -158,31 +176,54 @@ class Values:
             place = () if maker.tuple_index is None else (maker.tuple_index,)
             return [operand._replace(index=(*place, *index)) for operand in operands[:1]]
         if opcode == "while":
-            return self._carried(value.computation, maker, index)
+            return self._carried(maker, home=home, index=index)
         if opcode in ("call", "fusion", "conditional", "async-start"):
+            # The tuple of a start has operands, too: (operands, results, …). The last number of an
+            # index into it is that of the result.
             part = index[-1:] if opcode == "async-start" else index
             return self._returned(maker.callees, part)
         return []
 
     def _given(
-        self, home: str, caller: Instruction, callee: str, number: int, index: tuple[int, ...]
+        self,
+        caller: Instruction,
+        *,
+        home: str,
+        callee: str,
+        number: int,
+        index: tuple[int, ...],
     ) -> list[Value]:
-        """Lists what an instruction gives to a parameter of a computation that it calls."""
+        """Lists what an instruction gives to a parameter of a computation that it calls.
+
+        One value, but two for what a loop carries, and none if it applies the computation to
+        elements, as a ``reduce`` does.
+
+        Args:
+          caller: the instruction.
+          home: the computation that it is in.
+          callee: the computation that it calls.
+          number: which parameter of that.
+          index: which part of the parameter.
+        """
         if caller.opcode == "while":
-            return self._carried(home, caller, index)
-        if caller.opcode == "conditional":
-            number = 1 + caller.callees.index(callee)  # after the predicate
+            return self._carried(caller, home=home, index=index)
+        if caller.opcode == "conditional":  # operands: the predicate, then one for each branch
+            number = 1 + caller.callees.index(callee)
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
         return [Value(home, name, index) for name in caller.operand_names[number:][:1]]
 
-    def _carried(self, home: str, loop: Instruction, index: tuple[int, ...]) -> list[Value]:
-        """Lists the initial value of what a loop carries, and what its body returns."""
+    def _carried(self, loop: Instruction, *, home: str, index: tuple[int, ...]) -> list[Value]:
+        """Lists the initial value of what a loop carries at an index, and what its body returns.
+
+        ``home`` is the computation that the loop is in.
+        """
         initial = [Value(home, name, index) for name in loop.operand_names[:1]]
         bodies = [callee for attribute, callee in loop.calls if attribute == "body"]
         return initial + self._returned(bodies, index)
 
     def _returned(self, names: Iterable[str], index: tuple[int, ...]) -> list[Value]:
+        """Lists what computations return, without those that damaged text lacks."""
         return [Value(name, self.roots[name].name, index) for name in names if name in self.roots]
 
 
@@ -200,54 +241,70 @@ def trip_counts(values: Values) -> dict[str, int]:
     """Counts how often the body of each ``while`` runs, by the name of the loop, if known."""
     counter = _Counter(values)
     loops = values.with_opcode("while")
-    counts = {loop.name: counter.count(home.name, loop) for home, loop in loops}
+    counts = {loop.name: counter.count(loop, home.name) for home, loop in loops}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 class _Counter:
-    """Follows what the condition of a loop compares, and what its body adds, to constants."""
+    """Follows what the condition of a loop compares, and what its body adds, to constants.
+
+    ``count`` is for a whole loop. ``_number`` follows one value, ``_fixed`` makes an integer of
+    what that returns, and ``_carried`` follows the two values of what a loop carries.
+    """
 
     def __init__(self, values: Values):
         self._values = values
-        self._known: dict[Value, _Number | None] = {}
+        self._known: dict[Value, _Number | None] = {}  # what ``_number`` has returned
 
-    def count(self, home: str, loop: Instruction) -> int | None:
+    def count(self, loop: Instruction, home: str) -> int | None:
         """Returns how often the body of a loop runs; None if it is unknown.
 
         The condition has to be ``counter < limit`` (or another comparison), where the limit is a
-        constant, and the body has to add a constant to the counter.
+        constant, and the body has to add a constant to the counter. ``home`` is the name of the
+        computation that the loop is in.
         """
         condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
-        if loop.trip_count is not None or condition is None:
+        if loop.trip_count is not None or condition is None:  # XLA has noted it
             return loop.trip_count
+        # Back from what the condition returns to the comparison: into a fusion, and past copies.
         test = Value(dict(loop.calls)["condition"], condition.name)
         while (maker := self._values.maker(test)) and maker.opcode in ("fusion", *_COPIES):
             test = [*self._values.passed(test), *self._values.operands(test), test][0]
         if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
-        left, right = map(self._number, self._values.operands(test))
-        direction, limit = maker.attributes.get("direction", ""), self._fixed(right)
-        if limit is None:  # the limit is on the left: limit > counter
-            left, limit, direction = right, self._fixed(left), _MIRRORED.get(direction, direction)
-        counter = None if left is None else left.carried
-        if limit is None or left is None or counter is None or counter[:2] != (home, loop.name):
+        compared, other = map(self._number, self._values.operands(test))
+        direction, limit = maker.attributes.get("direction", ""), self._fixed(other)
+        if limit is None:  # the limit is on the left: `limit > counter` is `counter < limit`
+            compared, limit = other, self._fixed(compared)
+            direction = _MIRRORED.get(direction, direction)
+        if limit is None or compared is None or compared.carried is None:
+            return None
+        counter = compared.carried  # what is compared is `counter + compared.plus`
+        if counter[:2] != (home, loop.name):  # another loop carries it
             return None
         initial, after = self._carried(counter)
         first = self._fixed(initial)
         if first is None or after is None or after.carried != counter:
             return None
-        return _runs(limit - first - left.plus, after.plus, direction)
+        # The body returns `counter + after.plus`, which is the step.
+        return _runs(limit - first - compared.plus, step=after.plus, direction=direction)
 
     def _fixed(self, number: _Number | None) -> int | None:
         """Returns a number as an integer; None if it is unknown, or if a loop changes it."""
-        if number is None or number.carried is None:
-            return number and number.plus
+        if number is None:
+            return None
+        if number.carried is None:
+            return number.plus
         initial, after = self._carried(number.carried)
-        first = self._fixed(initial) if after == (number.carried, 0) else None
+        is_unchanged = after == _Number(number.carried, plus=0)
+        first = self._fixed(initial) if is_unchanged else None
         return None if first is None else first + number.plus
 
     def _carried(self, value: Value) -> Sequence[_Number | None]:
-        """Returns what a loop carries at ``value`` at first, and after a run; None if unknown."""
+        """Follows both values of what a loop carries: the initial one, and that after a run.
+
+        ``value`` is a part of the tuple of a loop. A number is None if it is unknown.
+        """
         numbers = [*map(self._number, self._values.passed(value))]
         return numbers if len(numbers) == 2 else (None, None)  # where text is damaged
 
@@ -262,30 +319,36 @@ class _Counter:
         return self._known[value]
 
     def _computed(self, value: Value, depth: int) -> _Number | None:
-        """Returns a value as a number, by the instruction that makes it."""
+        """Follows a value to a number, by the instruction that makes it; None if it is unknown.
+
+        ``depth`` is as in ``_number``.
+        """
         maker, values = self._values.maker(value), self._values
         if maker is None:
             return None
         if maker.opcode == "constant":
-            text = "".join(maker.operands)
-            return _Number(None, int(text)) if _INTEGER.fullmatch(text) else None
+            literal = "".join(maker.operands)
+            is_integer = _INTEGER.fullmatch(literal)
+            return _Number(carried=None, plus=int(literal)) if is_integer else None
         callers = values.callers.get(value.computation, ())
         loops = [(home, caller) for home, caller in callers if caller.opcode == "while"]
         if maker.opcode == "parameter" and loops:  # of a body or a condition
             home, loop = loops[0]
             return _Number(carried=Value(home.name, loop.name, value.index), plus=0)
         if maker.opcode == "while":  # what is known after a loop is what it leaves as it was
-            fixed = self._fixed(_Number(value, 0))
-            return None if fixed is None else _Number(None, fixed)
+            fixed = self._fixed(_Number(carried=value, plus=0))
+            return None if fixed is None else _Number(carried=None, plus=fixed)
         if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
             return _ARITHMETIC[maker.opcode](first, second) if first and second else None
-        same = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
-        numbers = {self._number(x, depth + 1) for x in same}
+        # What it is a copy of; several values, such as those of all callers, have to agree.
+        copied = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
+        numbers = {self._number(x, depth + 1) for x in copied}
         return numbers.pop() if len(numbers) == 1 else None
 
 
 def _sum(a: _Number, b: _Number, sign: int = 1) -> _Number | None:
+    """Returns ``a + sign·b``; None if that has more than one carried value, or ``-carried``."""
     if a.carried is None and sign > 0:
         a, b = b, a
     return None if b.carried else a._replace(plus=a.plus + sign * b.plus)
@@ -305,12 +368,24 @@ _INTEGER = re.compile(r"-?\d{1,18}")
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
-def _runs(left: int, step: int, direction: str) -> int | None:
-    """Counts the steps that a counter, ``left`` less than a limit, takes before it passes that."""
+def _runs(distance: int, *, step: int, direction: str) -> int | None:
+    """Counts the runs of a loop: the steps of its counter until the condition is false.
+
+    Args:
+      distance: from the first value of the counter to the limit.
+      step: what each run adds to the counter.
+      direction: how the counter compares with the limit while the loop goes on, such as ``LT``.
+
+    Returns:
+      The count; None if the loop does not end, or has another condition.
+    """
     if not step:
         return None
-    if step < 0:
-        step, left, direction = -step, -left, _MIRRORED.get(direction, direction)
+    if step < 0:  # counting down to a limit is counting up to its negative
+        step, distance = -step, -distance
+        direction = _MIRRORED.get(direction, direction)
     if direction == "NE":
-        return left // step if left >= 0 and not left % step else None
-    return {"LT": max(0, -(-left // step)), "LE": max(0, left // step + 1)}.get(direction)
+        return distance // step if distance >= 0 and not distance % step else None
+    if direction == "LT":
+        return max(0, -(-distance // step))  # rounded up
+    return max(0, distance // step + 1) if direction == "LE" else None

@@ -22,7 +22,12 @@ From other modules:
     Module        the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
                   values that a value is handed on from, ``around`` the calls around a computation,
                   ``runs`` how often each runs
+    Instruction   one instruction: ``opcode``, ``results`` (the shapes of the arrays that it makes),
+                  ``callees`` (the names of the computations that it runs), ``target`` (what a
+                  custom call calls), ``attributes`` (texts by name)
     Shape         of one array: dtype and dims
+    Operands      the shapes of the arrays of each operand; mostly one array each
+    base          an opcode without ``-start`` and ``-done``
     total_bytes   the bytes of several arrays, without padding
 """
 
@@ -68,13 +73,14 @@ class Work(NamedTuple):
     unknown_runs: int = 0  # operations that run an unknown number of times, here counted once
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """This plus ``times`` times the other."""
+        """Returns this plus ``times`` times the other."""
         return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
 
     def cost(self, stage: str = COMPILED) -> Cost:
-        """Returns the figures; None for those that operations of unknown work add to.
+        """Returns the figures as floats; None for those that operations of unknown work add to.
 
-        If some run an unknown number of times, no figure is known.
+        If some run an unknown number of times, no figure is known. ``stage`` says where the figures
+        come from.
         """
         names = (*_OF_FLOPS, "bytes_accessed", "host_bytes")
         figures: dict[str, Any] = {name: float(min(getattr(self, name), _MOST)) for name in names}
@@ -90,36 +96,39 @@ _OF_FLOPS = ("flops", "transcendentals", "int8_flops", "fp8_flops")
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """Replaces XLA's estimates by figures that count loops; None if something was not read."""
-    # Slices count with their own size; for TPUs, only bytes of the main memory count.
+    """Replaces XLA's estimates by figures that count loops; None if something was not read.
+
+    ``cost`` has XLA's estimates of the program ``module``.
+    """
     if module.unread:
         return None
-    parts = executed_work(module)
+    executed = executed_work(module)
     total = Work()
-    for name, part in parts.items():
-        total = total.plus(_sum(work for _, work in part), module.runs[name].least)
+    for name, parts in executed.items():
+        total = total.plus(_sum(work for _, work in parts), times=module.runs[name].least)
     remarks = {MAIN_MEMORY: module.is_for_tpu, BRANCHES: bool(module.with_opcode("conditional"))}
     stage = [WITH_LOOPS, *(remark for remark, holds in remarks.items() if holds)]
     is_known = not total.unknown_flops and not total.unknown_runs
     return dataclasses.replace(
         total.cost(", ".join(stage)),
         optimal_seconds=cost.optimal_seconds,
-        operations=_operations(module, parts) if is_known else (),
-        why="; ".join(why_unknown(module, parts)) or None,
+        operations=_operations(module, executed) if is_known else (),
+        why="; ".join(why_unknown(module, executed)) or None,
     )
 
 
-ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]  # by computation
+# Name of a computation → its instructions that do work, each with that of one run.
+ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]
 
 
-def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
+def why_unknown(module: Module, executed: ExecutedWork) -> list[str]:
     """Returns texts that name the loops and the custom calls because of which figures are unknown.
 
-    ``parts`` has the instructions of each computation, with their work.
+    Such as ``loops of unknown length: jit(f)/while``. ``executed`` is from :func:`executed_work`.
     """
     reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)  # unique names, in order
-    for name, part in parts.items():
-        for instruction, work in part:
+    for name, parts in executed.items():
+        for instruction, work in parts:
             if work.unknown_runs:
                 reasons[UNKNOWN_LENGTH] |= {
                     caller.operation or caller.name: None
@@ -131,19 +140,21 @@ def why_unknown(module: Module, parts: ExecutedWork) -> list[str]:
     return [f"{reason}: {', '.join([*names][:3])}" for reason, names in reasons.items()]
 
 
-def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
+def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]:
     """Returns what the device does one after the other, without what it copies or sends meanwhile.
 
     Operations whose ratios of flops to bytes differ by less than a fifth are added up: their sum
     takes about as long as they do, and reports of large programs stay small.
     """
     work_of_run: dict[str, Work] = {}  # by computation, with what it fuses
-    sums: dict[tuple[int, bool, bool], Work] = {}  # by ratio, and whether there are 8-bit numbers
+    # By the ratio in quarters of a power of two, and whether there are 8-bit integers or floats,
+    # which have rates of their own.
+    sums: dict[tuple[int, bool, bool], Work] = {}
     for name in module.callees_first or ():
-        own = {instruction.name: work for instruction, work in parts.get(name, ())}
+        own = {instruction.name: work for instruction, work in executed.get(name, ())}
         runs = module.runs[name]
         total = Work()
-        for instruction in module.by_name[name].instructions if name in parts else ():
+        for instruction in module.by_name[name].instructions if name in executed else ():
             callees = instruction.callees if module.fused(instruction) else ()
             inside = [work_of_run[callee] for callee in callees]
             work = _sum([own.get(instruction.name, Work()), *inside])
@@ -152,13 +163,12 @@ def _operations(module: Module, parts: ExecutedWork) -> tuple[Operation, ...]:
             if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
                 continue
             ratio = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
-            # A quarter of a factor of two is about a fifth.
-            kind = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
-            sums[kind] = sums.get(kind, Work()).plus(work, runs.least)
+            key = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0  # 2 ** (1 / 4) is 1.19
+            sums[key] = sums.get(key, Work()).plus(work, times=runs.least)
         work_of_run[name] = total
-    names = [field.name for field in dataclasses.fields(Operation)]
+    figures = [field.name for field in dataclasses.fields(Operation)]  # ``Work`` has them, too
     return tuple(
-        Operation(*(float(min(getattr(work, name), _MOST)) for name in names))
+        Operation(**{figure: float(min(getattr(work, figure), _MOST)) for figure in figures})
         for work in sums.values()
     )
 
@@ -183,10 +193,13 @@ def executed_work(module: Module) -> ExecutedWork:
             operands = operands_of(instruction, by_name)
             work = work_of(instruction, operands, None if runs.is_fused else module)
             if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
-                dtypes = [_dtype_before(instruction, factor, name, module) for factor in (0, 1)]
+                dtypes = [
+                    _dtype_before_conversion(instruction, factor, home=name, module=module)
+                    for factor in (0, 1)
+                ]
                 work = _with_narrow_flops(work, dtypes)
             for callee, count in applications(instruction, operands):
-                work = work.plus(inside.get(callee, Work()), count)
+                work = work.plus(inside.get(callee, Work()), times=count)
             if any(work):
                 is_known = runs.is_applied or runs.times is not None
                 parts.append((instruction, work if is_known else work._replace(unknown_runs=1)))
@@ -226,26 +239,37 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
     if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
-        return _work_of_kernel(instruction, operands, module, estimate)
+        return _work_of_kernel(instruction, operands, module=module, estimate=estimate)
     accessed = 0 if module is None else _bytes(instruction, operands, module)
     if base(opcode) in _COPIES or instruction.target in _HALVES:
         return Work(bytes_accessed=accessed, host_bytes=_host_bytes(instruction, operands))
     if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
-        return Work(0, _elements(instruction.results), accessed)
+        return Work(transcendentals=_elements(instruction.results), bytes_accessed=accessed)
     flops = product_flops(instruction, operands)
-    if flops is None:
+    if flops is None:  # no product
         flops = _other_flops(instruction, operands)
-        return Work(flops or 0, 0, accessed, unknown_flops=int(flops is None))
-    return _with_narrow_flops(Work(flops, 0, accessed), [x[0].dtype for x in operands[:2]])
+        is_unknown = flops is None
+        return Work(flops=flops or 0, bytes_accessed=accessed, unknown_flops=int(is_unknown))
+    factors = [arrays[0].dtype for arrays in operands[:2]]
+    return _with_narrow_flops(Work(flops=flops, bytes_accessed=accessed), factors)
 
 
 def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
-    """Notes the flops of a product of integers, or of floats, of 8 bits or less, by its factors."""
-    is_int8, is_fp8 = (all(map(kind.match, dtypes)) for kind in (_INT8, _FP8))
-    return work._replace(int8_flops=work.flops * is_int8, fp8_flops=work.flops * is_fp8)
+    """Returns the work of a product with its flops counted as 8-bit ones, too, if they are.
+
+    They are if all factors, of these dtypes, are integers of 8 bits or less, or all are floats of
+    8 bits or less.
+    """
+    is_int8 = all(_INT8.match(dtype) for dtype in dtypes)
+    is_fp8 = all(_FP8.match(dtype) for dtype in dtypes)
+    return work._replace(
+        int8_flops=work.flops if is_int8 else 0, fp8_flops=work.flops if is_fp8 else 0
+    )
 
 
-def _dtype_before(product: Instruction, factor: int, home: str, module: Module) -> str:
+def _dtype_before_conversion(
+    product: Instruction, factor: int, *, home: str, module: Module
+) -> str:
     """Finds the type that a factor of a product has before the compiler converts it.
 
     CPUs multiply no numbers of 8 bits: their compiler converts both factors first. It names the
@@ -267,7 +291,8 @@ def _dtype_before(product: Instruction, factor: int, home: str, module: Module) 
         if maker is None:
             break
         if maker.opcode == "convert" and maker.operation == product.operation:
-            dtype, sources = "", module.operands(value)[:1]  # that of its operand counts
+            dtype = ""  # the type of its operand counts, which the next step finds
+            sources = module.operands(value)[:1]
         else:
             dtype = dtype or maker.results[0].dtype
             is_moved = maker.opcode in REARRANGING
@@ -279,20 +304,21 @@ def _dtype_before(product: Instruction, factor: int, home: str, module: Module) 
 
 
 def _work_of_kernel(
-    kernel: Instruction, operands: Operands, module: Module | None, estimate: Work
+    kernel: Instruction, operands: Operands, *, module: Module | None, estimate: Work
 ) -> Work:
-    """Completes what the author of a kernel estimates, who takes all arrays to be in main memory.
+    """Corrects what the author of a kernel estimates, who takes all arrays to be in main memory.
 
-    The compiler may have copied some into the vector memory. Of its own kernel for ``ragged_dot``
-    the type of the factors is known.
+    The compiler may have copied some into the vector memory, and their bytes do not count. Of the
+    compiler's own kernel for ``ragged_dot`` the type of the factors is known, its last operands.
     """
     if module is not None:
         shapes = [*kernel.results, *itertools.chain.from_iterable(operands)]
-        elsewhere = total_bytes(shapes) - _counted(shapes, module, None)
-        accessed = max(estimate.bytes_accessed - elsewhere, 0)
+        in_vector_memory = total_bytes(shapes) - _counted_bytes(shapes, module)
+        accessed = max(estimate.bytes_accessed - in_vector_memory, 0)
         estimate = estimate._replace(bytes_accessed=accessed)
     if "ragged_dot_tiling" in kernel.rest:
-        estimate = _with_narrow_flops(estimate, [x[0].dtype for x in operands[-2:]])
+        factors = [arrays[0].dtype for arrays in operands[-2:]]
+        estimate = _with_narrow_flops(estimate, factors)
     return estimate
 
 
@@ -309,21 +335,28 @@ def _other_flops(instruction: Instruction, operands: Operands) -> int | None:
         return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
     if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
         return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
-    if opcode in ("sort", "topk") or _SORTS.match(instruction.target):  # also of the first only
+    if opcode in ("sort", "topk") or _SORTS.match(instruction.target):
+        # The result of a `topk` has fewer elements than are sorted, so the largest array counts.
         dims = max([results, *operands], key=_elements)[0].dims or (1,)
-        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))
+        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))  # {1}
         row = dims[int(axis[0]) if axis else -1]
-        return math.prod(dims) * max(row - 1, 0).bit_length()
+        return math.prod(dims) * max(row - 1, 0).bit_length()  # log2(row), rounded up
     if opcode == "fft":
-        lengths = [int(x) for x in re.findall(r"\d{1,9}", instruction.attributes["fft_length"])]
-        rows = math.prod(results[0].dims[: len(results[0].dims) - len(lengths)])
-        points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
-        is_real = "RFFT" in instruction.attributes.get("fft_type", "")
-        return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
+        return _fft_flops(instruction)
     # A callback runs on the host.
     has_no_flops = _CALLBACK.match(instruction.target) or instruction.operation == _METADATA
     is_unknown = opcode == "custom-call" and not has_no_flops
     return None if is_unknown or opcode in _UNKNOWN else 0
+
+
+def _fft_flops(fft: Instruction) -> int:
+    """Counts the flops of an FFT over the last dimensions, whose sizes are ``fft_length={n,m}``."""
+    dims = fft.results[0].dims
+    lengths = [int(text) for text in re.findall(r"\d{1,9}", fft.attributes["fft_length"])]
+    rows = math.prod(dims[: len(dims) - len(lengths)])
+    points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
+    is_real = "RFFT" in fft.attributes.get("fft_type", "")
+    return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
 
 
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
@@ -363,9 +396,11 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
-    first, *others = operands or [()]
+    first, *others = operands or [()]  # damaged text may have no operands
     results, last = instruction.results, (others or [first])[-1]
-    if opcode == "select-and-scatter":  # selects in windows of the first operand, then adds
+    if opcode == "select-and-scatter":
+        # Selects one element in each window of the first operand, by its first computation, and
+        # adds an element of the second there, by the other.
         source = (others or [first])[0]
         counts = [_joined_in_windows(instruction, first, source), _elements(source)]
         return [*zip(callees, counts, strict=False)]
@@ -374,7 +409,7 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
     elif opcode == "reduce-window":
         count = _joined_in_windows(instruction, first, results)
     elif opcode == "scatter":
-        count = _elements(last)  # of an update
+        count = _elements(last)  # the last operand is an update
     else:  # map
         count = _elements(results)
     return [(callee, count) for callee in callees]
@@ -383,7 +418,10 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
 def _joined_in_windows(
     instruction: Instruction, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> int:
-    """Counts how often a ``reduce-window`` joins two elements, to make one of each window."""
+    """Counts how often two elements are joined to reduce each window of ``inputs`` to one.
+
+    ``outputs`` has one element for each window. 0 if the text is damaged.
+    """
     window = window_of(instruction)
     sizes = window.get("size", [])
     if not inputs or not outputs or len(sizes) != len(inputs[0].dims):
@@ -391,40 +429,48 @@ def _joined_in_windows(
     # Windows that cover all elements at any position: a reduction whose result is repeated.
     if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
         return _elements(inputs)
-    elements = windows = 1  # of all windows, and those that are not empty, without padding
+    elements = 1  # in all windows, without padding
+    windows = 1  # that are not empty
     for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
-        in_window = elements_in_windows(*dims, **_along(window, axis))
+        size, kernel, count = dims
+        in_window = elements_in_windows(size, kernel, count, **_along(window, axis))
         elements *= int(in_window.sum())
         windows *= int((in_window > 0).sum())
     return elements - windows
 
 
 def custom_work(instruction: Instruction) -> Work | None:
-    """Reads the work of a custom call from its author's estimate, as in Pallas kernels."""
+    """Reads the work of a custom call from its author's estimate, as Pallas kernels have one.
+
+    It is in the configuration: ``"cost_estimate": {"flops": "4096", …}``. None without one.
+    """
     estimate = _ESTIMATE.search(instruction.attributes.get("backend_config", ""))
-    figures = dict(re.findall(r'"(\w+)"\s*:\s*"?(\d{1,18})', estimate[1])) if estimate else {}
-    return Work(*(int(figures.get(name, 0)) for name in Work._fields)) if estimate else None
+    if estimate is None:
+        return None
+    figures = dict(re.findall(r'"(\w+)"\s*:\s*"?(\d{1,18})', estimate[1]))
+    return Work(*(int(figures.get(name, 0)) for name in Work._fields))
 
 
 _ESTIMATE = re.compile(r'"cost_estimate"\s*:\s*\{([^{}]*)\}')
 
 
 def _elements(shapes: Sequence[Shape]) -> int:
+    """Counts the elements of the first array; 0 without one."""
     return math.prod(shapes[0].dims) if shapes else 0
 
 
 def _host_bytes(instruction: Instruction, operands: Operands) -> int:
-    """Counts the bytes that a copy moves between device and host."""
-    # An array to copy; or, for an update, the array to change and the part that is written to it.
+    """Counts the bytes that a copy, or an update in place, moves between device and host."""
+    # What a start moves is counted at the start.
     if instruction.opcode.endswith(("-done", "-update")) or not operands:
         return 0
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
-        target, source = operands[:2]
-        size = total_bytes(source)
+        target, source = operands[:2]  # an array, and what is written to a part of it
+        moved = total_bytes(source)
     else:
         source, target = operands[0], instruction.results
-        size = total_bytes(target)
-    return size if _is_on_host(source) != _is_on_host(target) else 0
+        moved = total_bytes(target)
+    return moved if _is_on_host(source) != _is_on_host(target) else 0
 
 
 def _is_on_host(shapes: Sequence[Shape]) -> bool:
@@ -438,36 +484,43 @@ def _bytes(instruction: Instruction, operands: Operands, module: Module) -> int:
     total = 0
     opcode = base(instruction.opcode)
     is_partial = opcode in _READ_PARTS
-    parts = _read(instruction, operands, module) if is_partial else itertools.repeat(None)
+    parts = _read_bytes(instruction, operands, module) if is_partial else itertools.repeat(None)
     for arrays, part in zip(operands, parts, strict=False):
-        total += _counted(arrays, module, part)
+        total += _counted_bytes(arrays, module, part)
     written = _written(instruction, operands, module) if opcode != "send" else []
-    # What cuBLAS and cuDNN make last is memory to work in.
+    # The last result of cuBLAS and cuDNN is memory to work in.
     is_call = instruction.opcode == "custom-call"
     if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")):
         written = written[:-1] or written
-    return total + sum(_counted([shape], module, part) for shape, part in written)
+    return total + sum(_counted_bytes([shape], module, part) for shape, part in written)
 
 
-def _counted(shapes: Iterable[Shape], module: Module, part: int | None) -> int:
+def _counted_bytes(shapes: Iterable[Shape], module: Module, part: int | None = None) -> int:
+    """Sums the bytes of arrays, for TPUs of those in main memory; no more than ``part``, if given.
+
+    Layouts number the main memory of a TPU 0, and its vector memory and the host otherwise.
+    """
     size = sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
     return size if part is None else min(size, part)
 
 
+# Opcodes of operations that may read only a part of an operand.
 _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
 
 
-def _read(instruction: Instruction, operands: Operands, module: Module) -> Sequence[int | None]:
+def _read_bytes(
+    instruction: Instruction, operands: Operands, module: Module
+) -> Sequence[int | None]:
     """Counts the bytes that an operation reads of each operand; None for all of it.
 
     A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
     """
     opcode = base(instruction.opcode)
     count = len(operands)
-    if opcode in SLICES:
+    if opcode in SLICES:  # of an array, at indices that are too small to count
         return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
-    if opcode == "dynamic-update-slice":
-        return [0, None, *[0] * (count - 2)][:count]  # in place: only what is written is read
+    if opcode == "dynamic-update-slice":  # of an array, with another: only the latter is read
+        return [0, None, *[0] * (count - 2)][:count]
     if opcode == "scatter":  # in place, too: arrays, indices and an update of each array
         return [*_read_by_scatter(instruction, operands, module), *[None] * (count // 2 + 1)]
     if instruction.target in _HALVES:
@@ -479,13 +532,13 @@ def _read(instruction: Instruction, operands: Operands, module: Module) -> Seque
 def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
     """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
     parts: dict[int, int | None] = dict.fromkeys(range(count), 0)  # by operand; None: all of it
-    # The instructions of the fusion that are an operand, perhaps in another shape, by name.
+    # Name of an instruction that is an operand, perhaps in another shape → the operand's number.
     views: dict[str, int] = {}
     for user in callee.instructions:
         if user.opcode == "parameter" and user.number is not None:
             views[user.name] = user.number
             continue
-        # At which places it uses operands of the fusion, and which.
+        # Its own operands that are operands of the fusion: (which of its own, which of those).
         used = [(i, views[name]) for i, name in enumerate(user.operand_names) if name in views]
         if not used:
             continue
@@ -496,7 +549,7 @@ def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int
             parts |= dict.fromkeys([operand for _, operand in used])  # all of it
         else:
             operands = operands_of(user, module.within[callee.name])
-            read = _read(user, operands, module)
+            read = _read_bytes(user, operands, module)
             for i, operand in used:
                 known = parts.get(operand)
                 more = read[i]
@@ -507,23 +560,30 @@ def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int
 def _read_by_scatter(
     scatter: Instruction, operands: Operands, module: Module
 ) -> Sequence[int | None]:
-    """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds."""
-    updates = _updates_of_scatter(operands)
+    """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds.
+
+    Its *combiner* is the computation that it applies to elements of all arrays, then of all
+    updates. One that only assigns uses the latter, and so reads nothing of the arrays.
+    """
+    update_bytes = _update_bytes_of_scatter(operands)
     combiner = next(map(module.by_name.get, scatter.callees), None)
     if combiner is None:
-        return updates
-    # A combiner is given elements of all arrays, then of all updates. One that only assigns returns
-    # the latter.
-    given = {x.name: x.number for x in combiner.instructions if x.number is not None}
+        return update_bytes
+    parameters = {x.name: x.number for x in combiner.instructions if x.number is not None}
+    used = {
+        parameters[name]
+        for instruction in combiner.instructions
+        for name in instruction.operand_names
+        if name in parameters
+    }
     root = module.roots.get(combiner.name)
-    used = {given[name] for x in combiner.instructions for name in x.operand_names if name in given}
-    if root is not None and root.number is not None:
+    if root is not None and root.number is not None:  # it returns a parameter as it is
         used.add(root.number)
-    return [part if number in used else 0 for number, part in enumerate(updates)]
+    return [size if number in used else 0 for number, size in enumerate(update_bytes)]
 
 
-def _updates_of_scatter(operands: Operands) -> list[int | None]:
-    """Counts the bytes of the update of each array of a scatter."""
+def _update_bytes_of_scatter(operands: Operands) -> list[int | None]:
+    """Counts the bytes of the update of each array: operands are n arrays, indices, n updates."""
     return [total_bytes(arrays) for arrays in operands[len(operands) // 2 + 1 :]]
 
 
@@ -542,16 +602,16 @@ def _written(
     The bytes are None if all of the array is written: only updates in place and scatters, also
     within a fusion, write a part.
     """
-    parts: list[int | None] = []
+    parts: list[int | None] = []  # empty if all of each is written
     if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
         parts = [total_bytes(operands[1])]
     elif instruction.opcode == "scatter":
-        parts = _updates_of_scatter(operands)
+        parts = _update_bytes_of_scatter(operands)
     elif callee := module.fused(instruction):
         # As much of each result as the instruction in the fusion writes that makes it.
         inner = module.within[callee.name]
         root = module.roots.get(callee.name)
-        results: Sequence[str] = ()
+        results: Sequence[str] = ()  # the names of those instructions
         if root is not None:
             results = root.operand_names if root.opcode == "tuple" else (root.name,)
         for name in results:
@@ -590,12 +650,16 @@ def product_flops(instruction: Instruction, operands: Operands) -> int | None:
 
 
 def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[int]) -> int | None:
-    """Counts the flops of a product, by the shapes of its first operand and its result."""
-    # The dimensions that a product sums over; a library's product has them in its configuration.
-    config = instruction.attributes.get("backend_config", "")
+    """Counts the flops of a product, by the shapes of its first operand and its result.
+
+    None if it is no product, or its text is damaged. The dimensions of ``lhs`` that it sums over
+    are an attribute, ``lhs_contracting_dims={1}``; those of a library's product are in its
+    configuration.
+    """
     summed = instruction.attributes.get("lhs_contracting_dims")
-    if summed is None and instruction.opcode == "custom-call" and (match := _SUMMED.search(config)):
-        summed = match[1]
+    if summed is None and instruction.opcode == "custom-call":
+        match = _SUMMED.search(instruction.attributes.get("backend_config", ""))
+        summed = match[1] if match else None
     if summed is None and instruction.opcode not in PRODUCTS:
         return None
     axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
@@ -625,14 +689,15 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     if not scores or len(operands) < 3 or not all(operands) or _PAGED in config:
         return None
     *batch, queries, keys = (int(size) for size in re.findall(r"\d{1,18}", scores))
-    width = int(window or keys) or keys
+    width = int(window or keys) or keys  # how many keys a query attends to; 0 stands for all
+    # Pairs of a query and a key that the mask leaves.
     if mask == "CAUSAL":
         most = min(width, keys)  # of the keys of one query
         growing = min(queries, most)  # the first queries have 1, 2, 3 … keys
         positions = growing * (growing + 1) // 2 + (queries - growing) * most
     elif mask in ("NO_MASK", "ALIBI") and width == keys:
         positions = queries * keys
-    else:
+    else:  # a mask that depends on values
         return None
     key_width = operands[0][-1]
     value_width = operands[2][-1]
@@ -663,18 +728,22 @@ def _convolution_flops(
     labels = _LABELS.fullmatch(instruction.attributes.get("dim_labels", ""))
     if labels is None:
         return None
-    # The size of each dimension, by its label: b is the batch, f features, i and o those of the
-    # kernel, digits are spatial.
+    # The size of each dimension, by its label: `b01f_01io->b01f` for an image. b is the batch, f
+    # features, i and o those of the kernel, digits are spatial.
     dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
     inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
     window = window_of(instruction)
-    count: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
-    count *= _real_per_complex(instruction)
+    products: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
+    products *= _real_per_complex(instruction)
     for axis in filter(str.isdigit, kernel):
-        dimension = int(axis)
-        sizes = inputs.get(axis, 0), kernel[axis], outputs.get(axis, 0)
-        count *= int(elements_in_windows(*sizes, **_along(window, dimension)).sum())
-    return 2 * count
+        in_window = elements_in_windows(
+            size=inputs.get(axis, 0),
+            kernel=kernel[axis],
+            outputs=outputs.get(axis, 0),
+            **_along(window, int(axis)),
+        )
+        products *= int(in_window.sum())
+    return 2 * products
 
 
 def _along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
@@ -729,7 +798,10 @@ _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 
 
 def window_of(instruction: Instruction) -> dict[str, list[int]]:
-    """Reads the numbers of a window by name; of paddings, which are pairs, the lower one."""
+    """Reads the numbers of a window by name; of paddings, which are pairs, the lower one.
+
+    For example, ``{size=3x3 pad=1_1x0_0}`` as ``{"size": [3, 3], "pad": [1, 0]}``.
+    """
     text = instruction.attributes.get("window", "")
     return {
         name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
