@@ -95,7 +95,20 @@ class Schedule(PipelineSizes):
         axes_of_rows: Callable[[jax.Array], Set[Any]],
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """Returns what is called in place of a stack, or of a list of blocks."""
+        """Returns a function that runs a stack, or a list of blocks, in stages.
+
+        Args:
+          module: the ``Stack``, or the ``nnx.List`` of blocks.
+          call: what would be called without a pipeline, which is not used: stages call layers.
+          mesh: the mesh of the strategy.
+          batch_axes: the mesh axes that shard the batch.
+          axes_of_rows: returns the mesh axes over which the rows of an array are declared to be
+            sharded.
+          prefetch: whether parameters are to be gathered ahead, which stages do not do.
+
+        Returns:
+          A function of the rows ``x`` and of further arguments, like the module itself.
+        """
         if prefetch or getattr(module, "prefetch", False):
             raise ValueError(NO_PREFETCH)
         # The stages share the batch: over their axis it is not sharded.
@@ -104,13 +117,15 @@ class Schedule(PipelineSizes):
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
-            is_interleaved = PIPELINE_CALL.get() is not None
-            if is_interleaved:  # the loss has the rows of one microbatch
+            # `accumulate_gradients` traces the loss of one microbatch, for the ticks of 1F1B.
+            is_in_accumulation = PIPELINE_CALL.get() is not None
+            if is_in_accumulation:
                 schedule = dataclasses.replace(schedule, microbatches=1)
             _check_axis_types(call_mesh)
             further = args, kwargs
             layer = module[0] if self.blocks else module.layers
-            leaves = further_leaves(further, parameters_of(layer)[1:])
+            further_names = parameters_of(layer)[1:]  # the first one is that of `x`
+            leaves = further_leaves(further, further_names)
 
             def is_declared(leaf: jax.Array) -> bool:
                 return bool(row_axes) and axes_of_rows(leaf) >= {*row_axes}
@@ -125,7 +140,8 @@ class Schedule(PipelineSizes):
                     out = run(module, x, further, has_rows, call_mesh, row_axes)
             finally:
                 RUNNING.reset(token)
-            if self.interleaves and not is_interleaved:
+            if self.interleaves and not is_in_accumulation:
+                # Only `accumulate_gradients` can run 1F1B; without gradients, GPipe is the same.
                 return jax.tree.map(functools.partial(_refuse_gradient, self.microbatches), out)
             return out
 
@@ -341,14 +357,15 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
 def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
     """Returns an output of the layers, which cannot be differentiated.
 
-    JAX asks for the derivative only where a value depends on what is differentiated, whatever
-    transform does so: a call in an evaluation passes.
+    JAX asks for the derivative, ``_raise_no_gradient``, only where a value depends on what is
+    differentiated, whatever transform does so: a call in an evaluation passes.
     """
     return x
 
 
 @_refuse_gradient.defjvp
 def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> NoReturn:
+    """The derivative of the layers outside of ``accumulate_gradients``: an error."""
     text = message(
         'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '
         "loss of each microbatch:",
