@@ -297,9 +297,21 @@ def trace_has_effects() -> bool:
 
 
 def trace_equations() -> list[Any]:
-    """Returns the equations of the current trace so far."""
-    get = getattr(_frame(), "get_eqns", None)
-    return [] if get is None else get()
+    """Returns the equations of the current trace so far, for whose operands see `operand_types`.
+
+    They are as JAX holds them, since equations of a jaxpr would have to be made.
+    """
+    entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
+    # JAX may hold equations without effects weakly.
+    found = (entry() if isinstance(entry, weakref.ref) else entry for entry in entries)
+    return [equation for equation in found if equation is not None]
+
+
+def operand_types(equation: Any) -> list[Any]:
+    """Returns the types of the operands of an equation, of a jaxpr or of an unfinished trace."""
+    # Some equations of a trace are final (of a jaxpr); others change until it ends.
+    operands = getattr(equation, "in_tracers", None)
+    return [x.aval for x in (equation.invars if operands is None else operands)]
 
 
 def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:

@@ -89,9 +89,10 @@ class Replacements:
 
 def is_grouped(eqn: Any) -> bool:
     """Whether an equation is a convolution with groups of channels or of rows."""
-    counts = ("feature_group_count", "batch_group_count")
-    is_convolution = eqn.primitive.name == "conv_general_dilated"
-    return is_convolution and any(eqn.params[count] > 1 for count in counts)
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    params = eqn.params
+    return bool(params["feature_group_count"] > 1 or params["batch_group_count"] > 1)
 
 
 def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import WrongGradientWarning, message, warn_or_raise
@@ -39,10 +39,10 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
     auto = divided & axes_of_type(mesh, AxisType.Auto)
     has_groups = False  # whether there are convolutions with groups
     lines = list[str]()
-    for *outer, eqn in _equations(_compat.trace_equations()):  # ``outer`` are those around it
-        has_groups |= is_grouped(eqn)
-        is_product = eqn.primitive.name == "dot_general"
-        if is_product and auto and any(x.aval.sharding.spec.reduced for x in eqn.invars):
+    for *outer, eqn in _suspects(_compat.trace_equations()):  # ``outer`` are those around it
+        if is_grouped(eqn):
+            has_groups = True
+        elif auto and any(x.sharding.spec.reduced for x in _compat.operand_types(eqn)):
             path = path_of([*outer, eqn])  # of the module
             place = f"{path}: {_REDUCED}" if path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
@@ -58,22 +58,42 @@ _REDUCED = "reduced operand of a product"
 _REMEDY = "Reshard it before, to a spec that is not reduced."
 
 
-def _equations(eqns: Iterable[Any], outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields equations and those inside them, each after the equations that it is in."""
+def _suspects(
+    eqns: Iterable[Any], outer: tuple[Any, ...] = (), innocent: set[int] | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """Yields products and grouped convolutions, each after the equations that it is in.
+
+    Args:
+      eqns: the equations in which to look, and in the jaxprs of these.
+      outer: the equations that these are in.
+      innocent: the ids of jaxprs that were found to have none, which are not looked through again:
+        most layers of a model share the jaxpr of ``gelu``, for example.
+    """
+    innocent = set() if innocent is None else innocent
     for eqn in eqns:
-        inside = (*outer, eqn)
-        yield inside
-        for inner in jaxprs_of(eqn):
-            yield from _equations(inner.eqns, inside)
+        if eqn.primitive.name == "dot_general" or is_grouped(eqn):
+            yield *outer, eqn
+        for inner in jaxprs_of(eqn) if eqn.params else ():
+            if id(inner) not in innocent:
+                suspects = [*_suspects(inner.eqns, (*outer, eqn), innocent)]
+                yield from suspects
+                if not suspects:
+                    innocent.add(id(inner))
 
 
 def jaxprs_of(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs in the parameters of an equation."""
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
+            # Nearly all parameters are of these types, and to ask them for attributes is slow.
+            if type(x) in _HOLD_NO_JAXPR:
+                continue
             inner = getattr(x, "jaxpr", x)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+_HOLD_NO_JAXPR = frozenset({bool, int, float, str, type(None), NamedSharding, PartitionSpec})
 
 
 def path_of(eqns: Iterable[Any]) -> str:
