@@ -169,9 +169,10 @@ def is_keys(x: object) -> bool:
 
 def _has_summands(summed: Any, other: object) -> bool:
     """Whether one of an array and a sharding is unreduced, and the other is on other devices."""
-    sharding, other_sharding = (getattr(x, "sharding", x) for x in (summed, other))
+    sharding = getattr(summed, "sharding", summed)
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return False
+    other_sharding = getattr(other, "sharding", other)
     return _compat.device_assignment(sharding) != _compat.device_assignment(other_sharding)
 
 
@@ -198,25 +199,22 @@ def _put(steps: _Steps, alias: bool = True) -> None:
 
 def _needs_program(array: AnyArray, target: Sharding | Format) -> bool:
     """Whether a program has to reshard an array on its own devices."""
-    if not isinstance(array, jax.Array) or not isinstance(target, NamedSharding):
-        return False
-    if not _differ_on_devices(array.sharding, target, array.ndim):
-        return False
-    is_ordered = _compat.device_assignment(array.sharding) == _compat.device_assignment(target)
-    # Each CPU device has all parts of a replicated array.
-    has_parts = is_ordered and array.is_fully_replicated and _is_on_cpus(target)
-    return not (has_parts and array.is_fully_addressable)
+    return isinstance(array, jax.Array) and _is_resharded(array.sharding, target, array.ndim)
 
 
 # Cached, since the many arrays of a model have few different shardings.
 @functools.lru_cache(maxsize=1024)
-def _differ_on_devices(current: Any, target: NamedSharding, ndim: int) -> bool:
-    """Whether two shardings of the same devices divide an array differently."""
-    if current.device_set != target.device_set:
+def _is_resharded(current: Any, target: Sharding | Format, ndim: int) -> bool:
+    """Whether two shardings of the same devices divide an array so that these exchange parts."""
+    if not isinstance(target, NamedSharding) or current.device_set != target.device_set:
         return False
     before, after = main_memory(current), main_memory(target)
     if _compat.device_assignment(current) != _compat.device_assignment(target):
         return _compat.in_order_of(before, target) is not None
+    # Each CPU device has all parts of a replicated array.
+    is_on_cpus = current.is_fully_addressable and _is_on_cpus(target)
+    if current.is_fully_replicated and is_on_cpus:
+        return False
     return not before.is_equivalent_to(after, ndim)
 
 
@@ -263,26 +261,41 @@ def _needs_host(move: _Move, alias: bool) -> bool:
     if not isinstance(array, jax.Array):
         # JAX keeps a Python number weakly typed.
         return isinstance(array, np.ndarray | np.generic) or not target.is_fully_addressable
-    current = array.sharding
-    if not array.is_fully_addressable:
+    is_weak = bool(getattr(array, "weak_type", False))
+    return _is_joined(array.sharding, target, array.shape, is_weak, move.is_ours, alias)
+
+
+# Cached, since the many arrays of a model have few different shardings and shapes: all tests
+# together take ten times as long as the look-up.
+@functools.lru_cache(maxsize=1024)
+def _is_joined(
+    current: Any,
+    target: Sharding,
+    shape: tuple[int, ...],
+    is_weak: bool,
+    is_ours: bool,
+    alias: bool,
+) -> bool:
+    """Whether a JAX array is joined on the host; see :class:`_Move` and :func:`place_arrays`."""
+    if not current.is_fully_addressable:
         return False
     if not target.is_fully_addressable:
-        return current.device_set != target.device_set
-    if getattr(array, "weak_type", False):  # preserved only by jax.device_put
+        return bool(current.device_set != target.device_set)
+    if is_weak:  # preserved only by jax.device_put
         return False
     if current.device_set == target.device_set:
         # A program is better for sums, for donated buffers, and on anything but CPUs.
         is_sum = any(without_reductions(x) is not x for x in (current, target))
-        is_for_program = move.is_ours or is_sum or not _is_on_cpus(target)
-        return _needs_program(array, target) and not is_for_program
+        is_for_program = is_ours or is_sum or not _is_on_cpus(target)
+        return _is_resharded(current, target, len(shape)) and not is_for_program
     # JAX does not copy a part to a device that already has it, even if asked to.
     may_share = alias or current.device_set.isdisjoint(target.device_set)
     if current.memory_kind != target.memory_kind:  # some releases of JAX confuse them
         return True
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
-        return not may_share and target.shard_shape(array.shape) == array.shape
-    has_all_parts = _parts(target, array.shape) <= _parts(current, array.shape)
+        return not may_share and target.shard_shape(shape) == shape
+    has_all_parts = _parts(target, shape) <= _parts(current, shape)
     return not may_share or not has_all_parts
 
 
