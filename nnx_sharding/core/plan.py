@@ -124,7 +124,7 @@ class Plan:
         program = None if fingerprint is None else self.programs.get(fingerprint)
         if program is not None:
             return program
-        program = self.transform.compile(self, self.pure_function(fingerprint))
+        program = self.transform.make_program(self, self.pure_function(fingerprint))
         if fingerprint is not None:
             # Another thread may have been first; all have to use the same one.
             program = self.programs.setdefault(fingerprint, program)

@@ -188,11 +188,16 @@ class Transform:
     ) -> None:
         """Raises an error for arrays that cannot be outputs with these specs."""
 
-    def compile(self, plan: Plan, function: Callable[..., Any]) -> Program:
-        """Returns the program of a plan: its pure function, transformed by JAX.
+    def make_program(self, plan: Plan, function: Callable[..., Any]) -> Program:
+        """Transforms the pure function of a plan by JAX. Nothing is traced or compiled yet.
 
-        The function takes all arrays, of which the plan has the ``specs``, and returns a group of
-        outputs for each of its ``out_specs``, and last the outcome.
+        Args:
+          plan: has a spec for each array that the function takes (``specs``), and one for each
+            group of arrays that it returns (``out_specs``).
+          function: the pure function: takes all arrays, and returns the groups, last the outcome.
+
+        Returns:
+          What calls with this plan run; JAX traces and compiles it when it is first called.
         """
         raise NotImplementedError
 

@@ -6,10 +6,14 @@ figure, and passes each question on to it.
 
 From other modules:
 
-    Compiled        the stage: JAX's own, with the plan, and the recorder that traces once more
-    Module          the program, read from HLO text
-    DumpedProgram   a program that is compiled again with names of modules, and what it keeps in
-                    memory
+    Compiled        the stage: JAX's own, with the plan (``names`` and declared ``shardings`` of the
+                    argument arrays), and the recorder
+    Recorder        traces the function once more: ``traced`` is JAX's trace, ``calls`` are the
+                    calls of modules in it, each with the ``path`` of its module
+    Module          the program for one device, read from HLO text
+    DumpedProgram   the program compiled again, with names of modules and its memory (``dumped``);
+                    ``whole`` is the `Module` before it was partitioned
+    MadeValue       a value that the user's code makes, with its line, module and spec
 """
 
 from __future__ import annotations
@@ -56,8 +60,8 @@ from .module_memory import DumpedProgram, argument_rows, dump_program
 if TYPE_CHECKING:
     from .stages import Compiled
 
-# Arrays that `why` lists of a module; more do not fit on a screen.
-_MOST_OF_A_MODULE = 12
+# How many arrays of a module `why` lists; more do not fit on a screen.
+_MAX_LISTED = 12
 
 
 class Figures:
@@ -75,8 +79,8 @@ class Figures:
 
     @functools.cached_property
     def cost(self) -> Cost | None:
-        """See :meth:`Compiled.cost`: with the bodies of loops as often as they run."""
-        # Compilers for GPUs that are not at hand estimate nothing, but write the program.
+        """What one device computes in a call, with the bodies of loops as often as they run."""
+        # A compiler for GPUs that are not present estimates nothing, but the program can be read.
         cost = self.cost_by_xla() or Cost(0.0, 0.0, 0.0, COMPILED)
         return with_loops(cost, self.module)
 
@@ -86,29 +90,38 @@ class Figures:
 
     @functools.cached_property
     def memory(self) -> Memory | None:
-        """See :meth:`Compiled.memory`."""
+        """The memory that the program takes on one device; None if JAX does not say."""
         used = [row for row in self._arguments if row.used]
-        by_path = {row.path: row.bytes_per_device for row in used}
+        argument_bytes = {row.path: row.bytes_per_device for row in used}
         analysis = self._stage.memory_analysis()
         total = getattr(analysis, "argument_size_in_bytes", None)
-        if total is not None and total != sum(by_path.values()):
+        if total is not None and total != sum(argument_bytes.values()):
             # The layouts of TPUs pad arrays to tiles, as the program's own inputs show.
-            inputs = inputs_of(self.module, used)
-            by_path |= {
+            inputs = inputs_of(self.module, used)  # one for each row; none if the order differs
+            argument_bytes |= {
                 row.path: padded_bytes(instruction.shape_text)
                 for row, instruction in zip(used, inputs, strict=False)
             }
-        memory = memory_of(analysis, by_path)
-        return memory and dataclasses.replace(memory, by_module=self._compiled.by_module)
+        memory = memory_of(analysis, argument_bytes)
+        if memory is None:
+            return None
+        # Printing it asks for the table of modules, for which the program is compiled once more.
+        return dataclasses.replace(memory, by_module=self._compiled.by_module)
 
     def by_module(
         self, depth: int | None, hardware: Hardware | str | None, profile: Profile | None
     ) -> ModuleTable:
-        """See :meth:`Compiled.by_module`."""
+        """Attributes memory, cost and time to modules.
+
+        Args:
+          depth: how many attributes below an argument modules are listed; None for all.
+          hardware: the peak figures for the column of seconds; None for the mesh's own devices.
+          profile: of calls of the function; with it, the seconds are measured.
+        """
         peak = self._hardware(hardware)
         if profile is not None:
-            seconds = measured_seconds(profile, self.module)
-            # The program of the profile, whose instructions are called alike.
+            seconds = measured_seconds(profile, self.module)  # by the name of the instruction
+            # `dumped` is not the program that ran, but its instructions have the same names.
             table = self._module_table(peak, self.dumped.measured(seconds))
         else:
             if peak not in self._module_tables:
@@ -117,11 +130,17 @@ class Figures:
         return table if depth is None else table.at_depth(depth)
 
     def _module_table(self, peak: Hardware | None, measured: Measured | None = None) -> ModuleTable:
+        """Makes the table of all modules; ``measured`` has seconds by instruction."""
         program = self.dumped.compiled_program(self._arguments, self._mesh, peak)
         return module_table(program, self._arguments, self.dumped.paths, measured)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
-        """See :meth:`Compiled.by_line`."""
+        """Attributes types, cost and time to the lines of the user's code.
+
+        Args:
+          hardware: the peak figures for the column of seconds; None for the mesh's own devices.
+          profile: of calls of the function; with it, seconds are also measured.
+        """
         dumped, measured = self.dumped, None
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
@@ -137,13 +156,16 @@ class Figures:
             on one device say: a report without tables by module costs no second compilation.
         """
         rows = self._compiled._traced_activations()
-        is_open = any(row.chosen_by == "compiler" for row in rows)
-        if not is_open or self._mesh is None or self.module.unread:
+        is_incomplete = any(row.chosen_by == "compiler" for row in rows)
+        if not is_incomplete or self._mesh is None or self.module.unread:
             return rows
-        sizes = MeshDescription.of(self._mesh).axes
-        whole = self.dumped.whole if compile_again else None
-        made = compiled_values(self._made, self._module_paths, self.module, whole, sizes)
-        return ActivationTable(inferred_activations(rows, made, sizes))
+        axis_sizes = MeshDescription.of(self._mesh).axes
+        whole_program = self.dumped.whole if compile_again else None
+        # The values of the trace, with the specs that the program tells.
+        values = compiled_values(
+            self._made, self._module_paths, self.module, whole_program, axis_sizes
+        )
+        return ActivationTable(inferred_activations(rows, values, axis_sizes))
 
     @functools.cached_property
     def _module_paths(self) -> frozenset[str]:
@@ -152,16 +174,20 @@ class Figures:
 
     @functools.cached_property
     def _made(self) -> list[MadeValue]:
-        """The values of the trace."""
+        """The values that the user's code makes, from its trace, each with line and module."""
         return made_values(self._compiled._recorder.traced, self._module_paths)
 
     def why(self, subject: str | Collective) -> Reason:
-        """See :meth:`Compiled.why`."""
+        """Says why an argument or the arrays of a module are sharded so, or a collective is there.
+
+        Args:
+          subject: the path of an argument or of a module; or a collective, or its name.
+        """
         if isinstance(subject, str):
             if subject in self._rows_by_path:
                 return self._why_argument(subject)
-            if below := self._arguments_of(subject):
-                return self._why_module(subject, below)
+            if paths_below := self._arguments_of(subject):
+                return self._why_module(subject, paths_below)
         collectives = self.collectives or ()
         name = subject if isinstance(subject, str) else subject.name
         collective = next((x for x in collectives if x.name == name), None)
@@ -174,7 +200,7 @@ class Figures:
         return self._collective_reasons.reason(collective)
 
     def reasons(self) -> dict[str, Reason]:
-        """Says of all arguments that are used, and of all collectives, why they are as they are."""
+        """Returns the reason for each used argument, by path, and each collective, by name."""
         used = {row.path: self._why_argument(row.path) for row in self._arguments if row.used}
         collectives = self.collectives or ()
         return used | {x.name: self._collective_reasons.reason(x) for x in collectives}
@@ -193,26 +219,33 @@ class Figures:
         return [path for path in self._rows_by_path if path.startswith(prefixes)]
 
     def _why_module(self, module_path: str, paths: list[str]) -> Reason:
-        """Says how the arrays of a module are sharded, each with the first of its reasons."""
+        """Says how the arrays of a module are sharded, each with the first of its reasons.
+
+        ``paths`` are those of its arrays, such as ``model.up.kernel`` for the module ``model.up``.
+        """
         facts = []
-        for path in paths[:_MOST_OF_A_MODULE]:
+        for path in paths[:_MAX_LISTED]:
             reason = self._why_argument(path)
             facts.append(f"{reason.subject}. {' '.join(reason.facts[:1])}")
         if more := len(paths) - len(facts):
             facts.append(f"And {more} more: ask for one of its modules.")
         rows = [self._rows_by_path[path] for path in paths]
-        size = bytes_text(sum(row.bytes_per_device for row in rows))
-        whole = bytes_text(sum(row.bytes_total for row in rows))
-        subject = f"{module_path}: {len(paths)} arrays, {size} of {whole} on each device"
+        local = bytes_text(sum(row.bytes_per_device for row in rows))
+        total = bytes_text(sum(row.bytes_total for row in rows))
+        subject = f"{module_path}: {len(paths)} arrays, {local} of {total} on each device"
         return Reason(subject, tuple(facts))
 
     @functools.cached_property
     def _argument_reasons(self) -> ArgumentReasons:
+        """Answers `why` for arguments: knows the plan, and the objects and arrays of the call."""
         recorder = self._compiled._recorder
         return ArgumentReasons(self._plan, recorder.objects, recorder.leaves)
 
     @functools.cached_property
     def _collective_reasons(self) -> CollectiveReasons:
+        """Answers `why` for collectives: knows the program, and the values of the user's lines."""
+        # By line and operation, such as ("model.py:12", "dot_general"): the shapes that its values
+        # have before they are partitioned.
         whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
         for value in self._made:
             if value.line is not None:
@@ -241,33 +274,35 @@ class Figures:
 
     @functools.cached_property
     def collectives(self) -> Collectives | None:
-        """See :meth:`Compiled.collectives`."""
+        """What the devices exchange; None if that is unknown."""
         return collectives_of(self.module, self._mesh, self._arguments, self._updated_paths())
 
     def _updated_paths(self) -> list[str | None]:
         """Returns, for each output of the program, the path of the Variable that it updates.
 
-        None for an output that is returned to the user. The *outcome* of the trace says which
-        output is which array after the call; a *slot* is the position of an array among those of
-        the arguments, or of all after the call.
+        None for an output that is returned to the user. A *slot* is the position of an array among
+        those of the arguments, or of all after the call; ``slots[index]`` of a structure are those
+        of the object with this index.
         """
-        outcome: Outcome = self._compiled._outcome
-        before = self._plan.structure
-        tree: Any = self._stage.out_tree
-        # The outcome has outputs in groups. It gets their numbers in the place of arrays, and None
-        # for what the call leaves as it was.
-        numbers = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))[:-1]
-        output_numbers = outcome.arrays([None] * before.num_leaves, numbers)  # by slot after it
-        paths: list[str | None] = [None] * tree.num_leaves
-        for index in (*outcome.values, *outcome.metadata):
-            pairs = zip(before.slots[index], outcome.structure.slots[index], strict=False)
-            for slot_before, slot_after in pairs:
-                if output_numbers[slot_after] is not None:
-                    paths[output_numbers[slot_after]] = self._plan.names[slot_before]
+        outcome: Outcome = self._compiled._outcome  # says where each array is after the call
+        before, after = self._plan.structure, outcome.structure
+        out_tree: Any = self._stage.out_tree
+        # `Outcome.arrays` picks the array of each slot from the inputs and the groups of outputs.
+        # Instead of outputs it gets their numbers, and None for each input.
+        numbers = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
+        groups = numbers[:-1]  # the last item is the outcome
+        output_numbers = outcome.arrays([None] * before.num_leaves, groups)  # by slot after it
+        paths: list[str | None] = [None] * out_tree.num_leaves
+        for index in (*outcome.values, *outcome.metadata):  # the changed Variables
+            # Not strict: a Variable may hold another number of arrays after the call.
+            for old_slot, new_slot in zip(before.slots[index], after.slots[index], strict=False):
+                output_number = output_numbers[new_slot]
+                if output_number is not None:
+                    paths[output_number] = self._plan.names[old_slot]
         return paths
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
-        """See :meth:`Compiled.roofline`."""
+        """Computes the time of a call at the peak rates of some hardware, or of its name."""
         mesh = self._mesh
         if mesh is None:
             return roofline_of(self.cost, self.collectives, hardware)
@@ -282,10 +317,11 @@ class Figures:
         return describe(self._compiled, self._plan.fun_name, self._stage.as_text(), activations)
 
     def parameters(self) -> ParameterTable:
-        """See :meth:`Compiled.parameters`."""
+        """Lists how each argument array is sharded, including unused arrays."""
         return ParameterTable(self._arguments)  # a list, which the caller may change
 
     @functools.cached_property
     def _arguments(self) -> ParameterTable:
-        used = self._stage.input_shardings[0]
-        return argument_rows(self._plan, self._stage.args_info[0], used, self._plan.shardings)
+        """A row for each argument array, in the order of slots."""
+        actual = self._stage.input_shardings[0]  # None for an array that the program does not use
+        return argument_rows(self._plan, self._stage.args_info[0], actual, self._plan.shardings)

@@ -11,6 +11,11 @@ array is in an argument.
 
 From other modules:
 
+    Argument       an argument by its ``name``, and its ``parts``: the leaves of its pytree, such as
+                   modules, each with the ``keys`` that lead to it in the argument
+    NamedLocation  a location, with its ``argument`` and its ``part``. ``paths`` are all paths from
+                   the part that lead to it; ``subject`` is what filters get: Variable or array
+    SortedCall     the arguments of a call: ``tree`` is ``(positional, keywords)``
     tangent_type   the type that a gradient has; None for integers and the like
     value_at       what a location has: an array, or a Variable's pytree of arrays
 """
@@ -36,6 +41,7 @@ from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
+from ..specs.paths import Path
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function, is_array, type_text
 from .lifted import Modes, P, R, lift
@@ -155,8 +161,8 @@ def grad(
 class _Chosen(NamedTuple):
     """An argument that the user wants to be differentiated."""
 
-    argument: Any  # its position or its name
-    filter: Any  # for the Variables in it; None for parameters, in tree mode for all
+    argument: int | str  # its position or its name
+    filter: Any  # for the Variables in it; None for the default of the mode
 
 
 def _make(
@@ -171,30 +177,32 @@ def _make(
 
     Args:
       name: the name of the transform.
-      fun: the user's function.
+      fun: the user's function; None for a decorator.
       argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
-      wrt: the filter for the Variables that are differentiated.
+      wrt: the filter for the Variables that are differentiated; None for the default.
       modes: how the user wants graphs to be treated.
-      **options: further attributes of the transform.
+      **options: further fields of :class:`_Gradient`.
     """
     to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     chosen = tuple(
-        _Chosen(x.argnum, x.filter) if isinstance(x, nnx.DiffState) else _Chosen(x, wrt)
-        for x in ([argnums] if is_single else argnums)
+        # A DiffState has a filter of its own.
+        _Chosen(item.argnum, item.filter) if isinstance(item, nnx.DiffState) else _Chosen(item, wrt)
+        for item in ([argnums] if is_single else argnums)
     )
     keys = [x.argument for x in chosen]
     is_valid = all(isinstance(key, int | str) for key in keys)
-    if not is_valid or len({*keys}) < len(keys):
+    has_duplicates = len({*keys}) < len(keys)
+    if not is_valid or has_duplicates:
         raise TypeError(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
     # The default may match nothing: then the gradient is an empty state, as in Flax.
-    is_chosen = wrt is not None and wrt is not nnx.Param
+    must_match = wrt is not None and wrt is not nnx.Param
     transform = _Gradient(
-        name=name, wrt=chosen, is_single=is_single, is_chosen=is_chosen, **options
+        name=name, wrt=chosen, is_single=is_single, must_match=must_match, **options
     )
 
     def decorate(fun: Callable[..., object]) -> Any:
@@ -216,14 +224,17 @@ class _Gradient(Differentiation):
     in_name: str = "argnums"
     is_reverse: bool = True
     wrt: tuple[_Chosen, ...]  # the differentiated arguments, and the filters for their Variables
-    is_chosen: bool  # whether the user chose a filter, so that something has to match it
+    must_match: bool  # whether the user chose a filter, so that something has to match it
     is_single: bool  # whether the gradient is of one argument, not a tuple
     returns_value: bool  # whether calls return the value, too
     holomorphic: bool  # as in ``jax.grad``
     allow_int: bool  # as in ``jax.grad``
 
     def check_output(self, fun_name: str, out: object) -> None:
-        """Checks that the function returns a scalar."""
+        """Raises a ``TypeError`` if the function returns something else than a scalar.
+
+        ``out`` is what it returned, without auxiliary data.
+        """
         if not is_array(out) or jnp.shape(out) != ():  # type: ignore[arg-type]
             hint = " Reduce it, for example to its mean." if is_array(out) else ""
             if not self.has_aux and isinstance(out, tuple | list):
@@ -256,19 +267,33 @@ class PreparedCall(NamedTuple):
         return [self.flat.leaves[slot] for slot in self.slots]
 
     def build_gradient(self, arrays: Sequence[object]) -> Any:
-        """Puts gradients of these arrays into the form of the arguments."""
-        gradients = dict(zip(self.slots, arrays, strict=True))
-        modules = {} if all(x.is_state for x in self.targets) else self._modules(gradients)
-        parts = tuple(
-            in_states(self.flat, x, gradients) if x.is_state else modules[x.argument.name]
-            for x in self.targets
-        )
-        return parts[0] if self.is_single else parts
+        """Puts the gradients of :meth:`arrays` into the form of the differentiated arguments.
 
-    def _modules(self, gradients: Mapping[int, object]) -> dict[str, Any]:
-        """Returns all arguments by name as new objects, with gradients in place of the arrays."""
+        Returns:
+          For each target, a pytree like the argument: with a state in place of each module, or with
+          a new module that holds gradients. A tuple of them, unless there is a single target.
+        """
+        by_slot = dict(zip(self.slots, arrays, strict=True))
+        # Targets that share a module share its gradients, so all arguments are built together.
+        all_in_states = all(target.is_state for target in self.targets)
+        modules = {} if all_in_states else self._arguments_with(by_slot)
+        gradients = tuple(
+            in_states(self.flat, target, by_slot)
+            if target.is_state
+            else modules[target.argument.name]
+            for target in self.targets
+        )
+        return gradients[0] if self.is_single else gradients
+
+    def _arguments_with(self, gradients: Mapping[int, object]) -> dict[str, Any]:
+        """Returns all arguments by name as new objects, with gradients in place of the arrays.
+
+        ``gradients`` are by slot; arrays that are not differentiated become zeros of ``float0``.
+        """
         structure, objects = self.flat.structure, self.flat.objects
-        leaves = [gradients.get(s, without_tangent(x)) for s, x in enumerate(self.flat.leaves)]
+        leaves = [
+            gradients.get(slot, without_tangent(x)) for slot, x in enumerate(self.flat.leaves)
+        ]
         # The same static objects, as those compared by identity are part of the treedef.
         statics = {index: objects[index] for index in structure.static_indices()}
         return _by_name(self.plan, unflatten(structure, leaves, statics).root)
@@ -282,27 +307,31 @@ def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
       target: the argument, and where in it is what was differentiated.
       values: the gradients, by the slots of the arrays.
     """
-    # By the path of each module in the argument, then by the paths of Variables in the module.
-    states: dict[Any, dict[Any, Any]] = {part.keys: {} for part in target.argument.parts}
+    # By the keys that lead to a module in the argument, then by the path of a Variable in it.
+    states: dict[Path, dict[Path, Any]] = {part.keys: {} for part in target.argument.parts}
     for named in target.locations:
         location = named.location
-        value: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
-        if location.entry is not None:
+        gradient: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
+        if location.entry is not None:  # the index of the Variable; None for a bare array
             # A Variable of the same class and metadata, as optimizers expect it.
             old = _compat.plain_variable(flat.objects[location.entry])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
-            _compat.set_value(variable, value)
-            value = variable
-        states[named.part.keys][location.path] = value
-    # A part that is itself a Variable or an array has the empty path.
+            _compat.set_value(variable, gradient)
+            gradient = variable
+        states[named.part.keys][location.path] = gradient
+    # A part that is itself a Variable or an array has the empty path, and no state around it.
     parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
     treedef = jax.tree_util.tree_structure(target.value, is_leaf=_compat.is_graph_object)
     return jax.tree_util.tree_unflatten(treedef, parts)
 
 
 def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
-    """Returns the values of the arguments by name."""
-    values = [*tree[0], *(tree[1][k] for k in sorted(tree[1]))]
+    """Returns the values of the arguments by name.
+
+    ``((model, x), {"y": y})`` → ``{"model": model, "x": x, "y": y}``.
+    """
+    positional, keywords = tree
+    values = [*positional, *(keywords[key] for key in sorted(keywords))]  # as in `plan.arguments`
     return dict(zip((argument.name for argument in plan.arguments), values, strict=True))
 
 
@@ -313,13 +342,21 @@ class ValueAndGrad(Differentiable[P, R]):
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The value and the gradient; changes are made to the caller's own objects."""
+        """Calls and differentiates the function; its changes are made to the caller's own objects.
+
+        Returns:
+          ``(value, gradient)`` for ``value_and_grad``. For ``grad`` the gradient, or with
+          ``has_aux`` a pair of it and the auxiliary data.
+        """
         prepared = self.prepare((*self._bound, *args), kwargs)
         value, arrays = self.value_and_gradients(prepared)
         gradient = prepared.build_gradient(arrays)
         if self._transform.returns_value:
             return value, gradient
-        return (gradient, value[1]) if self._transform.has_aux else gradient
+        if self._transform.has_aux:
+            _, aux = value
+            return gradient, aux
+        return gradient
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> PreparedCall:
         """Finds the arrays that are differentiated in a call."""
@@ -385,20 +422,26 @@ class ValueAndGrad(Differentiable[P, R]):
         )
 
     def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
-        """Returns the arguments that ``argnums`` names, with what is differentiated in each."""
+        """Returns the arguments that ``argnums`` names, with what is differentiated in each.
+
+        Args:
+          plan: the plan of the call, with the names of the arguments.
+          call: the values of the arguments.
+          flat: the same, flattened.
+        """
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
         filters = self._chosen_filters(call, arguments)  # by argument, in the order of argnums
         matching = [*self._matching(plan, flat, filters)]
-        if self._transform.is_chosen and not any(named.location.slots for named in matching):
+        if self._transform.must_match and not any(named.location.slots for named in matching):
             self._refuse_empty(flat, filters)
         targets = []
         for name, chosen in zip(filters, self._transform.wrt, strict=True):
-            own = [named for named in matching if named.argument.name == name]
+            locations = [named for named in matching if named.argument.name == name]
             # As in Flax, without graph updates a gradient has the form of the whole argument,
             # unless the user gave a filter that says which part.
             is_state = self._modes["updates"] or chosen.filter is not None
-            targets.append(Target(arguments[name], values[name], own, is_state))
+            targets.append(Target(arguments[name], values[name], locations, is_state))
         return targets
 
     def _chosen_filters(
@@ -406,14 +449,17 @@ class ValueAndGrad(Differentiable[P, R]):
     ) -> dict[str, Any]:
         """Returns the filter for each differentiated argument, by the name of the argument.
 
-        Raises a ``ValueError`` for an argument that is named twice, or that there is not.
+        ``arguments`` has all arguments of the call by name.
+
+        Raises:
+          ValueError: ``argnums`` names an argument twice, or one that the call does not have.
         """
         name, wrt = self._transform.name, self._transform.wrt
         # As in Flax, whose tree mode differentiates everything.
         default = nnx.Param if self._modes["updates"] else ...
         chosen = {
-            self._name_of(argnum, call): default if filter_ is None else filter_
-            for argnum, filter_ in wrt
+            self._name_of(argument, call): default if filter_ is None else filter_
+            for argument, filter_ in wrt
         }
         # A name and a position may be the same argument, which shows only in a call.
         if len(chosen) < len(wrt):
@@ -431,18 +477,21 @@ class ValueAndGrad(Differentiable[P, R]):
     ) -> Iterator[NamedLocation]:
         """Yields where in the arguments there is a Variable or a bare array that a filter chooses.
 
-        ``chosen`` has the filters by the names of the differentiated arguments.
+        Args:
+          plan: the plan of the call.
+          flat: its arguments.
+          chosen: the filters, by the names of the differentiated arguments.
         """
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        found = set[int]()  # the Variables so far, by index
+        yielded = set[int]()  # the Variables so far, by index
         for named in locate(flat.structure, plan.arguments):
             path, index, slots = named.location  # the index of a Variable; None for a bare array
             predicate = predicates.get(named.argument.name)
             # As in Flax, what is shared has its gradient only in the first place.
-            if predicate is None or index in found:
+            if predicate is None or index in yielded:
                 continue
-            # A Variable that holds a pytree without arrays has such a gradient. One that holds
-            # something else, such as a static value, has none.
+            # A Variable without arrays (slots) may hold an empty pytree: its gradient is empty,
+            # too. One that holds something else, such as a static value, has none.
             if not slots and (index is None or pytree_of(flat.structure.entries[index]) is None):
                 continue
             # An argument that is itself a Variable or an array (the empty path) is chosen by
@@ -452,11 +501,14 @@ class ValueAndGrad(Differentiable[P, R]):
                 continue
             yield named
             if index is not None:
-                found.add(index)
+                yielded.add(index)
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
-        """Raises an error for filters that match nothing."""
-        # What there is to choose from.
+        """Raises an error for filters that match nothing.
+
+        ``chosen`` has the filters by the names of the differentiated arguments.
+        """
+        # What there is to choose from: the names of the classes of Variables.
         kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
         filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
         error = ValueError(
@@ -475,9 +527,9 @@ class ValueAndGrad(Differentiable[P, R]):
         """
         if isinstance(argnum, str):
             return argnum
-        names = call.signature.names
+        names = call.signature.names  # of the arguments that this call passes by position
         position = argnum + self._implicit if argnum >= 0 else argnum + len(names)
-        if not 0 <= position < len(names):  # a parameter that this call passes by keyword
+        if not 0 <= position < len(names):  # perhaps a parameter that it passes by keyword
             names = self._parameters.positional
         if not 0 <= position < len(names):
             error = ValueError(

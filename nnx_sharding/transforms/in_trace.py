@@ -5,7 +5,7 @@ called while another function is traced, or at top level. A call of them goes th
 pure function, but without stages, shardings and donation:
 
     Inner.__call__                  flattens the arguments, and finds the plan for their structure
-      InnerTransform.compile        once for each plan
+      InnerTransform.make_program   once for each plan
         jax_transform(plan, …)      what JAX makes of the pure function: the one thing to override
       run                           calls it with the leaves, and writes back what changed
 
@@ -49,7 +49,8 @@ from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R
 
 Function: TypeAlias = Callable[..., Any]
-# What a call gets that JAX does not trace, such as flags, by slot.
+# The leaves of a call that JAX does not trace, such as flags, each in a pair with its slot. A
+# `Static` compares by type and value, or by identity.
 StaticLeaves: TypeAlias = Sequence[tuple[int, Static]]
 
 
@@ -88,7 +89,10 @@ def is_traced(leaf: object) -> bool:
 def replace_slots(
     leaves: Sequence[object], slots: Iterable[int], arrays: Iterable[object]
 ) -> list[Any]:
-    """Replaces the leaves in some slots by arrays."""
+    """Returns a copy of the leaves with other arrays in some slots.
+
+    ``replace_slots([a, b, c], slots=[2, 0], arrays=[x, y])`` is ``[y, b, x]``.
+    """
     new = dict(zip(slots, arrays, strict=True))
     return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
 
@@ -104,9 +108,16 @@ def call_on_slots(
     slots: Sequence[int],
     leaves: Sequence[object],
 ) -> Any:
-    """Transforms a function of leaves as a function of some slots, and calls it with their leaves.
+    """Transforms a function of all leaves as a function of some of them, and calls the result.
 
-    The other leaves are fixed, so ``transform``, such as ``jax.vmap``, need not know what they are.
+    Args:
+      transform: a transform of JAX, such as ``jax.vmap``. It sees only the leaves in ``slots``.
+      function: takes all leaves, as positional arguments.
+      slots: the positions of the leaves that become arguments of the transformed function.
+      leaves: all leaves. Those in no slot, such as flags, are captured as they are.
+
+    Returns:
+      What the transformed function returns for the leaves in ``slots``.
     """
 
     def restricted(*arrays: object) -> Any:
@@ -116,15 +127,16 @@ def call_on_slots(
 
 
 def static_leaves(leaves: Sequence[object]) -> StaticLeaves:
-    """Returns the leaves that JAX does not trace."""
-    return tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
+    """Returns the leaves that JAX does not trace: ``(x, True)`` -> ``((1, Static(True)),)``."""
+    return tuple((slot, Static.of(x)) for slot, x in enumerate(leaves) if not is_traced(x))
 
 
 def may_keep(static: StaticLeaves) -> bool:
-    """Whether a function with these leaves may be kept for later calls.
+    """Whether a function that captures these leaves may be kept for later calls.
 
-    JAX finds a trace by the identity of its function, so keeping that saves a trace. But it must
-    not keep the user's objects alive; numbers and strings are harmless.
+    JAX finds a trace by the identity of its function, so that a kept function is not traced again.
+    But it would keep alive what it captures, which must not be the user's objects. Numbers, strings
+    and other values of plain types are harmless.
     """
     return all(isinstance(leaf.value, PLAIN_TYPES) for _, leaf in static)
 
@@ -132,30 +144,34 @@ def may_keep(static: StaticLeaves) -> bool:
 def compile_at_top_level(
     call: Function, compile_with: Callable[[Function], Function] = jax.jit
 ) -> Function:
-    """Returns a function of the same leaves that is compiled if it is called outside of any trace.
+    """Returns a function of the same leaves that runs as one program outside of any trace.
 
-    There JAX would trace, and for loops compile, it again at each call. ``compile_with`` makes a
-    program of a function of arrays.
+    There JAX would trace ``call`` again each time, and compile the loops in it.
+
+    Args:
+      call: a function of all leaves, arrays and others.
+      compile_with: makes a compiled function of a function of arrays: ``jax.jit`` or the like.
     """
 
     # One program for each set of flags and settings; JAX itself tells types of arrays apart.
     @functools.lru_cache(maxsize=64)
-    def program(static: StaticLeaves, count: int) -> Function:
+    def program_with(static: StaticLeaves, num_leaves: int) -> Function:
+        """Compiles ``call`` as a function of the traced leaves, with the others fixed."""
         fixed = {slot: leaf.value for slot, leaf in static}
-        slots = [slot for slot in range(count) if slot not in fixed]
-        leaves = [fixed.get(slot) for slot in range(count)]
-        return compile_with(lambda *arrays: call(*replace_slots(leaves, slots, arrays)))
+        traced = [slot for slot in range(num_leaves) if slot not in fixed]
+        leaves = [fixed.get(slot) for slot in range(num_leaves)]  # None where an array comes
+        return compile_with(lambda *arrays: call(*replace_slots(leaves, traced, arrays)))
 
-    def call_or_run(*leaves: object) -> Any:
-        # Within a trace it becomes part of that, and is compiled with it.
+    def run_compiled(*leaves: object) -> Any:
+        # Within a trace, `call` becomes part of that, and is compiled with it.
         if not _compat.trace_is_clean():
             return call(*leaves)
         static = static_leaves(leaves)
         if not may_keep(static):
             return call(*leaves)
-        return program(static, len(leaves))(*filter(is_traced, leaves))
+        return program_with(static, len(leaves))(*filter(is_traced, leaves))
 
-    return call_or_run
+    return run_compiled
 
 
 # The transforms
@@ -164,39 +180,59 @@ def compile_at_top_level(
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
 
-    # Whether JAX compiles what it runs outside of any trace, as a loop.
+    # Whether JAX compiles the transformed function even outside of `jax.jit`, as it does a loop.
     compiles_at_top_level: ClassVar[bool] = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Transforms a pure function, which takes leaves with ``plan.specs``.
+        """Applies JAX's transform to the pure function of a plan; by default none.
+
+        Args:
+          plan: has a spec for each leaf that the function takes.
+          function: the pure function.
 
         Returns:
-          A function that takes and returns the same.
+          A function of the same leaves that returns the same: groups of arrays, and the outcome.
         """
         return function
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Returns what the trace calls for the user's function, with the objects of the trace."""
+        """Returns what the pure function calls with the user's arguments; by default his function.
+
+        Args:
+          plan: the plan of the call.
+          caller: the call that is being traced; ``caller.fun`` is the user's function.
+          unflattened: the user's objects as copies for the trace, which hold tracers.
+        """
         fun: Function = caller.fun
         return fun
 
     def tracing(  # noqa: D102
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
     ) -> AbstractContextManager[Function]:
-        # The surrounding trace has given the modules names and shardings; these are other objects.
+        # In the surrounding trace, modules have paths and shardings of activations. This trace has
+        # copies of them, to which both are passed on.
         pass_tags(caller, unflattened)
         pass_paths(caller, unflattened)
         return contextlib.nullcontext(self.user_function(plan, caller, unflattened))
 
-    def compile(self, plan: Plan, function: Function) -> Program:
-        """Returns the transformed function in the forms that calls use; nothing is compiled here.
+    def make_program(self, plan: Plan, function: Function) -> Program:
+        """Transforms the pure function, once for each plan. Nothing is compiled here.
 
-        It is called once for each plan.
+        Returns:
+          One function for calls inside and outside of a trace (``inline`` and ``top_level``). There
+          is none to lower (``staged``), because these transforms have no stages. If the user's
+          function captures arrays, it is traced at each call at top level (``traced_each_time``).
+          Then a transform that JAX would also compile each time, such as a loop, looks up a
+          compiled program with the same operations.
         """
-        inline = self.jax_transform(plan, function)
-        by_content = compile_at_top_level(inline, compiled_by_content)
-        per_call = by_content if self.compiles_at_top_level else inline
-        return Program(staged=None, top_level=inline, inline=inline, traced_each_time=per_call)
+        transformed = self.jax_transform(plan, function)
+        found_by_content = compile_at_top_level(transformed, compiled_by_content)
+        return Program(
+            staged=None,
+            top_level=transformed,
+            inline=transformed,
+            traced_each_time=found_by_content if self.compiles_at_top_level else transformed,
+        )
 
 
 class Inner(LiftedFunction[P, R]):
@@ -210,7 +246,8 @@ class Inner(LiftedFunction[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
-        return self._run(plan, flat, self._choose_program(plan, flat))  # type: ignore[no-any-return]
+        execute = self._choose_program(plan, flat)  # the transformed pure function
+        return self._run(plan, flat, execute)  # type: ignore[no-any-return]
 
     def _run(self, plan: Plan, flat: Flat, execute: Function, fun: object = None) -> Any:
         """Runs a call within the current trace, if any; returns what the user's function returns.
@@ -219,7 +256,7 @@ class Inner(LiftedFunction[P, R]):
           plan: the plan of the call.
           flat: its arguments, to which changes are written back.
           execute: what takes the leaves, and returns what the pure function returns.
-          fun: what the trace calls instead of the user's function.
+          fun: what the trace calls instead of the user's function, if given.
         """
         with key_traces_by_tags(flat.objects):
             return run(plan, flat, execute, fun or self._fun, nested=True)

@@ -64,26 +64,32 @@ class Jit(Sharded):
         """Puts the mesh into context, and shards activations, while the function is traced."""
         return _in_mesh(self.context, sharded_activations(plan, caller, unflattened, leaves))
 
-    def compile(self, plan: Plan, function: Callable[..., object]) -> Program:
-        """Compiles the function by ``jax.jit``, to which each spec is a sharding, or None."""
-        # Only for these options: it makes Python forget which warnings it has shown already.
-        is_deprecated = self.device is not None or self.backend is not None
-        with warnings.catch_warnings() if is_deprecated else contextlib.nullcontext():
-            if is_deprecated:  # the user has had the warning when he decorated the function
+    def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
+        """Wraps the pure function in ``jax.jit``, to which each spec is a sharding, or None."""
+        has_deprecated = self.device is not None or self.backend is not None
+        # `catch_warnings` makes Python forget which warnings it has shown already, so it is entered
+        # for the deprecated options only.
+        with warnings.catch_warnings() if has_deprecated else contextlib.nullcontext():
+            if has_deprecated:  # JAX has warned the user when the function was decorated
                 warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(plan))
         top_level: Callable[..., Any] = jitted
         input_mesh = _abstract_mesh(plan.specs)
         mesh = input_mesh or _abstract_mesh(plan.out_specs)
         if mesh is not None:
-            # An abstract mesh has no devices; without shardings of inputs, the arrays have them.
+            # A program of an abstract mesh finds its devices at each call: those of the mesh in
+            # context or, without shardings of inputs, those that the arrays are on.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         return Program(
             staged=jitted, top_level=top_level, inline=jitted, traced_each_time=top_level
         )
 
     def _jax_options(self, plan: Plan) -> dict[str, Any]:
-        """Returns the options of ``jax.jit`` that were given: some exclude each other."""
+        """Returns the keyword arguments of ``jax.jit`` for a plan.
+
+        Options that the user did not give are left out: for JAX, ``in_shardings=None`` is given,
+        which excludes ``device``.
+        """
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
         if any(spec is not None for spec in plan.specs):
             options["in_shardings"] = tuple(plan.specs)

@@ -13,8 +13,13 @@ From other modules:
 
     make_plan     finds all that does not depend on the arrays; raises errors for wrong specs
     run           places arrays, runs the program, and writes back what the function changed
+    Program       the forms of a program: ``top_level``, ``inline`` (in another trace), ``staged``
+                  (to trace and lower), and ``traced_each_time``, without a fingerprint
+    Outcome       what a trace did to objects; picks the arrays after it from inputs and outputs
     recorder_of   what notes how arguments are flattened, so that a guard can be made
+    Recorder      traces a call once more, when a report asks
     Caller        what a trace needs of its call; ``called_by`` sets it for this thread
+    Observer      is told of traces: logs them, and checks ``max_traces``
 """
 
 from __future__ import annotations
@@ -94,8 +99,8 @@ class LiftedFunction(Generic[P, R]):
         self._modes = {"graph": graph, "updates": updates}
         self._implicit = implicit  # the number of leading parameters that positions skip
         self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
-        self._origin: Self | None = None
-        self._bound: tuple[Any, ...] = ()
+        self._origin: Self | None = None  # of a bound form, the function that was bound
+        self._bound: tuple[Any, ...] = ()  # the objects that it is bound to: its first arguments
         from_call = transform.counts_from_call
         self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
         self._cache = cache_of(fun, TraceLog)
@@ -118,7 +123,7 @@ class LiftedFunction(Generic[P, R]):
         return bound
 
     def _sort(self, args: tuple[object, ...], kwargs: dict[str, object]) -> SortedCall:
-        """Returns the arguments of a call by their roles."""
+        """Sorts the arguments of a call by their roles: static, donated, other."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             signature = signature._replace(static=signature.static | {0})  # a class is not an array
@@ -129,29 +134,35 @@ class LiftedFunction(Generic[P, R]):
     ) -> tuple[SortedCall, Flat]:
         """Returns the arguments of a call by their roles (static, donated), and flattened.
 
-        With ``record``, what is read of them is recorded, to make a guard of it.
+        Args:
+          args: the positional arguments, bound objects first.
+          kwargs: the keyword arguments.
+          record: whether to record what is read of the arguments, so that a guard can be made.
         """
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
-        recorder = recorder_of(call, args, kwargs) if record else None
-        graph = self._modes["graph"]
-        statics = call.statics
-        return call, flatten(
-            call.tree, graph=graph, statics=statics, keeps_alive=False, recorder=recorder
+        flat = flatten(
+            call.tree,
+            graph=self._modes["graph"],
+            statics=call.statics,
+            keeps_alive=False,
+            recorder=recorder_of(call, args, kwargs) if record else None,
         )
+        return call, flat
 
     def _is_classmethod_of(self, owner: type) -> bool:
-        """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
+        """Whether this is what a classmethod of ``owner`` calls, with ``owner`` as its ``cls``."""
         unbound: Any = self._origin or self
         name = getattr(self._fun, "__name__", "")
-        members = (vars(base).get(name) for base in owner.__mro__)
-        return any(isinstance(x, classmethod) and x.__func__ is unbound for x in members)
+        definitions = (vars(base).get(name) for base in owner.__mro__)
+        return any(isinstance(x, classmethod) and x.__func__ is unbound for x in definitions)
 
     def _find_plan(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Plan, Flat]:
-        """Returns the plan for a call, and its flattened arguments; a guard may know both.
+        """Returns the plan for a call, and its flattened arguments.
 
-        Guards are for calls at top level: in a trace, the arguments hold tracers of that.
+        A guard knows both if an earlier call had the same objects, unchanged but for their arrays.
         """
+        # In a trace, objects hold its tracers, and no later call is given them again.
         is_top = _compat.trace_is_clean()
         guards = self._guards
         known = guards.find(args, kwargs) if is_top else None
@@ -160,23 +171,29 @@ class LiftedFunction(Generic[P, R]):
             return known
         call, flat = self._split(args, kwargs, record=is_top)
         plan, is_new = self._plan(call, flat)
-        # Only then are the caller's objects what the next call will be given again.
         if is_top:
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
 
     def _fingerprint(self, plan: Plan, flat: Flat) -> Fingerprint | None:
-        """Returns what the function can reach now; None if it has to be traced again."""
+        """Returns a key for what the function can reach now: globals, closures and arguments.
+
+        None if that holds something without a key, such as an array: then it is traced each time.
+        """
         fun = self._fun
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
         return fingerprint_of([*functions, *plan.reached_from(flat.objects)])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
-        """Returns the program of a plan for what the function can reach now."""
+        """Returns the program of a plan in which the function was traced with what it reaches."""
         return plan.program_for(self._fingerprint(plan, flat))
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
-        """Returns what a call executes: by where it is made, and what the function can reach."""
+        """Returns what a call executes, a function of the arrays.
+
+        It depends on where the call is made, in a trace or at top level, and on whether what the
+        function can reach has a fingerprint.
+        """
         fingerprint = self._fingerprint(plan, flat)
         program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
@@ -184,13 +201,19 @@ class LiftedFunction(Generic[P, R]):
         return program.traced_each_time if fingerprint is None else program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
-        """Returns the plan for a call, and whether it is new."""
+        """Returns the plan for a call, and whether it is new.
+
+        Args:
+          call: the arguments by their roles.
+          flat: the same, flattened.
+        """
         transform = self._transform
 
         def make() -> Plan:
             parameters, traced = self._parameters, self._cache.traced
             return make_plan(self._fun, transform, parameters, call, flat, traced, **self._modes)
 
+        # The key has all that a plan depends on: structure, roles, and what the transform reads.
         return self._plans.get_or_make(plan_key(transform, call, flat), make)
 
     def __repr__(self) -> str:
@@ -200,7 +223,8 @@ class LiftedFunction(Generic[P, R]):
             return f"<nnx_sharding.{self._transform.name} of a {type(self._fun).__name__}>"
 
     def __eq__(self, other: object) -> bool:
-        # Each access to a method makes a new object; like Python's, they compare by content.
+        # Each access to a method makes a new object. Like Python's bound methods, two of them are
+        # equal if they bind one function to one object.
         if self is other or not isinstance(other, LiftedFunction) or self._origin is None:
             return self is other
         return self._origin == other._origin and self._bound[-1] is other._bound[-1]
@@ -222,15 +246,16 @@ class LiftedFunction(Generic[P, R]):
         """Pickles the name of a decorated function, or how to wrap the function again."""
         if self._origin is not None:
             return self._origin.__get__, (self._bound[-1],)
-        # A decorated function is pickled by its name, as functions are.
+        # Python pickles a function as its name. So is this if it has taken the function's place,
+        # as a decorator does. Otherwise the name leads to the unwrapped function, or nowhere.
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
-            named: Any = functools.reduce(getattr, name.split("."), module)
+            under_name: Any = functools.reduce(getattr, name.split("."), module)
         except AttributeError:
-            named = None
-        if named is self:
-            return name
+            under_name = None
+        if under_name is self:
+            return name  # pickle looks it up
         return functools.partial(type(self), self._fun, self._transform, **self._options), ()
 
 
@@ -254,20 +279,28 @@ class Lifted(LiftedFunction[P, R]):
     """
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
-        """Adds what functions with stages have: a limit on traces, and what the C caller reads."""
+        """Adds what functions with stages have: a limit on traces, and what calls in C read.
+
+        Args:
+          *args: the positional arguments of :class:`LiftedFunction`.
+          max_traces: how many traces are allowed; None for any number.
+          **modes: its keyword arguments.
+        """
         super().__init__(*args, **modes)
         self._options["max_traces"] = max_traces
         self._trace_limit: TraceLimit | None = None
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._observer = Observer(self._cache.log, self._trace_limit)
-        # What the route in C reads (`guarded`): guards, bound objects, function and observer.
+        # `guarded`, written in C, makes a call from this tuple if a guard knows the arguments:
+        # guards, bound objects, function and observer.
         self._direct = (self._guards.recent, (), self._fun, self._observer)
         # What trainers ask for the number of compiled programs, as an attribute of what `nnx.jit`
         # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
         self.jitted_fn = self._plans
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
+        """Binds the function to an object, as a method, also for calls in C."""
         bound = super().__get__(obj, objtype)
         if bound is not self:
             bound._direct = (self._direct[0], bound._bound, *self._direct[2:])
@@ -275,21 +308,24 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def _flattened(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function; its changes are made to the caller's own objects."""
-        # Not unpacked in any case: most calls are of functions.
-        if self._bound:
+        """Calls the function, with flattened arguments unless a guard knows them.
+
+        Its changes are made to the caller's own objects. Errors of memory are explained at top
+        level only: in a trace nothing runs.
+        """
+        if self._bound:  # most calls are of functions, and need no new tuple
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._find_plan(args, kwargs)
         execute = self._choose_program(plan, flat)
-        caller = (self._fun, self._observer)
         if _compat.trace_is_clean():
             try:
-                return run(plan, flat, execute, *caller)  # type: ignore[no-any-return]
+                return run(plan, flat, execute, self._fun, self._observer)  # type: ignore[no-any-return]
             except jax.errors.JaxRuntimeError as error:
                 self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
+        # JAX must not use a trace of modules whose activations are sharded in another way.
         with key_traces_by_tags(flat.objects):
-            return run(plan, flat, execute, *caller, nested=True)  # type: ignore[no-any-return]
+            return run(plan, flat, execute, self._fun, self._observer, nested=True)  # type: ignore[no-any-return]
 
     __call__ = guarded(_flattened)
 
@@ -297,29 +333,33 @@ class Lifted(LiftedFunction[P, R]):
         return plan.program if self._keeps_captures() else super()._program(plan, flat)
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
+        """Returns what a call executes, without looking at what `jit` does not trace again for."""
         if self._keeps_captures():
             return plan.program.top_level
         return super()._choose_program(plan, flat)
 
     def _keeps_captures(self) -> bool:
+        """Whether a call keeps what was captured at the first trace, as under ``jax.jit``."""
         return self._transform.keeps_captures and _compat.trace_is_clean()
 
     @_compat.api_boundary
     def _failed(
         self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
-        failed(plan, leaves, error)
+        """Is called for an error of a call in C, with its arrays and the caller's objects."""
+        failed(plan, leaves, error)  # raises an explained error for what `run` explains, too
         self._explain_memory(plan, leaves, error, objects)
 
     def _explain_memory(
         self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
         """Raises an error that says what holds the memory, if a call ran out of it."""
+
+        def make_recorder() -> Recorder:
+            return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
+
         explain_memory(
-            error,
-            plan,
-            lambda: Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves),
-            lambda stage, options: stage.compile(dict(options)),
+            error, plan, make_recorder, lambda stage, options: stage.compile(dict(options))
         )
 
     @_compat.api_boundary
@@ -345,10 +385,12 @@ class Lifted(LiftedFunction[P, R]):
         traced, leaves = self._trace(args, kwargs)
         return call_with_explained_errors(traced._plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
-    def _trace(self, args: Any, kwargs: Any) -> tuple[Traced, Sequence[Any]]:
+    def _trace(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Traced, Sequence[Any]]:
         """Returns the traced function, and the arrays with which it was traced."""
         call, plan, flat = self._plan_without_running(args, kwargs)
-        leaves = as_declared(plan, flat.leaves)
+        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         staged = self._program(plan, flat).staged
         # JAX may make a program for arrays that no call was made with.
         unmark_direct(staged)
@@ -365,10 +407,11 @@ class Lifted(LiftedFunction[P, R]):
         Modules in the output are new, abstract ones. The caller's objects are not changed.
         """
         _, plan, flat = self._plan_without_running(args, kwargs)
-        leaves = as_declared(plan, flat.leaves)
+        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
             *groups, outcome = call_with_explained_errors(plan, leaves, staged.eval_shape)
+        # By slot after the call: outputs, and inputs that it left unchanged.
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
@@ -386,11 +429,15 @@ class Lifted(LiftedFunction[P, R]):
     ) -> tuple[SortedCall, Plan, Flat]:
         """Returns the sorted arguments, the plan, and the flattened arguments of a call."""
         call, flat = self._split((*self._bound, *args), kwargs)
-        return call, self._plan(call, flat)[0], flat
+        plan, _ = self._plan(call, flat)
+        return call, plan, flat
 
     @contextlib.contextmanager
     def _tracing(self, flat: Flat, plan: Plan | None = None) -> Iterator[None]:
-        """Records traces within the block as made for these arguments."""
+        """Attributes traces within the block to a call with these arguments.
+
+        With a ``plan``, it also gets the times that JAX reports for them.
+        """
         nested = not _compat.trace_is_clean()
         caller = Caller(self._fun, flat.objects, self._observer, nested, plan)
         with key_traces_by_tags(flat.objects), called_by(caller):
@@ -417,14 +464,23 @@ class Lifted(LiftedFunction[P, R]):
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[object], flat: Flat) -> Any:
-    """Returns the output as new objects, with copies of the caller's objects."""
-    static = set(outcome.structure.static_indices()).difference(outcome.statics)
-    known = {
+    """Returns the output as new objects, with copies of the caller's objects.
+
+    Args:
+      outcome: describes the objects after the call; those of the arguments come first.
+      arrays: the arrays after the call, by slot.
+      flat: the arguments.
+    """
+    structure = outcome.structure
+    unchanged_statics = set(structure.static_indices()).difference(outcome.statics)
+    # What the structure does not describe (None), because the call cannot change it, and static
+    # objects that it left alone, are the caller's own.
+    kept = {
         index: flat.objects[index]
         for index in range(len(flat.objects))
-        if outcome.structure.entries[index] is None or index in static
+        if structure.entries[index] is None or index in unchanged_statics
     }
-    return unflatten(outcome.structure, arrays, known).root
+    return unflatten(structure, arrays, kept).root
 
 
 def lift(
@@ -438,27 +494,44 @@ def lift(
     jax_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Wraps a function; a bound method of an NNX object becomes a function of that object.
+    """Wraps a function in a :class:`LiftedFunction`: the last step of each decorator.
 
-    ``jax_options`` are options of ``jax.jit`` about which JAX may raise or warn already here,
-    ``options`` those of ``kind``.
+    A bound method of an NNX object becomes a function of that object, bound to it again: so the
+    object is an argument, whose changes are written back.
+
+    Args:
+      cls: the class of the wrapper.
+      fun: the user's function.
+      transform: what is to be done with it.
+      roles: which arguments are static or donated.
+      graph: the user's option; None for Flax's global flag.
+      graph_updates: likewise.
+      jax_options: options of ``jax.jit`` about which JAX may raise or warn already here.
+      **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))
-    unbound, bound = unbind(fun)
+    unbound, bound = unbind(fun)  # for a method: the function in its class, and the object
     # As in Flax, the global flags count where a function is decorated, not where it is called.
     graph, updates = _compat.graph_mode(graph, graph_updates)
-    modes = {"graph": graph, "updates": updates, "implicit": len(bound), **options}
-    lifted: Any = cls(unbound, transform, roles, **modes)
+    lifted: Any = cls(
+        unbound,
+        transform,
+        roles,
+        graph=graph,
+        updates=updates,
+        implicit=len(bound),
+        **options,
+    )
     for obj in bound:
         lifted = lifted.__get__(obj)
     return lifted
 
 
 def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
-    """Splits a method into its function and a tuple of what comes before its other arguments.
+    """Splits a method into its function and the arguments that it is bound to.
 
-    That is the module that it is bound to; for a plain function the tuple is empty.
+    ``model.loss`` → ``(Model.loss, (model,))``; a plain ``f`` → ``(f, ())``.
     """
     # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
@@ -466,25 +539,28 @@ def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(fun, LiftedFunction) and fun._origin is not None:
         return fun._origin, fun._bound
     if isinstance(fun, functools.partial):
-        inner, bound = unbind(fun.func)
+        method, bound = unbind(fun.func)
         if bound:
-            return _unbound_partial(inner, fun.args, fun.keywords), bound
+            return _unbound_partial(method, fun.args, fun.keywords), bound
     return fun, ()
 
 
 def _unbound_partial(
     method: Callable[..., object], args: tuple[object, ...], keywords: dict[str, object]
 ) -> Callable[..., Any]:
-    """Returns a partial of a bound method as a function of the object, with a fitting signature."""
+    """Returns ``functools.partial(obj.method, *args, **keywords)`` as a function of ``obj`` first.
+
+    Its signature has the object, then the parameters that the partial leaves open.
+    """
 
     @functools.wraps(method)
     def call_method(self: object, *rest: object, **more: object) -> Any:
         return method(self, *args, *rest, **{**keywords, **more})
 
-    # The signature of the object and what the partial leaves open, for names and positions.
-    parameters = list(inspect.signature(method).parameters.values())
-    remaining = inspect.signature(functools.partial(method, None, *args, **keywords))
-    call_method.__signature__ = remaining.replace(  # type: ignore[attr-defined]
-        parameters=[parameters[0], *remaining.parameters.values()]
+    # Static arguments and specs are found by these names and positions.
+    open_signature = inspect.signature(functools.partial(method, None, *args, **keywords))
+    self_parameter, *_ = inspect.signature(method).parameters.values()
+    call_method.__signature__ = open_signature.replace(  # type: ignore[attr-defined]
+        parameters=[self_parameter, *open_signature.parameters.values()]
     )
     return call_method

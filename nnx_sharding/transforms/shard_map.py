@@ -79,13 +79,24 @@ class _ShardMap(Sharded):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> SortedCall:
-        """Sorts arguments as usual; anything but arrays is static where its spec is None."""
+        """Sorts the arguments of a call into traced and static ones.
+
+        As in ``jax.shard_map``, a Python value whose spec is None is static.
+
+        Args:
+          parameters: those of the user's function.
+          signature: how the call passes its arguments: by position, by name, static or not.
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+        """
         if not self.in_specs.may_hold_none:
             return super().sort_call(parameters, signature, args, kwargs)
         # Static parts of arguments become arguments of their own, in another signature.
         specs, option = self.in_specs.tree, self.in_name
-        changed = with_static_values(specs, option, parameters, signature, args, kwargs)
-        return super().sort_call(parameters, *changed)
+        signature, args, kwargs = with_static_values(
+            specs, option, parameters, signature, args, kwargs
+        )
+        return super().sort_call(parameters, signature, args, kwargs)
 
     @property
     def reads_context(self) -> bool:
@@ -98,10 +109,12 @@ class _ShardMap(Sharded):
 
     def dependencies(self, leaves: Sequence[object]) -> Dependencies:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        return super().dependencies(leaves)._replace(specs=self._specs_of_types(leaves, mesh))
+        specs = self._specs_of_types(leaves, mesh)  # None if the user gave specs
+        return super().dependencies(leaves)._replace(specs=specs)
 
     def in_context(self) -> _ShardMap:
-        # Over axes that stay automatic, shardings chosen elsewhere are kept.
+        # If some axes stay automatic, arrays may be sharded over these, which the specs do not say:
+        # arrays keep the sharding that they have.
         new = super().in_context()
         is_fully_manual = new.context and new.usable_axes == frozenset(new.context.axis_names)
         return new if is_fully_manual else dataclasses.replace(new, on_committed="leave")
@@ -115,14 +128,20 @@ class _ShardMap(Sharded):
     ) -> None:
         """Raises a ``ValueError`` for results that vary along mesh axes that their specs omit.
 
-        ``names`` are the expressions for the results, ``leaves`` their arrays in the trace.
+        JAX would raise one, too, but without the names of the results.
+
+        Args:
+          fun_name: the name of the user's function.
+          names: the expression for each result, such as ``output[0].kernel``.
+          leaves: the arrays, as tracers whose types say along which axes they vary.
+          specs: the spec of each array.
         """
         if not self.check_vma or self.context is None:
             return
         mesh = self.context
         # An outer `shard_map` checks its own axes.
         own_axes = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
-        missing: dict[AxisName, None] = {}
+        unproven: dict[AxisName, None] = {}  # the axes of all lines, each once, in order
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
@@ -131,8 +150,9 @@ class _ShardMap(Sharded):
             if axes := sorted(_compat.varying_axes(leaf) & omitted, key=str):
                 along = ", ".join(map(repr, axes))
                 lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
-                missing |= dict.fromkeys(axes)
-        reduced = repr(next(iter(missing)) if len(missing) == 1 else (*missing,))
+                unproven |= dict.fromkeys(axes)
+        # As the user writes it in `jax.lax.pmean`: one name, or a tuple of several.
+        reduced = repr(next(iter(unproven)) if len(unproven) == 1 else (*unproven,))
         raise_listed(
             ValueError,
             f"{self.name}: JAX cannot prove that these results of {fun_name} are replicated along "
@@ -150,7 +170,10 @@ class _ShardMap(Sharded):
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def input_specs(self, specs: list[object], leaves: Sequence[object]) -> list[Any]:
-        """Returns the specs of all arrays: what has none is replicated, or as its type says."""
+        """Returns a spec for each array: the user's, or the one in its type if he gave no specs.
+
+        An array for which the user gave none is replicated.
+        """
         inferred = self._specs_of_types(leaves, self.context)
         if inferred is not None:
             return list(inferred)
@@ -164,8 +187,9 @@ class _ShardMap(Sharded):
     ) -> AbstractContextManager[Callable[..., Any]]:
         return sharded_activations(plan, caller, unflattened, leaves)
 
-    def compile(self, plan: Plan, function: Callable[..., object]) -> Program:
-        """Maps the function over shards, and compiles that for calls at top level."""
+    def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
+        """Maps the pure function over shards, and wraps that in ``jax.jit`` for top level."""
+        # Takes ``mesh`` and ``axis_names``; returns the mapped function.
         map_over = functools.partial(
             jax.shard_map,
             function,
@@ -173,43 +197,51 @@ class _ShardMap(Sharded):
             out_specs=(*plan.out_specs, PartitionSpec()),  # the last one for the outcome
             check_vma=self.check_vma,
         )
-        # With the mesh as given, None for that in context: inside a trace it may already have
-        # Manual axes, and JAX finds out.
+        # With the mesh that the user gave. If he gave none, JAX takes the one in context, which
+        # may have Manual axes in a trace.
         typed = mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
         mesh = self.context
-        options = dict[str, Any]()
+        options: dict[str, Any] = {}  # of `jax.jit`
         if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in plan.specs)
             typed = _with_types(mapped, inputs)
             if self.usable_axes == frozenset(mesh.axis_names):
-                if AxisType.Auto not in mesh.axis_types:  # otherwise JAX reshards
+                # Over Auto axes `jax.shard_map` reshards its inputs itself.
+                if AxisType.Auto not in mesh.axis_types:
                     options["in_shardings"] = inputs
                 # Redundant, but gives results a NamedSharding, as shard_map does.
                 outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
                 options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(typed, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else typed
+        # For functions that capture arrays, which are traced at each call.
         per_call = compiled_by_content(typed, **options) if self.compiled else typed
         if isinstance(mesh, AbstractMesh):
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
             per_call = self.needing_devices(mesh, per_call, from_arrays=True)
-        inline = self._inline(map_over)
-        return Program(jitted, top_level, inline=inline, traced_each_time=per_call)
+        return Program(
+            staged=jitted,
+            top_level=top_level,
+            inline=self._inline(map_over),
+            traced_each_time=per_call,
+        )
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
-        """Returns the mapped function for calls in a trace, where the mesh may have other types.
+        """Returns the mapped function for calls in a trace, on the mesh with its axis types there.
 
-        ``map_over`` is ``jax.shard_map`` of the pure function, without a mesh and axis names.
+        Args:
+          map_over: ``jax.shard_map`` of the pure function, without a mesh and axis names.
         """
 
         def inline(*leaves: object) -> Any:
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
+            # An empty set stays empty: it means all axes.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
-            current = None if mesh is None else mesh_in_trace(mesh)
+            current = None if mesh is None else mesh_in_trace(mesh)  # with the axis types there
             if current is not None and frozenset(current.axis_types) == {AxisType.Auto}:
-                # In a module, axes may be Auto that are Explicit in the given mesh, whose devices
-                # JAX may know from nowhere else.
+                # While a module runs, axes may be Auto that are Explicit in the given mesh. Its
+                # devices are kept, because JAX may know them from nowhere else.
                 if isinstance(mesh, Mesh):
                     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=current.axis_types)
                 else:
@@ -221,16 +253,20 @@ class _ShardMap(Sharded):
     def _specs_of_types(
         self, leaves: Sequence[object], mesh: Mesh | AbstractMesh | None
     ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the specs that the types of the arrays have on a mesh of Explicit axes.
+        """Returns the specs that the types of the arrays have on a mesh of Explicit axes, by slot.
 
-        None if the user gave ``in_specs``. A ``TypeError`` if axes are not Explicit.
+        Returns:
+          The specs, over the Manual axes only. None if the user gave ``in_specs``, or without mesh.
+
+        Raises:
+          TypeError: some of the axes are not Explicit, so that types say nothing about them.
         """
         if self.in_specs.tree is not None or mesh is None:
             return None
         manual = self.axis_names or frozenset(mesh.axis_names)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         # Only types over Explicit axes say how an array is sharded.
-        others = [a for a in manual if types.get(a) != AxisType.Explicit]
+        others = [axis for axis in manual if types.get(axis) != AxisType.Explicit]
         if others:
             raise TypeError(
                 "shard_map without in_specs infers them from the types of the arguments, which "
@@ -249,18 +285,22 @@ def _with_types(
 ) -> Callable[..., Any]:
     """Returns the mapped function, called with arrays that have ``shardings`` in their types.
 
-    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs, and the
-    type of an uncommitted array has no sharding yet.
+    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs. The type
+    of an array that the user did not shard has no sharding yet.
+
+    Args:
+      mapped: the result of ``jax.shard_map``, a function of all arrays.
+      shardings: one for each array.
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:
         # A committed array has its own sharding, which JAX compares with the specs.
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
-        typed = explicit_part(sharding)  # the part over Explicit axes
-        if typed is not None and not any(spec_axes(_type_spec(leaf))):
-            return jax.sharding.reshard(leaf, typed)
-        return type_as(leaf, typed or NamedSharding(sharding.mesh, PartitionSpec()))
+        explicit = explicit_part(sharding)  # without Auto axes; None if no axis remains
+        if explicit is not None and not any(spec_axes(_type_spec(leaf))):
+            return jax.sharding.reshard(leaf, explicit)
+        return type_as(leaf, explicit or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
     def typed(*leaves: object) -> Any:

@@ -13,7 +13,12 @@ compute with the arrays, a module is flattened: the *slot* of an array is its po
 
 From other modules:
 
+    Flat            a flattened module: its ``structure`` (objects by index, all but the arrays),
+                    ``leaves`` (the arrays by slot) and ``objects``
+    Location        where arrays are: a path, their slots, and the index of the Variable (``entry``)
+    stacked_slots   the slots of the arrays that have a dimension for the layers
     with_arrays     a new layer around other arrays in some slots
+    name_axis       adds the layers to the logical axes (metadata) of Variables, or removes them
     replace_slots   a copy of a list of arrays with others in some slots
     compute         calls a function of arrays that may be in host memory; the result stays there
     update_operations, perform
@@ -114,7 +119,8 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        if isinstance(remat, Iterable) and not isinstance(remat, str):  # in hashable form
+        # A policy of filters, a mapping or pairs, in hashable form: loops are cached by it.
+        if isinstance(remat, Iterable) and not isinstance(remat, str):
             remat = tuple(map(tuple, remat.items() if isinstance(remat, Mapping) else remat))
         self.remat = remat
         self.prefetch = checked_prefetch("stack", prefetch)
@@ -132,7 +138,8 @@ class Stack(nnx.Module):
         Returns:
           What the last layer returned.
         """
-        run = loop_of_calls(layer_axes(self.shared), self.length, self.unroll, self.remat)
+        axes = layer_axes(self.shared)  # 0, but None for what all layers share
+        run = loop_of_calls(axes, self.length, self.unroll, self.remat)
         with self._prefetching():
             return run(self.layers, x, args, kwargs)
 
@@ -148,19 +155,27 @@ class Stack(nnx.Module):
           The last carry, and all ``y``, stacked.
         """
         self._note_use()
+        # Of the layers, the carry, and each of `xs`; `step` returns a carry and what is stacked.
         in_axes = (layer_axes(self.shared), Carry, *[0] * len(xs))
+        out_axes = (Carry, 0)
         step = step if self.remat is False else recompute_in_backward(step, self.remat)
-        run = loop(step, in_axes, (Carry, 0), self.length, self.unroll)
+        run = loop(step, in_axes, out_axes, self.length, self.unroll)
         with self._prefetching():
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
 
     def _note_use(self) -> None:
-        """Records that layers are used one by one, where a strategy would run all of them."""
+        """Tells a strategy that runs whole stacks, such as a pipeline, that layers are used singly.
+
+        Without such a strategy there is nothing to tell.
+        """
         if (uses := SCHEDULE_USES.get()) is not None:
             uses.take_out(self)
 
     def _prefetching(self) -> AbstractContextManager[None]:
-        """Gathers parameters ahead, except in stacks inside, which do it in their own loop."""
+        """Returns a context in which loops gather the parameters of the next layer ahead.
+
+        Those of stacks inside a layer are left out: their own loops gather them.
+        """
         inner = (module for _, module in modules_in(self.layers) if isinstance(module, Stack))
         return prefetching(self.layers, self.prefetch, [stack.layers for stack in inner])
 
@@ -173,12 +188,13 @@ class Stack(nnx.Module):
         # `range` checks indices like a list, and knows the length of slices.
         numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
         key = numbers if isinstance(numbers, int) else index  # a number from 0, or the slice
+
+        def take(array: jax.Array) -> jax.Array:  # (layers, …) → (…), or (layers of the slice, …)
+            return _gather_layers(array)[key]
+
         flat = flatten_layer(self.layers)
-        parts = {  # (…) for a number, (layers of the slice, …) for a slice
-            slot: _apply(lambda x: _gather_layers(x)[key], flat.leaves[slot])
-            for slot in stacked_slots(flat, self.shared)
-        }
-        layers = with_arrays(flat, parts)
+        slots = stacked_slots(flat, self.shared)
+        layers = with_arrays(flat, {slot: _apply(take, flat.leaves[slot]) for slot in slots})
         if isinstance(numbers, int):
             # Logical axes name each dimension; that of the layers is gone.
             name_axis(nnx.spmd.remove_axis, layers, self.shared)
@@ -194,11 +210,10 @@ class Stack(nnx.Module):
 
     def __setitem__(self, index: int, layer: nnx.Module) -> None:
         """Writes the values of a module of the same structure to one layer."""
-        number = range(self.length)[operator.index(index)]  # as a list: may be negative, checked
-        new = flatten_layer(layer)
-        _check_equal(
-            [flatten_layer(self[number]), new], lambda i: f"[{number}]" if i else "the layers"
-        )
+        # `range` checks the index like a list: it may be negative, and raises an IndexError.
+        number = range(self.length)[operator.index(index)]
+        old, new = flatten_layer(self[number]), flatten_layer(layer)
+        _check_equal([old, new], name_of=lambda i: "the layers" if i == 0 else f"[{number}]")
         # The structure of the layers is that of one of them, so slots in both are the same.
         stacked = flatten_layer(self.layers)
         slots = stacked_slots(stacked, self.shared)  # of the arrays with a dimension for layers
@@ -214,8 +229,9 @@ class Stack(nnx.Module):
         # axes it has kept it.
         shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
         leaves = replace_slots(stacked.leaves, slots, apply_shardings(arrays, shardings))
+        # All or none: an error or an interrupt on the way must not leave a part of the layer.
         entries = enumerate(stacked.structure.entries)
-        variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
+        variables = [index for index, x in entries if isinstance(x, VariableEntry)]
         perform(update_operations(stacked.structure, leaves, stacked.objects, variables))
 
     def __iter__(self) -> Iterator[Any]:
@@ -304,7 +320,7 @@ class _Stacked(NamedTuple):
 def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Stacked:
-    """Makes all layers by one ``vmap``.
+    """Makes all layers by one ``vmap`` over their random streams.
 
     Args:
       make: makes one layer.
@@ -317,20 +333,20 @@ def _make_layers(
         return isinstance(x, nnx.Rngs | nnx.RngStream)
 
     # Only the streams are mapped. They are arguments of the mapped function, all others captured.
-    streams_at = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
-    streams_named = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
+    by_position = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
+    by_name = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
 
-    def make_one(streams_at: dict[int, Any], streams_named: dict[str, Any]) -> Any:
-        positional = [streams_at.get(i, x) for i, x in enumerate(args)]
-        return make(*positional, **{**kwargs, **streams_named})
+    def make_one(by_position: dict[int, Any], by_name: dict[str, Any]) -> Any:
+        positional = [by_position.get(i, x) for i, x in enumerate(args)]
+        return make(*positional, **{**kwargs, **by_name})
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_no_variable: None, ...: 0})
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
-    layer = make_all(streams_at, streams_named)
+    layer = make_all(by_position, by_name)
     flat = flatten_layer(layer)
-    outside = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
-    return _Stacked(layer, [location.path for location in outside])
+    unmapped = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
+    return _Stacked(layer, shared=[location.path for location in unmapped])
 
 
 def _is_no_variable(path: Path, value: object) -> bool:
@@ -340,7 +356,7 @@ def _is_no_variable(path: Path, value: object) -> bool:
 def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
     """Stacks the arrays of existing layers; what is the same object in all stays as it is."""
     flats = [flatten_layer(block) for block in blocks]
-    _check_equal(flats, lambda i: f"layer {i}")  # so slots are the same in all
+    _check_equal(flats, name_of=lambda i: f"layer {i}")  # so slots are the same in all
     first = flats[0]
     joined: dict[int, Any] = {}  # by slot, (layers, …)
     shared: list[Path] = []
@@ -359,24 +375,32 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
 
 
 def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
-    """Whether all layers have the same Variable, or, outside of Variables, the same arrays."""
+    """Whether all layers have the same Variable, or, outside of Variables, the same arrays.
+
+    Args:
+      location: where the Variable or the arrays are in each layer.
+      flats: the layers, of equal structure.
+    """
     first, *others = flats
     if is_in_variable(first, location):
         index = cast(int, location.entry)
         return all(flat.objects[index] is first.objects[index] for flat in others)
-    return all(flat.leaves[s] is first.leaves[s] for flat in others for s in location.slots)
+    return all(
+        flat.leaves[slot] is first.leaves[slot] for flat in others for slot in location.slots
+    )
 
 
 def _gather_layers(x: jax.Array) -> jax.Array:
     """Puts all layers of a stacked array on each device, if an Explicit axis shards them.
 
-    JAX does not index such a dimension; on Auto axes, XLA gathers what it needs.
+    Shape and values stay, (layers, …). JAX refuses to index a dimension that an Explicit axis
+    shards; on Auto axes, XLA gathers what it needs.
     """
-    spec = type_spec(x)
-    if spec is None or spec.partitions[:1] in ((), (None,)):
+    spec = type_spec(x)  # over Explicit axes; None without any
+    if spec is None or spec.partitions[:1] in ((), (None,)):  # no axis shards the layers
         return x
-    whole = NamedSharding(sharding_of(x).mesh, with_entries(spec, [None, *spec.partitions[1:]]))
-    [gathered] = apply_shardings([x], [whole])
+    unsharded = with_entries(spec, [None, *spec.partitions[1:]])
+    [gathered] = apply_shardings([x], [NamedSharding(sharding_of(x).mesh, unsharded)])
     return cast(jax.Array, gathered)
 
 
@@ -392,7 +416,7 @@ def count_layer_dimensions(flat: Flat) -> dict[int, int]:
     An array of a stack in a stack has two; arrays outside of stacks are not in the result.
     """
     structure = flat.structure
-    counts = dict[int, int]()
+    counts = dict[int, int]()  # by slot
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
             continue
@@ -408,7 +432,10 @@ def count_layer_dimensions(flat: Flat) -> dict[int, int]:
 
 
 def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
-    """Checks that layers differ only in the values of arrays."""
+    """Raises a ``ValueError`` if layers differ in more than the values of arrays.
+
+    ``name_of`` returns the expression for a layer by its number, such as ``layer 3``.
+    """
     raise_listed(
         ValueError,
         f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
