@@ -47,9 +47,14 @@ From other modules:
     Module      the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
                 values that a value is handed on from, ``around`` the calls around a computation,
                 ``runs`` how often each runs
-    Buffers     what the compiler keeps in memory: allocations, buffers in them, and when each is
-                live
+    Buffers     what the compiler keeps in memory: allocations (blocks), buffers in them (arrays),
+                and the first and last step of the schedule at which each is live
+    Value       an array: the computation, the name of the instruction that makes it, and the index
+                in its tuple
     module_of   the path of the innermost user's module in the name of an operation; None for none
+    common      the innermost module around all of several; empty without one
+    operations  the names that XLA has joined to the name of one instruction
+    dims_at     the shape of the part of a result at an index; () if there is none
 """
 
 from __future__ import annotations
@@ -153,12 +158,13 @@ def module_table(
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
     in_use = max(buffers.in_use())
+    attributed = sum((figure.at_peak or Counter()).total() for figure in figures.values())
     return ModuleTable(
         ordered(table),
         peak=max(required, in_use),
         in_use=in_use,
         reserved=max(required - in_use, 0),
-        unattributed=in_use - sum((x.at_peak or Counter()).total() for x in figures.values()),
+        unattributed=in_use - attributed,
         over_time=MemoryOverTime(phases),
         why=why,
     )
@@ -200,8 +206,8 @@ def figures_by_place(
       measured: the seconds that a profile has measured by place; None without one.
     """
     module, buffers, collectives = program.module, program.buffers, program.collectives
-    parts = {} if module.unread else executed_work(module)
-    work = None if module.unread else _work_by_place(module, parts, attribution)
+    executed = {} if module.unread else executed_work(module)
+    work = None if module.unread else _work_by_place(module, executed, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
     for collective in collectives or ():
         sent[attribution.place_of_collective(collective)].append(collective)
@@ -210,18 +216,18 @@ def figures_by_place(
     # What has no cost may still take time, such as a copy.
     for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
         cost = _UNKNOWN_COST if work is None else work.get(place, Work()).cost()
-        own_sent = None if collectives is None else Collectives(sent.get(place, ()))
+        sent_here = None if collectives is None else Collectives(sent.get(place, ()))
         roofline = None
         if program.hardware is not None:
-            roofline = roofline_of(cost, own_sent, program.hardware, program.mesh)
+            roofline = roofline_of(cost, sent_here, program.hardware, program.mesh)
         figures[place] = PlaceFigures(
-            cost,
-            own_sent,
+            cost=cost,
+            collectives=sent_here,
             seconds=None if roofline is None else roofline.seconds,
             at_peak=None if buffers is None else held.get(place, Counter()),
             measured=None if measured is None else measured.get(place, 0.0),
         )
-    reasons = why_unknown(module, parts)
+    reasons = why_unknown(module, executed)
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)
@@ -238,25 +244,30 @@ def seconds_by_place(attribution: Attribution, measured: Measured) -> dict[Place
         # A product takes most of the time of what is fused with it.
         products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
         places = [attribution.place(x) for x in (*products, instruction)]
-        sums[next(filter(None, places), attribution.place_around(home))] += time
+        first_known = next(filter(None, places), attribution.place_around(home))
+        sums[first_known] += time
     return sums
 
 
 def _work_by_place(
     module: Module, executed: ExecutedWork, attribution: Attribution
 ) -> dict[Place, Work]:
-    """Sums the work of each place, with the bodies of loops counted as often as they run."""
+    """Sums the work of each place, with the bodies of loops counted as often as they run.
+
+    ``executed`` has the instructions of each computation by its name, with the work of one run.
+    """
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
         for instruction, work in parts:
             place = attribution.place(instruction)
-            # A loss may be repeated in fusions of modules that need it, and counts with those.
+            # What is outside of modules, such as a loss, may be repeated in fusions of modules that
+            # need it, and counts with those.
             is_repeated = place is not None and not place.path and module.runs[name].is_fused
             if place is None or is_repeated:
                 around = attribution.place_around(name)
                 if place is None or around.path:
                     place = around
-            sums[place] = sums[place].plus(work, module.runs[name].least)
+            sums[place] = sums[place].plus(work, times=module.runs[name].least)
     return sums
 
 
@@ -303,10 +314,11 @@ def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
     """Joins the steps of the schedule that belong to one place, with the most bytes in use."""
     phases: list[Phase] = []
     for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
+        start = step
         if phases and place == (phases[-1].path, phases[-1].backward):  # the phase goes on
-            size = max(phases[-1].bytes, size)
-            step = phases.pop().start
-        phases.append(Phase(step, *place, size))
+            last = phases.pop()
+            start, size = last.start, max(last.bytes, size)
+        phases.append(Phase(start, path=place.path, backward=place.backward, bytes=size))
     return phases
 
 
@@ -337,10 +349,11 @@ class Attribution:
         """
         self._module = module
         rows = [row for row in rows if row.used]
-        self._places_by_name: dict[str, Place | None] = {}
-        self._places: dict[str, Place | None] = {}
-        self._owners = owners_of_arguments(rows)
-        # The row of each parameter of the program: by order, or where that differs, by name.
+        self._places_by_operation: dict[str, Place | None] = {}
+        self._places: dict[str, Place | None] = {}  # by the name of the instruction
+        self._owners = owners_of_arguments(rows)  # for each row
+        # Number of a parameter of the program → index of its row: the same, if rows are in the
+        # order of parameters; else by the path, which the compiler may have kept; else None.
         by_path = {row.path: index for index, row in enumerate(rows)}
         in_order = bool(inputs_of(module, rows))
         self._rows = {
@@ -348,38 +361,45 @@ class Attribution:
             for number, parameter in module.parameters.items()
         }
         self._known_modules = {*paths}.union(*(enclosing_paths(row.path) for row in rows))
+        # The modules around arguments, by what the arguments count as.
         paths_of_uses = defaultdict[str, set[str]](set)
         for row, owner in zip(rows, self._owners, strict=True):
             paths_of_uses[owner.use].update(enclosing_paths(row.path))
         self._optimizers = paths_of_uses["optimizer state"] - paths_of_uses["parameters"]
-        # The shapes that gradients of a module's own parameters may have.
+        # Module → the shapes that gradients of its own parameters may have: whole or a shard, and
+        # without the first dimension in a loop over layers.
         self._parameter_dims: defaultdict[str | None, set[tuple[int, ...]]] = defaultdict(set)
         for row, owner in zip(rows, self._owners, strict=True):
             if owner.use == "parameters" and owner.place:
-                whole = {row.shape, row.shard_shape}
-                # In a loop over layers the first dimension is gone.
-                self._parameter_dims[owner.place.path] |= whole | {dims[1:] for dims in whole}
+                shapes = {row.shape, row.shard_shape}
+                self._parameter_dims[owner.place.path] |= shapes | {dims[1:] for dims in shapes}
 
     def argument(self, number: int) -> Owner:
-        """Returns what the argument with this number counts as."""
+        """Returns what the argument with this number counts as; of an unknown one, an input."""
         row = self._rows.get(number)
         return Owner(None, "inputs") if row is None else self._owners[row]
 
     def named(self, operation: str) -> Place | None:
-        """Reads the place from the name of an operation; None for one that the compiler chose."""
+        """Reads the place from the name of an operation; None for one that the compiler chose.
+
+        For example, ``jit(step)/transpose(jvp(model))/up/dot_general`` is ``model.up``, backward.
+        """
         if "/" not in operation:  # JAX's names begin with the name of the function
             return None
-        if operation not in self._places_by_name:
+        if operation not in self._places_by_operation:
             names = operations(operation)
             modules = [module_of(name, self._known_modules) for name in names]
             paths = [path for path in modules if path is not None]
-            # JAX transposes what is linear in a tangent.
+            # JAX makes the backward pass by transposing what is linear in a tangent.
             backward = all("transpose(" in name for name in names)
-            self._places_by_name[operation] = Place(common(paths) if paths else "", backward)
-        return self._places_by_name[operation]
+            self._places_by_operation[operation] = Place(common(paths) if paths else "", backward)
+        return self._places_by_operation[operation]
 
     def place(self, instruction: Instruction) -> Place | None:
-        """Finds the place of an instruction, ignoring the instruction around it."""
+        """Finds the place of an instruction by rules 1 to 3 at the top of this file; None without.
+
+        :meth:`place_around` is rule 4.
+        """
         name = instruction.name
         if name not in self._places:
             place = self._named_place(instruction)
@@ -391,12 +411,15 @@ class Attribution:
         return self._places[name]
 
     def place_around(self, computation: str) -> Place:
-        """Finds the place of the innermost instruction with one that runs a computation."""
+        """Finds the place of the innermost instruction around a computation that has a place."""
         callers = (self.place(caller) for _, caller in self._module.around(computation))
         return next(filter(None, callers), UNKNOWN)
 
     def place_of_collective(self, collective: Collective) -> Place:
-        """Finds the place of a collective: by its name, which may have been completed, or else."""
+        """Finds the place of a collective, by its operation or as for other instructions.
+
+        The operation may be known though the instruction has none: `collectives.py` looks for it.
+        """
         place = self.named(collective.operation or "")
         instruction = self._module.maker(Value(collective.computation, collective.name))
         if place is None and instruction is not None:
@@ -430,26 +453,27 @@ class Attribution:
         count if no others are found. What is computed from the backward pass belongs to it.
         """
         home, name, _ = value
-        # The names from which the search goes on: towards operands, and towards users.
-        sides = {"operands": {name}, "users": {name}}
+        within = self._module.within[home]
+        # The names from which the search goes on, in both directions.
+        frontiers = {"operands": {name}, "users": {name}}
         seen = {name}
-        outside = None
+        outside = None  # the place outside of modules that was found first
         for distance in range(_MAX_DISTANCE):
-            found: dict[str, list[Place]] = {}  # at this distance
-            for side, names in sides.items():
-                linked = self._linked(home, names, side) - seen
-                within = self._module.within[home]
+            found: dict[str, list[Place]] = {}  # at this distance, by direction
+            for direction, names in frontiers.items():
+                linked = self._linked(home, names, direction) - seen
                 places = {name: self._named_place(within[name]) for name in sorted(linked)}
-                found[side] = [place for place in places.values() if place is not None]
-                sides[side] = {x for x, place in places.items() if place is None}
+                found[direction] = [place for place in places.values() if place is not None]
+                frontiers[direction] = {x for x, place in places.items() if place is None}
                 seen |= linked
             before, after = found["operands"], found["users"]
             known = before or after
             if not known:
                 continue
             backward = any(p.backward for p in before) or all(p.backward for p in known)
-            parameters = self._modules_of_parameters(value) if not distance else set[str]()
-            paths = [*parameters] or [place.path for place in before + after if place.path]
+            # The parameters that it is given itself come first (rule 2).
+            of_parameters = self._modules_of_parameters(value) if distance == 0 else set[str]()
+            paths = [*of_parameters] or [place.path for place in before + after if place.path]
             if paths:
                 return Place(self._joined(paths), backward)
             outside = outside or Place("", backward)
@@ -459,16 +483,19 @@ class Attribution:
         """Returns the place of what serves several: the innermost module around all of them."""
         return common(sorted(paths))
 
-    def _linked(self, home: str, names: Iterable[str], side: str) -> set[str]:
-        """Collects the operands or the users of instructions of a computation."""
+    def _linked(self, home: str, names: Iterable[str], direction: str) -> set[str]:
+        """Collects the names of the operands, or of the users, of instructions of a computation.
+
+        ``home`` is the name of the computation, ``direction`` is ``operands`` or ``users``.
+        """
         within = self._module.within[home]
-        if side == "users":
+        if direction == "users":
             users = self._module.users[home]
             return {user.name for name in names for user, _ in users.get(name, ())}
         return {x for name in names for x in within[name].operand_names if x in within}
 
     def _modules_of_parameters(self, value: Value) -> set[str]:
-        """Collects the modules of the parameters that an instruction is given."""
+        """Collects the modules of the parameters that the instruction of a value is given."""
         modules = set[str]()
         for operand in self._module.operands(value):
             number = self._module.argument(self._source(operand, through_moves=True))
@@ -499,6 +526,7 @@ class Attribution:
           backward_steps: the steps of the schedule that are in the backward pass, in order.
           num_steps: the number of all steps.
         """
+        # Rule 1: an argument.
         is_result = allocation.is_result and buffer.last >= num_steps - 1
         if is_result and allocation.parameter is not None:  # a donated argument, updated in place
             return self.argument(allocation.parameter)
@@ -509,20 +537,22 @@ class Attribution:
         if number is not None and number in self._rows:
             owner = self.argument(number)
             return owner._replace(use="outputs") if is_result else owner
-        array = self._source(array)
-        maker = self._module.maker(array)
+        # Rule 2: the place.
+        computed = self._source(array)
+        maker = self._module.maker(computed)
         assert maker is not None  # _source stops before what damaged text lacks
         place = self.place(maker)
-        dims = dims_at(maker, array.index)
+        dims = dims_at(maker, computed.index)
         if place is None or not place.path or place.path in self._optimizers:
-            place = self._place_of_parameter(array, dims) or place
+            place = self._place_of_parameter(computed, dims) or place
+        # Rule 3: the use.
         if is_result or place is None:
             return Owner(place, "outputs" if is_result else "intermediates")
         if place.backward and dims in self._parameter_dims[place.path]:
             return Owner(place, "gradients")  # also of a shard, or of one layer in a loop
-        following = bisect.bisect_right(backward_steps, buffer.first)
-        last = self._carried_until(buffer, allocation, array)
-        is_kept = following < len(backward_steps) and backward_steps[following] <= last
+        next_backward = bisect.bisect_right(backward_steps, buffer.first)  # an index
+        last = self._carried_until(buffer, allocation, computed)
+        is_kept = next_backward < len(backward_steps) and backward_steps[next_backward] <= last
         return Owner(place, "activations" if is_kept and not place.backward else "intermediates")
 
     def _carried_until(self, buffer: Buffer, allocation: Allocation, source: Value) -> int:
@@ -530,6 +560,11 @@ class Attribution:
 
         The compiler names it anew before, in and after a loop: as several buffers, one after
         another in one place, that are computed by one instruction.
+
+        Args:
+          buffer: the array.
+          allocation: the block of memory that it is in.
+          source: the value that computes it.
         """
         last = buffer.last
         for later in allocation.values:
@@ -545,9 +580,10 @@ class Attribution:
 
         With ``through_moves``, also through copies, slices and so on that the user wrote.
         """
-        # A loop carries what its body computes. Where the body returns what it was given, which
-        # leads here again, the initial value is taken instead.
-        returned: set[Value] = set()
+        # What a loop carries comes from two values: the initial one, and what its body returns. The
+        # last is followed. Where the body only returns what it was given, that leads here again,
+        # and then the initial one is.
+        returned: set[Value] = set()  # by bodies, and followed
         for _ in range(_MAX_STEPS):
             sources = self._passed_from(value, through_moves)
             if len(sources) > 1:
@@ -587,12 +623,16 @@ class Attribution:
         return self._module.passed(value)
 
     def _only_moves(self, fusion: Instruction, is_followed: bool) -> bool:
-        """Tells whether the result of a fusion is what it is given, or an update of that."""
-        inner = self._module.fused(fusion)
-        root = None if inner is None else self._module.roots.get(inner.name)
+        """Tells whether a search may go on through a fusion: it only moves arrays.
+
+        Also if it updates an array in place, or makes several, of which each may be a moved one.
+        ``is_followed`` says whether the search goes through moves at all.
+        """
+        fused = self._module.fused(fusion)
+        root = None if fused is None else self._module.roots.get(fused.name)
         if root is not None and root.opcode in ("tuple", "dynamic-update-slice"):
             return True
-        opcodes = {instruction.opcode for instruction in inner.instructions} if inner else set()
+        opcodes = {instruction.opcode for instruction in fused.instructions} if fused else set()
         return is_followed and opcodes <= _MOVES | {"parameter", "constant", "tuple"}
 
     def _place_of_parameter(self, value: Value, dims: tuple[int, ...]) -> Place | None:
@@ -604,7 +644,7 @@ class Attribution:
         """
         pending = [value]
         seen = {value.name}
-        best = None
+        best = None  # the place that was found last
         while pending and dims and len(seen) < _MAX_STEPS:
             value = pending.pop(0)
             instruction = self._module.maker(value)
@@ -640,18 +680,18 @@ def owners_of_arguments(rows: Sequence[ParameterRow]) -> list[Owner]:
     ``optimizer.opt_state[0].mu.up.kernel`` to ``model.up``, of ``model.up.kernel``. If parameters
     of several modules end so, it belongs to where it is.
     """
-    keys = [tuple(_KEY.findall(row.path)) for row in rows]
+    paths = [tuple(_KEY.findall(row.path)) for row in rows]  # ("model", "up", "kernel")
     modules_by_end: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     inside_arguments = set()  # the paths of parameters without the name of the argument
-    for row, path in zip(rows, keys, strict=True):
+    for row, path in zip(rows, paths, strict=True):
         if row.role == "parameter":
             inside_arguments.add(path[1:])
             for start in range(len(path)):
                 modules_by_end[path[start:]].add(_module_around(row.path))
     owners = []
-    for row, path in zip(rows, keys, strict=True):
+    for row, path in zip(rows, paths, strict=True):
         module = _module_around(row.path)
-        ends = [path[start:] for start in range(1, len(path))]
+        ends = [path[start:] for start in range(1, len(path))]  # longest first
         # Trees of arrays that mirror the parameters, such as Optax's own state.
         is_mirror = row.variable is None and any(end in inside_arguments for end in ends)
         use: MemoryUse = "other state"

@@ -2,7 +2,11 @@
 
 The buffer assignment has an *allocation* for each block of memory, and the *buffers* in it, with
 their offsets; the live ranges say at which steps of the schedule each is in use. Figures of memory
-that JAX reports are sums over these.
+that JAX reports are sums over these. Parts of the two files:
+
+    allocation 0: size 1024, parameter 0, …          the schedule, and where buffers are live
+     value: <7 dot.1{0} @0> (size=512,offset=0)…      3:dot.1
+                                                      dot.1{0}:3-9
 """
 
 from __future__ import annotations
@@ -62,20 +66,21 @@ def read_buffers(folder: Path) -> Buffers | None:
 
     None if the folder has no such files.
     """
-    # Names that begin with the module's.
+    # Their names begin with that of the program.
     assignments = sorted(folder.glob("*optimizations-buffer-assignment.txt"))
     ranges = sorted(folder.glob("*optimizations-live-range.txt"))
     if len(assignments) != 1 or len(ranges) != 1:
         return None
     schedule, _, live = ranges[0].read_text().partition("BufferLiveRange:")
-    names = tuple(_STEP.findall(schedule))
-    # The first and the last step at which each array is live, by instruction and index.
+    names = tuple(_STEP.findall(schedule))  # of the instructions
+    # (instruction, index as written) → the first and the last step at which the array is live.
     spans = {
         (name, index): (int(first), min(int(last), len(names) - 1))
         for name, index, first, last in _RANGE.findall(live)
     }
     allocations = []
-    for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):  # one for each allocation
+    # One block of text for each allocation: lines of its values are indented.
+    for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):
         head, _, values_in_it = block.partition("\n")
         size = _ALLOCATION.match(head)
         # Other memory, such as a TPU's vector memory, has a colour. The memory of a thread is on a
@@ -83,31 +88,40 @@ def read_buffers(folder: Path) -> Buffers | None:
         if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
             continue
         number = re.search(r", parameter (\d+),", head)
-        buffers = [
-            Buffer(name, _numbers(index), int(length), int(offset), *spans[name, index])
-            for name, index, length, offset in _VALUE.findall(values_in_it)
-            if (name, index) in spans
-        ]
-        parameter = int(number[1]) if number else None
-        values = tuple(_one_after_another(buffers))
-        allocations.append(Allocation(int(size[1]), parameter, "maybe-live-out" in head, values))
+        buffers = []
+        for name, index, length, offset in _VALUE.findall(values_in_it):
+            if (name, index) in spans:
+                first, last = spans[name, index]
+                part = _read_index(index)
+                buffers.append(Buffer(name, part, int(length), int(offset), first, last))
+        allocation = Allocation(
+            size=int(size[1]),
+            parameter=int(number[1]) if number else None,
+            is_result="maybe-live-out" in head,
+            values=tuple(_one_after_another(buffers)),
+        )
+        allocations.append(allocation)
     return Buffers(tuple(allocations), names) if allocations and names else None
 
 
 def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
-    """Yields buffers; one that an operation replaces in place ends before the result begins."""
+    """Yields buffers; one that an operation replaces in place ends before the result begins.
+
+    By the compiler's live ranges both are live at that step, though they are the same memory.
+    """
     by_offset: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer in sorted(buffers, key=lambda buffer: (buffer.first, buffer.last)):
         by_offset[buffer.offset].append(buffer)
-    for place in by_offset.values():
-        for buffer, following in itertools.zip_longest(place, place[1:]):
+    for in_one_place in by_offset.values():
+        for buffer, following in itertools.zip_longest(in_one_place, in_one_place[1:]):
             last = buffer.last if following is None else min(buffer.last, following.first - 1)
             if last >= buffer.first:  # else another one took its place at once
                 yield dataclasses.replace(buffer, last=last)
 
 
-def _numbers(index: str) -> tuple[int, ...]:
-    return tuple(map(int, filter(None, index.split(","))))
+def _read_index(text: str) -> tuple[int, ...]:
+    """Reads ``1,0`` as (1, 0), and an empty text as ()."""
+    return tuple(map(int, filter(None, text.split(","))))
 
 
 # As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format.

@@ -78,8 +78,9 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
     __slots__ = ()
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        most = max((phase.bytes for phase in self), default=0) or 1
-        # At most 40 lines, each the phase with the most bytes among its neighbours.
+        """Yields what ``print`` shows: a bar for each of at most 40 phases."""
+        most = max((phase.bytes for phase in self), default=0) or 1  # the length of a full bar
+        # Of each ``step`` neighbours, the one with the most bytes.
         step = max(1, math.ceil(len(self) / 40))
         rows = []
         for start in range(0, len(self), step):
@@ -124,7 +125,7 @@ class ModuleTable(AsData):
         rows = [row for row in self.rows if backward in (None, row.backward)]
         if path:
             rows = [row for row in rows if row.path and is_within(row.path, path)]
-        return _sum(path, backward, rows)
+        return _sum(rows, path=path, backward=backward)
 
     def at_depth(self, depth: int) -> ModuleTable:
         """Sums modules that are more than ``depth`` attributes or keys below an argument.
@@ -134,10 +135,14 @@ class ModuleTable(AsData):
         """
         groups: defaultdict[tuple[str | None, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
-            # The module at this depth, or the row's own.
-            path = row.path and [*enclosing_paths(row.path), row.path][: depth + 1][-1]
+            path = row.path
+            if path:  # the module at this depth, or the row's own
+                outermost_first = [*enclosing_paths(path), path]
+                path = outermost_first[: depth + 1][-1]
             groups[path, row.backward].append(row)
-        rows = [_sum(*key, rows) for key, rows in groups.items()]
+        rows = [
+            _sum(group, path=path, backward=backward) for (path, backward), group in groups.items()
+        ]
         return dataclasses.replace(self, rows=ordered(rows))
 
     def by_kind(self) -> dict[str, int]:
@@ -154,27 +159,30 @@ class ModuleTable(AsData):
         return held
 
     def holders(self, most: int = 5) -> list[str]:
-        """Lists what holds the most bytes at the peak, as texts such as ``2 GiB inputs``."""
+        """Lists what holds the most bytes at the peak, as texts, the ``most`` largest ones.
+
+        Modules in one list are alike, so what they make is one text: ``2 GiB activations of
+        model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``.
+        """
+        # Keys are the kind, and the list or the module; an empty path for arguments.
         sizes: Counter[tuple[str, str]] = Counter()
-        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # modules of the list
         for row in self.rows:
             item = _ITEM.match(row.path or "")
             for kind, size in (row.at_peak or {}).items():
-                # Modules in one list are alike, so that what they make is one line. Arguments are
-                # one line for the whole program.
                 path = ""
                 if kind in ("activations", "gradients", "intermediates"):
                     path = item[1] if item else row.path or ""
                 sizes[kind, path] += size
                 if item:
                     items[kind, path].add(item[0])
-        words = []
+        texts = []
         for (kind, path), size in sizes.most_common(most):
             count = len(items[kind, path]) if path else 0
             where = f" of {path}" if path else ""
             each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
-            words.append(f"{bytes_text(size)} {kind}{where}{each}")
-        return words
+            texts.append(f"{bytes_text(size)} {kind}{where}{each}")
+        return texts
 
     def top(self, most: int = 8) -> ModuleTable:
         """Returns the same with the first rows only."""
@@ -230,12 +238,13 @@ def path_text(path: str | None) -> str:
 
 
 def _pass(path: str | None, backward: bool | None) -> str:
+    """Writes the module and the pass of a row, such as ``the backward pass of model.up``."""
     name = path or f"what is {path_text(path)}"
     return f"the backward pass of {name}" if backward else name
 
 
-def _sum(path: str | None, backward: bool | None, rows: Sequence[ModuleRow]) -> ModuleRow:
-    """Adds up rows; a sum is None if one of its figures is."""
+def _sum(rows: Sequence[ModuleRow], *, path: str | None, backward: bool | None) -> ModuleRow:
+    """Adds up rows to one with this path and pass; a sum is None if one of its figures is."""
     sums: dict[str, float | None] = {}
     for name in ("flops", "bytes_accessed", "bytes_sent", "seconds", "measured"):
         known = all_known(getattr(row, name) for row in rows)

@@ -1,4 +1,15 @@
-"""The table of parameters: how every array of a model, an optimizer or a program is sharded."""
+"""The tables of parameters and of activations: how every array of a model or program is sharded.
+
+From other modules:
+
+    flatten         splits a pytree with modules into `Flat`: its arrays (``leaves``), and its
+                    ``structure``, which has an entry for each module and Variable
+    Location        where a Variable or an array is: its ``path``, the number of its ``entry`` in
+                    the structure, and the numbers of its arrays in the leaves (``slots``)
+    path_string     a path as text: ``("blocks", 0, "up")`` is ``blocks/0/up``
+    array_bytes     the bytes of an array of a shape and dtype
+    table, text     what rich draws: rows of cells, and a cell with a style
+"""
 
 from __future__ import annotations
 
@@ -162,10 +173,15 @@ HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "byte
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
     """Returns the texts of one row of the table, in the order of ``HEADER``."""
-    path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
-    shapes = shape_text(row.shape), shape_text(row.shard_shape)
-    sizes = str(row.bytes_per_device), str(row.bytes_total)
-    return (path, shapes[0], row.dtype, spec_text(row.spec), shapes[1], *sizes)
+    return (
+        " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)]),
+        shape_text(row.shape),
+        row.dtype,
+        spec_text(row.spec),
+        shape_text(row.shard_shape),
+        str(row.bytes_per_device),
+        str(row.bytes_total),
+    )
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -174,7 +190,13 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
-    """Draws rows for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
+    """Draws rows for consoles: coloured axes, units for bytes; without shard shapes if narrow.
+
+    Args:
+      rows: the rows.
+      width: of the console, in columns.
+      most: how many rows to draw; one more line counts the others.
+    """
     styles = spec_styles(rows)
     sums = sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, sums)]]
@@ -182,14 +204,14 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
-    if width < 100:
+    if width < 100:  # without the shard shape
         lines = [[*line[:4], *line[5:]] for line in lines]
     header, footer, *body = lines
     return table(header, body, numbers=2, footer=footer, most=most)
 
 
 def spec_styles(rows: Iterable[Any]) -> dict[str, str]:
-    """Chooses a colour for each mesh axis, by how the specs of the rows write it."""
+    """Chooses a colour for each mesh axis, by how specs write it: ``{"'data'": "cyan"}``."""
     styles = axis_styles(axis for row in rows for axis in axes_in(row.spec))
     return {repr(axis): style for axis, style in styles.items()}
 
@@ -201,7 +223,11 @@ def axes_in(spec: PartitionSpec | str | None) -> tuple[str, ...]:
 
 
 def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays of one Variable with their paths, which begin with that of the Variable."""
+    """Yields the arrays of one Variable, each after its path as text.
+
+    ``path`` is that of the Variable, to which the keys in its value are added. What is no array,
+    such as a string, is left out.
+    """
     keys = keys_inside(flat, location.entry, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
@@ -212,7 +238,10 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
 
 
 def variable_fields(structure: Structure, index: int | None) -> dict[str, Any]:
-    """Returns the fields of a row that say what Variable an array is in; none for another array."""
+    """Returns the fields of a row that say what Variable an array is in; none for another array.
+
+    ``index`` is the number of its entry in the structure.
+    """
     entry = None if index is None else structure.entries[index]
     if not isinstance(entry, VariableEntry):
         return {}
@@ -232,7 +261,10 @@ _STATES = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState, nnx.metrics
 
 
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
-    """Lists the paths of the arrays within one Variable, whose value may be a pytree."""
+    """Lists the paths of the ``count`` arrays within one Variable, whose value may be a pytree.
+
+    ``index`` is the number of its entry in the structure; None for an array without a Variable.
+    """
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
         return container_keys(entry.value.treedef)
@@ -272,7 +304,14 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
 
 
 def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -> ParameterRow:
-    """Makes the row of an argument of a program, with a spec that names each dimension."""
+    """Makes the row of an argument of a program, with a spec that names each dimension.
+
+    Args:
+      path: its path.
+      info: its shape, its dtype, and whether it is donated, as ``jax.stages.Compiled.args_info``.
+      sharding: its sharding in the program.
+      **more: other fields of the row.
+    """
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=full_spec(sharding.spec, len(info.shape)))
     return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), **more)
@@ -286,7 +325,7 @@ def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     """Returns the mesh that most shardings have; None if none has a mesh with axes."""
     named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
-    # XLA may leave scalars on none.
+    # XLA may give scalars a mesh without axes.
     meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
     return meshes.most_common(1)[0][0] if meshes else None
 
@@ -390,14 +429,19 @@ _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes
 
 
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
-    """Draws activations for consoles, with coloured axes, and units for bytes."""
+    """Draws at most so many activations for consoles: with coloured axes, and units for bytes."""
     rows = list(rows)
     styles = spec_styles(rows)
     lines = (
         (
-            *(row.name, row.module, shape_text(row.shape), row.dtype),
-            *(text(spec_text(row.spec), styles=styles), row.chosen_by),
-            *(bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)),
+            row.name,
+            row.module,
+            shape_text(row.shape),
+            row.dtype,
+            text(spec_text(row.spec), styles=styles),
+            row.chosen_by,
+            bytes_text(row.bytes_per_device),
+            bytes_text(row.bytes_total),
         )
         for row in rows
     )

@@ -57,7 +57,7 @@ def uses_of(
     rows: Iterable[ParameterRow],
     updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
-    """Decides what collectives are for, by name.
+    """Decides what collectives are for; returns that by the names of the collectives.
 
     Args:
       module: the program.
@@ -73,7 +73,13 @@ class _Purposes:
     """Decides what the collectives of one program are for."""
 
     def __init__(self, module: Module, used: Sequence[ParameterRow], updated: Sequence[str | None]):
-        """Prepares to decide; ``used`` are the arguments that the program takes."""
+        """Prepares to decide.
+
+        Args:
+          module: the program.
+          used: the arguments that it takes, without those that it does not use.
+          updated: as for :func:`uses_of`.
+        """
         self._module = module
         self._variables = _Variables(row for row in used if row.variable is not None)
         # Parameters have the names that JAX gave them, such as ``model['up'].value``; paths are
@@ -82,6 +88,7 @@ class _Purposes:
         if inputs_of(module, used):
             arguments |= {number: row.path for number, row in enumerate(used)}
         self._origins = Origins(module, arguments, self._variables.paths)
+        # Name of an instruction whose result is returned → the paths that it updates.
         self._updated_by = _returned_by(module, updated)
 
     def of(self, collective: Instruction, home: str) -> Use:
@@ -92,28 +99,34 @@ class _Purposes:
         operations_of = _operations_of_arrays(collective, self._module.within[home])
         names = dict.fromkeys(name for names in operations_of for name in names)
         modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
-        path = common(modules) or None
+        path = common(modules) or None  # the innermost module around all of them
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
         # A sum of parameters is a result, so only what moves arrays is asked.
         operands = [] if is_sum else collective.operand_names
         moved = [self._origins.of(Value(home, name)) for name in operands]
-        if moved and all(map(self._origins.are_parameters, moved)):
+        if moved and all(map(self._origins.are_variables, moved)):
             sources = frozenset().union(*moved)
             kind: Purpose = "state" if sources <= self._variables.states else "parameter"
-            return Use(kind, tuple(sorted(sources)), path)
+            return Use(kind, parameters=tuple(sorted(sources)), module=path)
         if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
-            return Use("gradient", tuple(sorted(gradients)), path)
+            return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
         if is_sum:
-            return Use("sum", (), path)
+            return Use("sum", module=path)
         updated = self._updated_by.get(collective.name)  # None if the result is not returned
-        return Use("reshard", (), path) if updated is None else Use("result", updated, path)
+        if updated is None:
+            return Use("reshard", module=path)
+        return Use("result", parameters=updated, module=path)
 
     def _gradients(
         self, collective: Instruction, home: str, operations_of: list[list[str]], *, is_sum: bool
     ) -> set[str]:
-        """Collects the paths of the Variables of which a collective makes gradients.
+        """Collects the paths of the Variables whose gradients a collective makes.
 
-        ``operations_of`` has the names of the operations of each array that it makes.
+        Args:
+          collective: the collective.
+          home: the name of the computation that it is in.
+          operations_of: the names of the operations of each array that it makes.
+          is_sum: whether it adds up.
         """
         # How often the loops around it run; None for an unknown length.
         callers = (caller for _, caller in self._module.around(home))
@@ -129,6 +142,7 @@ class _Purposes:
             candidates = backward if is_sum else backward - {None}
             parts = self._variables.with_part(candidates, dims, lengths)
             own_operands = operands[i : i + 1] if is_each else operands
+            # A partial product with a parameter is an activation of the same shape.
             if parts and not any(map(self._origins.is_weighted, own_operands)):
                 paths |= parts
         return paths
@@ -149,8 +163,8 @@ def _operations_of_arrays(
         name = None if operand is None else operand.operation
     merged = operations(name or "")
     if count < 2 or count != len(collective.operand_names):
-        return [merged] * count
-    taken = {
+        return [merged] * count  # any of them
+    taken_by = {  # index in the tuple of results → the operation that uses it
         instruction.tuple_index: instruction.operation
         for instruction in by_name.values()
         if instruction.opcode == "get-tuple-element"
@@ -159,7 +173,7 @@ def _operations_of_arrays(
     operations_of = []
     for i, operand_name in enumerate(collective.operand_names):
         made = by_name[operand_name].operation if operand_name in by_name else None
-        known = [operations(name) for name in (made, taken.get(i)) if name]
+        known = [operations(name) for name in (made, taken_by.get(i)) if name]
         # An operand may be named after something else, such as the loop that computes it: the
         # first name that shares an operation with the collective is the right one.
         shared = (names for names in known if not {*names}.isdisjoint(merged))
@@ -245,7 +259,6 @@ class _Variables:
         return set()
 
 
-# What Flax keeps besides parameters.
 class _Dimension(NamedTuple):
     """A dimension of an argument."""
 
@@ -256,7 +269,10 @@ class _Dimension(NamedTuple):
 def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[int | None]) -> bool:
     """Tells whether an array of these dimensions can be a part of a Variable, or one layer of it.
 
-    Neither has dimensions of size 1. ``lengths`` are those of the loops that make the array.
+    Args:
+      row: the Variable.
+      dims: the dimensions of the array, without those of size 1.
+      lengths: how often the loops run in which the array is made.
     """
     dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
     if dimensions:
@@ -271,7 +287,10 @@ def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[i
 
 
 def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
-    """Tells whether an array can be one or several shards of a larger one."""
+    """Tells whether an array of the shape ``dims`` can be one or several shards of a larger one.
+
+    Of (8, 16) with shards of (2, 16) these are (2, 16), (4, 16) and (8, 16).
+    """
     return len(dims) == len(dimensions) and all(
         part and dimension.size % part == 0 and part % dimension.shard == 0
         for part, dimension in zip(dims, dimensions, strict=True)
@@ -287,6 +306,10 @@ _UNKNOWN = {"unknown"}  # stands for the opcodes of a computation that is not in
 def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tuple[str, ...]]:
     """Finds the instructions whose values are returned, unchanged or added to a Variable.
 
+    Args:
+      module: the program.
+      updated: the path of the Variable that each array of its result updates, or None.
+
     Returns:
       By the name of each such instruction the paths among ``updated`` that its value goes to.
     """
@@ -296,8 +319,8 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     by_name = module.within[module.entry.name]
     opcodes_in = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
     results = root.operand_names if root.opcode == "tuple" else (root.name,)
-    # The Variable that each result updates, if there is one for each.
-    paths = updated if len(updated) == len(results) else [None] * len(results)
+    paths = updated if len(updated) == len(results) else [None] * len(results)  # unknown otherwise
+    # Names of instructions to look at, each with the Variable that its value goes to.
     pending: list[tuple[str, str | None]] = [*zip(results, paths, strict=True)]
     returned: dict[str, tuple[str, ...]] = {}
     while pending:
@@ -308,7 +331,7 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
             continue
         returned[name] = (*returned.get(name, ()), *new)
         instruction = by_name[name]
-        # Of a fusion, what is fused.
+        # What it does, or for a fusion, what the fused instructions do.
         inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
         opcodes = {instruction.opcode}.union(*inside) - {"fusion"}
         operands = [by_name[x] for x in instruction.operand_names if x in by_name]
@@ -329,13 +352,19 @@ _MAX_STEPS = 64  # from the initial value of a loop to constants: counters and z
 
 
 class Origins:
-    """Finds the arguments from which values are computed; some of these are parameters."""
+    """Finds the arguments from which values are computed; some of these are Variables.
 
-    def __init__(self, module: Module, arguments: Mapping[int, str], parameters: Collection[str]):
+    Args:
+      module: the program.
+      arguments: the names of its arguments, by their numbers.
+      variables: the names of those that are in Variables.
+    """
+
+    def __init__(self, module: Module, arguments: Mapping[int, str], variables: Collection[str]):
         self._module = module
-        self._arguments, self._parameters = arguments, parameters
-        # Values that are known to be computed from an argument that is not a parameter. One such
-        # argument is enough to know that a collective does not move parameters, so that a search
+        self._arguments, self._variables = arguments, variables
+        # Values that are known to be computed from an argument that is not a Variable. One such
+        # argument is enough to know that a collective does not move Variables, so that a search
         # ends there, and most end soon.
         self._others: dict[Value, str] = {}
 
@@ -343,10 +372,10 @@ class Origins:
         """Returns the names of the arguments from which a value is computed.
 
         The search goes from the value to its operands, and so on. It ends at the first argument
-        that is not a parameter, and then returns only that one: callers ask whether there is any.
+        that is not a Variable, and then returns only that one: callers ask whether there is any.
         """
         names: set[str] = set()
-        # By each value that was reached: the one that is computed from it, on the way to the start.
+        # Each value that was reached → the one computed from it, on the way back to the start.
         user_of: dict[Value, Value | None] = {value: None}
         pending = [value]
         while pending:
@@ -355,14 +384,14 @@ class Origins:
             number = self._module.argument(value)
             if name is None and number is not None:
                 name = self._arguments.get(number, value.name)
-            if name is not None and name not in self._parameters:
+            if name is not None and name not in self._variables:
                 user: Value | None = value
                 while user is not None:  # all values on the way here are computed from it, too
                     self._others[user], user = name, user_of[user]
                 return frozenset([name])
             if name is not None:
                 names.add(name)
-            for operand in self._before(value):
+            for operand in self._computed_from(value):
                 if operand not in user_of:
                     user_of[operand] = value
                     pending.append(operand)
@@ -379,19 +408,20 @@ class Origins:
             instruction = self._module.maker(x)
             return instruction is not None and instruction.opcode in opcodes
 
-        def before(x: Value) -> list[Value]:
-            return [] if is_one_of(x, "reduce", "scatter", *PRODUCTS) else self._before(x)
+        def computed_from(x: Value) -> list[Value]:
+            is_last = is_one_of(x, "reduce", "scatter", *PRODUCTS)
+            return [] if is_last else self._computed_from(x)
 
-        products = (x for x in reached(value, before) if is_one_of(x, *PRODUCTS))
+        products = (x for x in reached(value, computed_from) if is_one_of(x, *PRODUCTS))
         factors = (factor for product in products for factor in self._module.operands(product))
-        return any(self.are_parameters(self.of(factor)) for factor in factors)
+        return any(self.are_variables(self.of(factor)) for factor in factors)
 
-    def are_parameters(self, names: frozenset[str]) -> bool:
-        """Tells whether something is computed from parameters only, and from some."""
-        return bool(names) and names <= {*self._parameters}
+    def are_variables(self, names: frozenset[str]) -> bool:
+        """Tells whether these arguments are Variables only, and at least one."""
+        return bool(names) and names <= {*self._variables}
 
-    def _before(self, value: Value) -> list[Value]:
-        """Lists what a value is computed from."""
+    def _computed_from(self, value: Value) -> list[Value]:
+        """Lists the values that a value is computed from in one step."""
         instruction = self._module.maker(value)
         passed = self._module.passed(value)
         if instruction is None:
@@ -412,10 +442,10 @@ class Origins:
     def _is_constant(self, value: Value) -> bool:
         """Tells whether a value is computed from constants only, in few steps."""
 
-        def before(x: Value) -> list[Value]:
+        def computed_from(x: Value) -> list[Value]:
             return self._module.passed(x) or self._module.operands(x)
 
-        values = [*itertools.islice(reached(value, before), _MAX_STEPS)]
+        values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]
         makers = filter(None, map(self._module.maker, values))
         is_fixed = all(maker.opcode not in ("parameter", "while") for maker in makers)
         return is_fixed and len(values) < _MAX_STEPS

@@ -7,7 +7,7 @@ compute it, whose names make up the path of the module.
 From other modules:
 
     jaxprs_of   the jaxprs in the parameters of an equation, such as the body of a loop
-    path_of     the path of the user's module in the names of nested equations
+    path_of     the path of the user's module in the names of nested equations, outermost first
 """
 
 from __future__ import annotations
@@ -112,9 +112,15 @@ def residual_of(
     calls: list[tuple[Jaxpr, JaxprEqn]] = []
 
     def residual(operation: str, *innermost: JaxprEqn, source: str = "") -> Residual:
-        """Describes the array; the module is that of the calls around, and of ``innermost``."""
+        """Describes the array; its source is the module of the calls and of ``innermost``."""
         path = path_of([*(call for _, call in calls), *innermost])
-        return Residual(source or path or fun_name, operation, aval.shape, aval.dtype, memory)
+        return Residual(
+            source=source or path or fun_name,
+            operation=operation,
+            shape=aval.shape,
+            dtype=aval.dtype,
+            memory=memory,
+        )
 
     while not isinstance(var, Literal):
         if var in jaxpr.invars:  # go out of the call, to what it was given
