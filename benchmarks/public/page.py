@@ -6,6 +6,7 @@ been run. Reasons are notes below the table, each once.
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -41,15 +42,29 @@ def write(results: Results) -> None:
 
 
 def tables(results: Results) -> str:
-    """Returns the table and the notes, as Markdown."""
+    """Returns the table and the notes, as Markdown.
+
+    A measure that no model fails has no column: a sentence says for how many it works.
+    """
     notes: list[str] = []
+    failing = [
+        name for name in _NUMBERS if any("failed" in m.get(name, {}) for m in results.values())
+    ]
     head = ["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent, GiB", "authors"]
-    rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *_NUMBERS]]
+    rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *failing]]
     for model, measures in sorted(results.items()):
-        verdicts = (_verdict(measures.get(measure), notes) for measure in _NUMBERS)
+        verdicts = (_verdict(measures.get(measure), notes) for measure in failing)
         rows.append([_name(model), *_figures(measures, notes), *verdicts])
+    sentences = "".join(_summary(name, results) for name in _NUMBERS if name not in failing)
     listed = "".join(f"{i}. {note}\n" for i, note in enumerate(notes, 1))
-    return f"{_table(rows)}\n## Notes\n\n{listed}"
+    return f"{_table(rows)}\n{sentences}\n## Notes\n\n{listed}"
+
+
+def _summary(name: str, results: Results) -> str:
+    """Returns a sentence about a measure that no model fails: how many there are of each result."""
+    found = [measures.get(name, {}).get("result", "not run") for measures in results.values()]
+    counts = collections.Counter(found).most_common()
+    return f"- {name}: {', '.join(f'{count} × {text}' for text, count in counts)}.\n"
 
 
 def _name(model: str) -> str:
@@ -97,13 +112,11 @@ def _memory(memory: Mapping[str, Any] | None, notes: list[str]) -> list[str]:
 
 
 def _verdict(result: Mapping[str, Any] | None, notes: list[str]) -> str:
-    """Returns ✓, a dash if a model has no such part, or ✗ and the number of a note."""
+    """Returns ✓, or ✗ and the number of a note."""
     if not result:
         return "not run"
     if result.get("result") == "works":
         return "✓"
-    if str(result.get("result")).startswith("no "):  # sequences of tokens, experts
-        return "–"  # noqa: RUF001, a dash in a table
     if "result" in result:
         return f"[{_note(str(result['result']), notes)}]"
     if "failed" in result:
