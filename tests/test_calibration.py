@@ -23,7 +23,7 @@ def seconds(clock, fun, *args):
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(calibration._Clock, "seconds", seconds)
+    monkeypatch.setattr(calibration._Clock, "median_seconds", seconds)
     return calibrate(dtype=jnp.float32, side=256)
 
 
@@ -51,9 +51,11 @@ def test_slow_devices_multiply_small_matrices(monkeypatch, rate, side):
 
 def test_without_time_each_rate_is_measured_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        calibration, "_seconds_of", lambda calls_, fun, args: calls.append(calls_) or 1e-3
-    )
+
+    def mean_seconds(fun, args, *, calls: int, made=calls):
+        return made.append(calls) or 1e-3
+
+    monkeypatch.setattr(calibration, "_mean_seconds", mean_seconds)
     rough = calibrate(dtype=jnp.float32, time_limit=0.0)
     # Of two products, memory, one all-gather and a step, each once to see how long it takes.
     assert calls == [1, 1] * 5

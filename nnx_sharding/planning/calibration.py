@@ -2,8 +2,9 @@
 
 The fastest device does 10,000 times as many products per second as a virtual device of a CPU that
 shares its cores with seven others, so no size suits both. A first product of small matrices says
-how large the others may be, and each measurement repeats its calls as often as its share of the
-time limit allows.
+how large the others may be, and each measurement repeats its calls as often as its *share* of the
+time limit allows (`_Clock`). Arrays have a leading dimension of devices, so that each device
+computes with matrices of its own, of ``side`` rows and columns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,9 @@ from ..transforms.jit import jit
 _ROUNDS = 7  # at most, of one measurement; the median counts
 _CALLS = 8  # in flight, as in training: waiting for each takes a GPU longer than a small program
 _CHAIN = 8  # matrix products in one program
-_SIDES = 256, 4096  # of the matrices: of the first product, and the largest
+_SMALLEST_SIDE, _LARGEST_SIDE = 256, 4096  # of the matrices: in the first product, and at most
 _SIZES = 7  # of all-gathers
-_SHARES = 16  # of the time limit; each of the 13 measurements may repeat its calls for one
+_SHARES = 16  # parts of the time limit; each of the 13 measurements may repeat its calls for one
 _STEPS = 3  # training steps, whose estimates are compared with their times
 _STEP_FLOPS = 20  # of a training step, times side ** 3
 
@@ -90,36 +91,42 @@ def calibrate(
     mesh, clock = Mesh(np.array(devices), ("device",)), _Clock(time_limit)
     known = HARDWARE.get(kind)
     side = side or _side_in_time(clock, mesh, dtype)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
     sources = dict.fromkeys(("flops", "memory_bandwidth"), made_with)
     flops = _flops(clock, mesh, side, dtype)
-    large = _on_all(mesh, (max(4 * side**2, 2**22),), jnp.float32)  # larger than any cache
-    memory_bandwidth = 2 * large.nbytes / mesh.size / clock.seconds(jax.jit(lambda x: x + 1), large)
+    large = _ones_on_each(mesh, (max(4 * side**2, 2**22),), jnp.float32)  # larger than any cache
+    add_seconds = clock.median_seconds(jax.jit(lambda x: x + 1), large)  # reads and writes all
+    memory_bandwidth = 2 * large.nbytes / mesh.size / add_seconds
     latency, interconnect = None, math.inf if known is None else known.interconnect_bandwidth
     if len(devices) > 1:
-        latency, interconnect, count = _interconnect(clock, mesh, side)
-        fitted = f"{made_with}, {count} of {_SIZES} sizes"
+        fit = _fit_interconnect(clock, mesh, side)
+        latency, interconnect = fit.latency, fit.bandwidth
+        fitted = f"{made_with}, {fit.num_sizes} of {_SIZES} sizes"
         sources |= dict.fromkeys(("interconnect_bandwidth", "latency"), fitted)
+    # A device that does not report its memory has that of its kind, or its part of the host's.
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    memory_bytes = host_bytes if known is None else known.memory_bytes
     measured = Hardware(
-        f"{kind if known is None else known.name}, measured {datetime.date.today()}",
-        flops,
-        (devices[0].memory_stats() or {}).get(
-            "bytes_limit", host if known is None else known.memory_bytes
-        ),
-        memory_bandwidth,
-        interconnect,
+        name=f"{kind if known is None else known.name}, measured {datetime.date.today()}",
+        flops=flops,
+        memory_bytes=(devices[0].memory_stats() or {}).get("bytes_limit", memory_bytes),
+        memory_bandwidth=memory_bandwidth,
+        interconnect_bandwidth=interconnect,
         sources=sources,
         latency=latency,
     )
-    times = [*_steps(clock, mesh, side, dtype, measured)]
-    errors = [abs(real / estimate - 1) for real, estimate in times]
-    sources["spread"] = f"{made_with}, {len(times)} of {_STEPS} training steps"
+    steps = [*_time_steps(clock, mesh, side=side, dtype=dtype, hardware=measured)]
+    errors = [abs(step.measured / step.estimated - 1) for step in steps]
+    sources["spread"] = f"{made_with}, {len(steps)} of {_STEPS} training steps"
     return dataclasses.replace(measured, spread=max(errors, default=None))
 
 
 class _Clock:
-    """Times calls until a limit."""
+    """Times calls until a limit.
+
+    Attributes:
+      share: the seconds for which one measurement may repeat its calls.
+    """
 
     def __init__(self, time_limit: float):
         self._end = time.monotonic() + time_limit
@@ -130,21 +137,27 @@ class _Clock:
         """Whether another measurement may start."""
         return time.monotonic() < self._end
 
-    def seconds(self, fun: Callable[..., Any], *args: Any) -> float:
-        """Returns the median seconds of a call among others in flight, after one that compiles."""
+    def median_seconds(self, fun: Callable[..., Any], *args: Any) -> float:
+        """Returns the seconds of one call of a function, as in training: several are in flight.
+
+        The first call compiles and does not count. Then rounds of calls run, for a share of the
+        time or until the limit; the median of the rounds counts.
+        """
         jax.block_until_ready(fun(*args))
         share = min(self.share, self._end - time.monotonic())
         end = time.monotonic() + share
-        # Three rounds or more, so that the median leaves out what others do now and then.
-        calls = min(_CALLS, max(1, int(share / 3 / _seconds_of(1, fun, args))))
-        times = [_seconds_of(calls, fun, args)]
-        while len(times) < _ROUNDS and time.monotonic() < end:
-            times.append(_seconds_of(calls, fun, args))
-        return float(np.median(times))
+        # As many calls in a round as leave time for three, so that the median leaves out what
+        # others do on the machine now and then.
+        one_call = _mean_seconds(fun, args, calls=1)
+        calls = min(_CALLS, max(1, int(share / 3 / one_call)))
+        rounds = [_mean_seconds(fun, args, calls=calls)]
+        while len(rounds) < _ROUNDS and time.monotonic() < end:
+            rounds.append(_mean_seconds(fun, args, calls=calls))
+        return float(np.median(rounds))
 
 
-def _seconds_of(calls: int, fun: Callable[..., Any], args: Sequence[Any]) -> float:
-    """Returns the mean seconds of calls that are in flight together."""
+def _mean_seconds(fun: Callable[..., Any], args: Sequence[Any], *, calls: int) -> float:
+    """Returns the mean seconds of so many calls that are in flight together."""
     start = time.perf_counter()
     for _ in range(calls):
         result = fun(*args)
@@ -154,14 +167,14 @@ def _seconds_of(calls: int, fun: Callable[..., Any], args: Sequence[Any]) -> flo
 
 def _side_in_time(clock: _Clock, mesh: Mesh, dtype: Any) -> int:
     """Returns the largest side with which a training step takes an eighth of a share."""
-    smallest, side = _SIDES
-    per_cube = _STEP_FLOPS / _flops(clock, mesh, smallest, dtype)
-    while side > smallest and per_cube * side**3 > clock.share / 8:
+    side = _LARGEST_SIDE
+    step_seconds = _STEP_FLOPS / _flops(clock, mesh, _SMALLEST_SIDE, dtype)  # times side ** 3
+    while side > _SMALLEST_SIDE and step_seconds * side**3 > clock.share / 8:
         side //= 2
     return side
 
 
-def _on_all(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _ones_on_each(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns ones, (devices, *shape): each device has an array of this shape."""
     return jnp.ones((mesh.size, *shape), dtype, device=NamedSharding(mesh, P("device")))
 
@@ -172,45 +185,71 @@ def _flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
     def chain(x: jax.Array) -> jax.Array:
         y = x
         for _ in range(_CHAIN):
-            y = jnp.einsum("dij,djk->dik", x, y)
+            y = jnp.einsum("dij,djk->dik", x, y)  # (devices, side, side)
         return y
 
-    return _CHAIN * 2 * side**3 / clock.seconds(jax.jit(chain), _on_all(mesh, (side, side), dtype))
+    seconds = clock.median_seconds(jax.jit(chain), _ones_on_each(mesh, (side, side), dtype))
+    return _CHAIN * 2 * side**3 / seconds
 
 
-def _interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, float, int]:
+class _InterconnectFit(NamedTuple):
+    """The line through time and bytes of all-gathers."""
+
+    latency: float | None  # seconds; None if noise hides it, or there was time for one size only
+    bandwidth: float  # bytes per second that a device sends
+    num_sizes: int  # that were measured
+
+
+def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> _InterconnectFit:
     """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of several sizes.
 
     The largest gathers 4 ``side`` ** 2 numbers on each device, or a MiB.
-
-    Returns:
-      The latency in seconds, None if noise hides it, or there was time for one size only; the bytes
-      per second that a device sends; and the number of sizes.
     """
     all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))  # nothing else
     largest = max(4 * side**2, 2**18) // mesh.size
     *others, last = np.geomspace(64, largest, _SIZES).astype(int).tolist()
+    # Both sides of the equation are divided by the seconds, 1 = latency / seconds + …, so that
+    # relative errors count, and small sizes too: (1 / seconds, bytes / seconds).
     rows = list[tuple[float, float]]()
     for length in (last, *others):  # the largest and the smallest say most
         if not rows or clock.has_time:
-            seconds = clock.seconds(all_gather, _on_all(mesh, (length,), jnp.float32))
+            parts = _ones_on_each(mesh, (length,), jnp.float32)
+            seconds = clock.median_seconds(all_gather, parts)
             sent = (mesh.size - 1) * length * 4  # bytes: each device sends its part to all others
-            # Both sides divided by the seconds: so relative errors count, and small sizes too.
             rows.append((1 / seconds, sent / seconds))
     if len(rows) == 1:
-        return None, rows[0][1], 1
-    latency, per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
-    if per_byte <= 0:
+        return _InterconnectFit(latency=None, bandwidth=rows[0][1], num_sizes=1)
+    latency, seconds_per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
+    if seconds_per_byte <= 0:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return latency if latency > 0 else None, 1 / per_byte, len(rows)
+    return _InterconnectFit(
+        latency=latency if latency > 0 else None,
+        bandwidth=1 / seconds_per_byte,
+        num_sizes=len(rows),
+    )
 
 
-def _steps(
-    clock: _Clock, mesh: Mesh, side: int, dtype: Any, measured: Hardware
-) -> Iterator[tuple[float, float]]:
-    """Yields measured and estimated seconds: of a training step, of others while there is time."""
+class _TimedStep(NamedTuple):
+    """The seconds of a training step."""
+
+    measured: float
+    estimated: float  # by the roofline
+
+
+def _time_steps(
+    clock: _Clock, mesh: Mesh, *, side: int, dtype: Any, hardware: Hardware
+) -> Iterator[_TimedStep]:
+    """Runs training steps of a perceptron: one in any case, others while there is time.
+
+    Args:
+      clock: times them.
+      mesh: all devices, along its axis ``device``.
+      side: the width of the perceptron.
+      dtype: of its weights.
+      hardware: the figures for the estimates.
+    """
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x @ weights[0]) @ weights[1]).mean(dtype=jnp.float32)
@@ -219,15 +258,15 @@ def _steps(
         grads = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, grads)
 
-    # Compute and each kind of collective.
+    # Sharded weights are gathered, and their gradients scattered; whole ones are all-reduced.
     for i, (width, spec) in enumerate(((side, P("device")), (side, P()), (side // 2, P()))):
         if i and not clock.has_time:
             return
-        shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))
+        shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))  # weights, rows
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])
         weights = [jnp.ones(shape, dtype) for shape in ((width, 2 * width), (2 * width, width))]
         args = jax.device_put((weights, jnp.ones((width * mesh.size, width), dtype)), shardings)
         program = compiled.lower(*args).compile()
-        estimate = program.roofline(measured).estimate
+        estimate = program.roofline(hardware).estimate
         if estimate:  # None if the compiler does not say what the program costs
-            yield clock.seconds(program, *args), estimate
+            yield _TimedStep(clock.median_seconds(program, *args), estimate)

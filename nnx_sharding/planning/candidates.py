@@ -41,7 +41,8 @@ from ..training import offload
 from ..transforms.stack import Stack
 
 OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
-STYLES = {  # with the roles of their axes, in the order of a chain's name
+# Style for layers → the role of its axis (a field of `Axes`), in the order of a chain's name.
+STYLES = {
     "expert": "expert",
     "tensor": "model",
     "sequence": "model",
@@ -53,7 +54,7 @@ Call: TypeAlias = tuple[Callable[..., Any], dict[str, Any]]
 
 
 class Axes(NamedTuple):
-    """The names of mesh axes by what they are for, in the order of the mesh."""
+    """The names of mesh axes by what they are for (their *roles*), in the order of the mesh."""
 
     replica: tuple[str, ...] = ("replica",)
     stage: tuple[str, ...] = ("stage",)
@@ -92,14 +93,16 @@ class Axes(NamedTuple):
     def between_slices(self, mesh: Mesh | AbstractMesh, num_slices: int) -> set[str]:
         """Finds the axes of a mesh along which there are different slices of TPUs.
 
-        Virtual devices have no slices. Those that they stand for are along the first axes.
+        Virtual devices have no slices. Those that they stand for are along the first axes: of
+        replica 2 × stage 4 and four slices, two along each.
         """
         if crossing := axes_across_slices(mesh):
             return crossing
+        remaining = num_slices  # that are along the axes not yet looked at
         for name, size in mesh.shape.items():
-            shared = math.gcd(size, num_slices)
-            num_slices //= shared
-            if shared > 1:
+            along = math.gcd(size, remaining)
+            remaining //= along
+            if along > 1:
                 crossing.add(name)
         return crossing
 
@@ -194,16 +197,17 @@ class Arguments:
         optimizer, order = self.parts[name], [*self.parts]
         if hasattr(optimizer, "model"):  # nnx.ModelAndOptimizer
             return f"{name}.model"
-        # Optax's state repeats the paths of parameters.
+        # Paths in Optax's state end in the paths of parameters, so these are all of their ends.
         states = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
         models = self._models()
         if not models:
             raise ValueError("expected the model of its optimizer among the arguments, got none")
 
         def fit(model: str) -> tuple[int, bool, int]:
-            own = {(x.path, x.shape) for x in variables(models[model])}
+            """Ranks by the number of equal arrays; then one before the optimizer, the nearest."""
+            arrays = {(x.path, x.shape) for x in variables(models[model])}
             ahead = order.index(name) - order.index(model)
-            return len(own & states), ahead > 0, -abs(ahead)
+            return len(arrays & states), ahead > 0, -abs(ahead)
 
         return max(models, key=fit)
 
@@ -214,7 +218,7 @@ class Arguments:
         batch: PartitionSpec,
         *,
         offloaded: bool = False,
-    ) -> tuple[tuple[Any, ...], list[str], str]:
+    ) -> ShardedArguments:
         """Applies a chain of strategies to each model, with its optimizer.
 
         Args:
@@ -222,16 +226,13 @@ class Arguments:
           mesh: the mesh.
           batch: the spec of the batch.
           offloaded: whether the state of optimizers is on the host.
-
-        Returns:
-          The shardings of all arguments, the lines of a recipe that make them, and its result.
         """
         recipe = _Recipe(mesh, self._shardings)
         owners = self._owners
-        # Models without an optimizer.
-        alone = {name: name for name in self._models() if name not in owners.values()}
-        names: dict[str, str] = {}  # of the sharding of each part, in the recipe
-        for part, owner in (owners | alone).items():
+        models_alone = {name: name for name in self._models() if name not in owners.values()}
+        names: dict[str, str] = {}  # part → the name of its sharding in the recipe
+        # Each optimizer, or else each model, after the model.
+        for part, owner in (owners | models_alone).items():
             optimizer = self.parts[part] if part in owners else None
             model = self.parts[owner] if owner in self.parts else getattr(optimizer, "model", None)
             chain = [call for call in calls if call[0] is not zero1 or optimizer is not None]
@@ -243,16 +244,23 @@ class Arguments:
         specs = {name: self._spec(part, batch) for name, part in self.parts.items()}
         shardings = [recipe.made[names[x]] if x in names else specs[x] for x in self.parts]
         texts = {name: "None" if spec is None else spec_text(spec) for name, spec in specs.items()}
-        written = [_Text((texts | names)[name]) for name in self.parts]
+        expressions = [_Expression((texts | names)[name]) for name in self.parts]
         unflatten = partial(jax.tree_util.tree_unflatten, self._tree)
-        return unflatten(shardings), recipe.lines, repr(unflatten(written))
+        return ShardedArguments(
+            shardings=unflatten(shardings),
+            lines=recipe.lines,
+            text=repr(unflatten(expressions)),
+        )
 
     def _spec(self, part: Any, batch: PartitionSpec) -> PartitionSpec | None:
-        """Returns the spec of the batch for a part that belongs to it."""
+        """Returns the spec of the batch for an array that belongs to it; None for another part.
+
+        An array with another second dimension than the batch's length is sharded over rows only.
+        """
         if not self.rows or _rows(part) != self.rows:
             return None
-        is_whole = len(part.shape) > 1 and part.shape[1] == self.length
-        return batch if is_whole else PartitionSpec(*batch[:1])
+        has_length = len(part.shape) > 1 and part.shape[1] == self.length
+        return batch if has_length else PartitionSpec(*batch[:1])
 
     def with_rows(self, rows: int) -> tuple[Any, ...]:
         """Returns the arguments with another number of rows in the batch."""
@@ -265,6 +273,14 @@ class Arguments:
         return tuple(jax.tree_util.tree_unflatten(self._tree, resized))
 
 
+class ShardedArguments(NamedTuple):
+    """What a chain of strategies makes of arguments."""
+
+    shardings: tuple[Any, ...]  # of each argument
+    lines: list[str]  # of a recipe, which make them
+    text: str  # the tuple of shardings in the recipe: ``(sharding, P('data'))``
+
+
 class _Part(NamedTuple):
     """A model or an optimizer in the arguments."""
 
@@ -273,7 +289,10 @@ class _Part(NamedTuple):
 
 
 class _Recipe:
-    """Makes shardings, and writes the lines that make them."""
+    """Makes shardings, and writes the lines that make them.
+
+    ``known`` keeps what strategies returned, by the mesh, the model and the calls so far.
+    """
 
     def __init__(self, mesh: Mesh | AbstractMesh, known: dict[Any, StateSharding]):
         self._mesh, self._known = mesh, known
@@ -292,20 +311,20 @@ class _Recipe:
         chain = chain or [(replicated, {})]
         key: tuple[Any, ...] = (self._mesh, model.text)
         for i, (strategy, options) in enumerate(chain):
-            given, more = [model.text, "mesh=mesh"], dict[str, Any]()
+            texts, keywords = [model.text, "mesh=mesh"], dict[str, Any]()  # of the arguments
             if i > 0:
-                given.append(f"base={name}")
-                more["base"] = self.made[name]
+                texts.append(f"base={name}")
+                keywords["base"] = self.made[name]
             if optimizer.value is not None and i == len(chain) - 1:
-                given.append(f"optimizer={optimizer.text}")
-                more["optimizer"] = optimizer.value
+                texts.append(f"optimizer={optimizer.text}")
+                keywords["optimizer"] = optimizer.value
                 key = (*key, optimizer.text)
-            given += [f"{option}={value!r}" for option, value in options.items()]
+            texts += [f"{option}={value!r}" for option, value in options.items()]
             key = (*key, strategy, *options.items())
             if key not in self._known:
-                self._known[key] = strategy(model.value, mesh=self._mesh, **more, **options)
+                self._known[key] = strategy(model.value, mesh=self._mesh, **keywords, **options)
             self.made[name] = self._known[key]
-            self.lines.append(f"{name} = {strategy.__name__}({', '.join(given)})")
+            self.lines.append(f"{name} = {strategy.__name__}({', '.join(texts)})")
         return name
 
     def offload(self, sharding: str, optimizer: _Part) -> str:
@@ -316,7 +335,7 @@ class _Recipe:
         return name
 
 
-class _Text(str):
+class _Expression(str):
     """An expression, which is its own representation: a tree of them is printed as code."""
 
     __repr__ = str.__str__
@@ -329,9 +348,12 @@ def _rows(part: Any) -> int:
 
 
 def _experts(model: nnx.Module) -> int:
-    """Finds the number of experts: of outputs of a router, and of matrices in one parameter."""
+    """Finds the number of experts: of outputs of a router, and of matrices in one parameter.
+
+    0 if no number is both, for parameters that `expert_parallel` can shard.
+    """
     shapes = [variable.layer_shape for variable in variables(model)]
-    outputs = {shape[1] for shape in shapes if len(shape) == 2}
+    outputs = {shape[1] for shape in shapes if len(shape) == 2}  # of matrices, as a router has
     stacked = [shape[0] for shape in shapes if len(shape) == 3 and shape[0] in outputs]
     for number, _ in Counter(stacked).most_common():
         try:
@@ -343,7 +365,7 @@ def _experts(model: nnx.Module) -> int:
 
 
 def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
-    """Splits the name of a chain into what it does with the batch, and with layers."""
+    """Splits the name of a chain: ``fsdp + tensor + expert`` into fsdp and (tensor, expert)."""
     data, *styles = strategy.split(" + ")
     return data, tuple(styles)
 
@@ -353,8 +375,8 @@ def _chain_name(data: str, styles: Collection[str]) -> str:
 
 
 def strategies_of(arguments: Arguments, devices: int) -> list[str]:
-    """Lists all chains for some arguments, those with the fewest styles first."""
-    choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]
+    """Lists the names of all chains for some arguments, those with the fewest styles first."""
+    choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]  # one of each tuple
     if arguments.experts:
         choices.append(("", "expert"))
     # Without enough rows for all devices, some of them share a row.
@@ -392,6 +414,13 @@ def mesh_sizes(
     Every axis but the one for data has at least two devices. Slices are along the axis for
     replicas; or for stages, as a pipeline sends least. Contexts are over one axis, or over two,
     of which one is that for rings.
+
+    Args:
+      count: the number of devices.
+      num_slices: the number of TPU slices that they are on.
+      axes: the names of axes by their roles.
+      strategy: the name of the chain.
+      arguments: those of the step, whose shapes the sizes of some axes have to divide.
     """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
@@ -407,38 +436,57 @@ def mesh_sizes(
     if "context" in roles:
         roles.add("ring")
         divided["ring"] = arguments.length
-    names = []  # with the role and the least size of each axis
+    used = []
     for role in Axes._fields:
         for i, name in enumerate(getattr(axes, role) if role in roles else ()):
-            names.append((name, role, 1 if i or role in ("data", "ring") else 2))
-
-    def split(rest: int, axes_left: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, int]]:
-        (name, role, least), *others = axes_left
-        for size in range(least, rest + 1):
-            if rest % size == 0 and divided.get(role, 0) % size == 0:
-                if others:
-                    yield from ({name: size} | more for more in split(rest // size, others))
-                elif size == rest:
-                    yield {name: size}
-
-    kept = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
+            least = 1 if i or role in ("data", "ring") else 2
+            used.append(_AxisRange(name, least, multiple=divided.get(role, 0)))
+    always = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
+    # Slices are replicas, or one after another in a pipeline, without replicas.
     for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
-        for sizes in split(count // replicas, names):
-            positions = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
-            if arguments.length % positions:
+        for sizes in _factorizations(count // replicas, used):
+            contexts = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
+            if arguments.length % contexts:
                 continue
             if sizes.get(axes.ring[0]) == 1:  # contexts over one axis
                 del sizes[axes.ring[0]]
             if replicas == num_slices or sizes[axes.stage[0]] % num_slices == 0:
                 slices = {axes.replica[0]: replicas} if replicas > 1 else {}
-                every = kept | slices | sizes
+                every = always | slices | sizes
                 yield {name: every[name] for name in itertools.chain(*axes) if name in every}
+
+
+class _AxisRange(NamedTuple):
+    """A mesh axis, and which sizes it may have."""
+
+    name: str
+    least: int
+    multiple: int  # what the size has to divide; 0 for any size
+
+
+def _factorizations(count: int, axes: Sequence[_AxisRange]) -> Iterator[dict[str, int]]:
+    """Yields the sizes of axes, by name, whose product is ``count``: 2 × 4, 4 × 2, …."""
+    axis, *others = axes
+    for size in range(axis.least, count + 1):
+        if count % size == 0 and axis.multiple % size == 0:
+            if others:
+                for sizes in _factorizations(count // size, others):
+                    yield {axis.name: size} | sizes
+            elif size == count:
+                yield {axis.name: size}
 
 
 def check_meshes(
     meshes: Sequence[Mapping[str, int]], devices: int | None, axes: Axes, *, are_ours: bool
 ) -> None:
-    """Raises a ValueError for meshes with other axes than strategies use, or too many devices."""
+    """Raises a ValueError for meshes with other axes than strategies use, or too many devices.
+
+    Args:
+      meshes: the sizes of the axes of each, by name.
+      devices: how many each must have; None for any number.
+      axes: the names that strategies of this library use.
+      are_ours: whether some strategies are of this library.
+    """
     names = [*itertools.chain(*axes)]
     wrong = [
         f"  {dict(sizes)}: strategies of this library use the axes {', '.join(names)}; name those "
@@ -458,8 +506,8 @@ def check_meshes(
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
     """Tells whether a mesh has devices along the axes that a strategy uses, and along no others."""
     data, styles = split_name(strategy)
-    used = {STYLES[style] for style in styles}
-    # Sets of roles, of each of which some axis must have devices.
+    used = {STYLES[style] for style in styles}  # roles
+    # Groups of roles: an axis of one role in each group must have devices.
     needed: list[tuple[str, ...]] = [("replica", *SHARDING)]
     if data == "dp":
         needed = []
@@ -472,8 +520,10 @@ def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
     )
 
 
-# The axes that shard the rows of the batch, and those over which parameters are gathered as well.
-ROWS, SHARDING = ("replica", "data", "expert"), ("data", "expert", "ring", "context")
+ROWS = ("replica", "data", "expert")  # the roles of axes that shard the rows of the batch
+# The roles of axes along which devices have different tokens of the batch, within a replica; so
+# parameters may be sharded over them, and are gathered.
+SHARDING = ("data", "expert", "ring", "context")
 
 
 def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
@@ -495,6 +545,15 @@ def chains(
 
     What varies is the method of attention over sharded sequences, and the number of microbatches of
     a pipeline: one, two, four or eight for each stage, as far as they divide the rows of a device.
+    For example, ``{"8 microbatches": [(pipeline, …), (fsdp, …)], "16 microbatches": …}``; the key
+    is empty if nothing varies.
+
+    Args:
+      strategy: the name of the chain.
+      sizes: the sizes of the mesh axes.
+      axes: the names of axes by their roles.
+      arguments: those of the step.
+      prefetch: how many layers ``fsdp`` gathers ahead.
     """
     data, styles = split_name(strategy)
     calls: list[Call] = []
@@ -506,37 +565,38 @@ def chains(
     if "expert" in styles:
         options = {"experts": arguments.experts, "axis": axes.expert[0]}
         calls.append((expert_parallel, options))
-    before: dict[str, list[Call]] = {"": calls}
+    over_layers: dict[str, list[Call]] = {"": calls}  # by the text of what varies
     if "context" in styles:
         options, methods = {"axis": axes.context[0]}, [*METHODS]
         if rings := axes.in_mesh(sizes, "ring", least=2):
             # Heads are exchanged within the minor axis; keys and values go around the other one.
             options, methods = {"axis": (axes.context[0], *rings)}, ["all_to_all"]
-        before = {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
+        over_layers = {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
     roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
     over = axes.in_mesh(sizes, *roles, least=2)
-    last: list[Call] = []
+    over_data: list[Call] = []
     if data in ("fsdp", "hsdp"):
         options = {"axis": _one_or_all(over)}
         if axes.replica[0] in over:
             options["across_slices"] = True
         if prefetch:
             options["prefetch"] = prefetch
-        last = [(fsdp, options)]
+        over_data = [(fsdp, options)]
     if data == "zero1":
-        last = [(zero1, {"axis": _one_or_all(over)})]
+        over_data = [(zero1, {"axis": _one_or_all(over)})]
     if "pipeline" not in styles:
-        return {text: calls + last for text, calls in before.items()}
-    stages = sizes[axes.stage[0]]  # the number of stages
+        return {text: calls + over_data for text, calls in over_layers.items()}
+    stages = sizes[axes.stage[0]]
+    # The rows of a device.
     rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
     counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
     return {
         ", ".join(filter(None, [text, f"{count} microbatches"])): [
             *calls,
             (pipeline, {"axis": axes.stage[0], "microbatches": count}),
-            *last,
+            *over_data,
         ]
-        for text, calls in before.items()
+        for text, calls in over_layers.items()
         for count in counts
     }
 

@@ -8,6 +8,10 @@ In its turn, a candidate gets arguments of zeros that are made where they belong
 dropped at the end: only the arrays of one candidate are in memory at a time. Zeros are valid tokens
 and keys. What depends on values is that for zeros, such as how long a ``while_loop`` runs, or which
 experts a router chooses.
+
+From other modules: `split` returns the structure of pytrees with modules and a state of their
+arrays, `merge` makes the pytrees again; `place` returns them with the shardings of a candidate; a
+`Failure` holds the text of an error in place of a result.
 """
 
 from __future__ import annotations
@@ -49,14 +53,19 @@ class Runner(NamedTuple):
         args: Sequence[Any],
         options: Mapping[str, Any],
     ) -> Runner:
-        """Makes the runner of a candidate from the step, its abstract arguments and jit's options.
+        """Makes the runner of a candidate.
 
-        The arguments and the modules in them are not changed.
+        Args:
+          candidate: its mesh and its shardings.
+          fun: the step.
+          args: its arguments, abstract, which are not changed, nor are the modules in them.
+          options: those of ``jit``, other than mesh and shardings.
         """
         mesh, shardings = candidate.mesh, candidate.in_shardings
         step = jit(fun, in_shardings=shardings, mesh=mesh, **options)
         structure, state = split(place(tuple(args), shardings, mesh, copy=True))
         leaves, tree = jax.tree.flatten(state)
+        # By their positions in the leaves; other leaves are numbers, which stay as they are.
         abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
         whole = NamedSharding(mesh, PartitionSpec())  # of arrays that no strategy shards
         make_zeros = jax.jit(
@@ -66,7 +75,6 @@ class Runner(NamedTuple):
 
         def make_args() -> tuple[Any, ...]:
             zeros = make_zeros()
-            # Numbers stay as they are.
             arrays = [zeros.get(i, x) for i, x in enumerate(leaves)]
             made: tuple[Any, ...] = merge(structure, jax.tree.unflatten(tree, arrays))
             return made
@@ -74,18 +82,18 @@ class Runner(NamedTuple):
         return cls(step, make_args, mesh)
 
     def take_turn(self) -> float:
-        """Runs the step a few times; returns the seconds of a call among others in flight."""
+        """Runs the step a few times with new arguments; returns the mean seconds of a call."""
         args: Any = self.make_args()
         with jax.set_mesh(self.mesh):  # also for constraints in the step, if it is traced now
-            first = self._seconds(1, args)
-            # What a step was donated and returns, instead of updating a module, is there for one
-            # call only.
+            first = self._mean_seconds(args, calls=1)
+            # A step that is donated arrays, and returns new ones instead of updating a module, can
+            # be called with its arguments only once.
             if any(x.is_deleted() for x in _arrays(args)):
-                args = None
-                return self._seconds(1, self.make_args())
-            return self._seconds(max(2, min(_CALLS, int(_TURN_S / first))), args)
+                args = None  # so that the memory is free for others
+                return self._mean_seconds(self.make_args(), calls=1)
+            return self._mean_seconds(args, calls=max(2, min(_CALLS, int(_TURN_S / first))))
 
-    def _seconds(self, calls: int, args: Any) -> float:
+    def _mean_seconds(self, args: Any, *, calls: int) -> float:
         """Returns the mean seconds of calls that are in flight together, as in training."""
         jax.block_until_ready(_arrays(args))
         start = time.perf_counter()
@@ -106,7 +114,8 @@ def run_in_rounds(
       quiet: whether to show no progress.
 
     Returns:
-      The seconds of each round; or why the candidate failed, after which it does not run again.
+      By the name of the candidate: the seconds of a call in each round; or why it failed, after
+      which it does not run again.
     """
     results: dict[str, list[float] | Failure] = {name: [] for name in runners}
     order, shuffle = [*runners], random.Random(0).shuffle
@@ -117,11 +126,11 @@ def run_in_rounds(
                 times = results[name]
                 if isinstance(times, Failure):
                     continue
-                seconds = _turn_of(runners[name])
-                if isinstance(seconds, Failure):
-                    results[name] = seconds
-                elif number > 0:
-                    times.append(seconds)
+                outcome = _turn_of(runners[name])
+                if isinstance(outcome, Failure):
+                    results[name] = outcome
+                elif number > 0:  # the first round compiles
+                    times.append(outcome)
                 advance(name)
     return results
 
@@ -138,14 +147,20 @@ def _turn_of(runner: Runner) -> float | Failure:
 def medians(
     results: Mapping[str, list[float] | Failure],
 ) -> tuple[dict[str, float], dict[str, Failure]]:
-    """Returns the median seconds of each candidate that ran, and why others failed."""
-    failures = {name: x for name, x in results.items() if isinstance(x, Failure)}
-    times = {name: x for name, x in results.items() if not isinstance(x, Failure)}
-    return {name: statistics.median(x) for name, x in times.items()}, failures
+    """Returns the median seconds of each candidate that ran, and why others failed, by name.
+
+    ``results`` is from :func:`run_in_rounds`.
+    """
+    failures = {name: result for name, result in results.items() if isinstance(result, Failure)}
+    rounds = {name: result for name, result in results.items() if not isinstance(result, Failure)}
+    return {name: statistics.median(seconds) for name, seconds in rounds.items()}, failures
 
 
 def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
-    """Raises a ValueError if candidates cannot run, as their devices are not of this process."""
+    """Raises a ValueError if candidates cannot run, as their devices are not of this process.
+
+    ``measure`` is the argument of ``plan``, for the message; ``meshes`` are those of candidates.
+    """
     own = jax.local_devices()
     others = {device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}}
     largest = max(mesh.size for mesh in meshes)

@@ -21,6 +21,10 @@ Sums over a parameter's axes are first within slices, then between them. What st
 the slower network if their axis is one along which there are different slices. The number of
 features that go between stages, and for attention, is taken to be the number of elements of the
 smallest parameter of a layer, such as the scale of a norm.
+
+From other modules: `Arguments` are those of the step (``tokens`` of the batch, ``layers`` of
+stacks, ``experts``), `Axes` the names of mesh axes by their roles, a `ShardingRow` says how one
+array of a module is sharded, a `Schedule` how a pipeline runs.
 """
 
 from __future__ import annotations
@@ -76,6 +80,12 @@ def products_of(
 ) -> Products | None:
     """Traces a step for one device and counts the products whose results are used.
 
+    Args:
+      fun: the step.
+      args: its arguments.
+      options: those of jit.
+      axes: the mesh axes that the step may name.
+
     Returns:
       The products; None if the step cannot be traced for one device.
     """
@@ -130,61 +140,97 @@ def _size(aval: Any) -> int:
 
 
 def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) -> float:
-    """Counts the flops of a primitive that is a product; 0 for others."""
+    """Counts the flops of a primitive that is a product; 0 for others.
+
+    Args:
+      name: the name of the primitive.
+      params: its parameters.
+      arrays: the avals of its operands and then of its result.
+    """
     if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        return float(
-            2 * math.prod(arrays[-1].shape) * math.prod(arrays[0].shape[d] for d in summed)
-        )
+        lhs, *_, result = arrays
+        (summed, _), _ = params["dimension_numbers"]  # of lhs
+        return float(2 * math.prod(result.shape) * math.prod(lhs.shape[d] for d in summed))
     if name == "conv_general_dilated":
-        lhs, rhs, out = (array.shape for array in arrays)
-        numbers = params["dimension_numbers"]
-        # Batch and features of the output, times features that are summed over.
-        count = out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
-        for i, stride in enumerate(params["window_strides"]):
-            sides = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec), (out, numbers.out_spec)
-            sizes = [shape[spec[i + 2]] for shape, spec in sides]
-            dilations = params["lhs_dilation"][i], params["rhs_dilation"][i]
-            window = *sizes, stride, params["padding"][i][0], *dilations
-            count *= int(elements_in_windows(*window).sum())
-        return float(2 * count)
+        return _convolution_flops(params, *(array.shape for array in arrays))
     if name.startswith("ragged_dot"):
+        lhs, _, group_sizes, *_, result = arrays
         numbers = params["ragged_dot_dimension_numbers"]
         (summed, _), _ = numbers.dot_dimension_numbers
         # Groups of a dimension that is summed over divide it; other groups divide the result.
-        groups = arrays[2].shape[-1] if {*numbers.lhs_ragged_dimensions} <= {*summed} else 1
-        contracted = math.prod(arrays[0].shape[d] for d in summed)
-        return float(2 * math.prod(arrays[-1].shape) * contracted / groups)
+        groups = group_sizes.shape[-1] if {*numbers.lhs_ragged_dimensions} <= {*summed} else 1
+        contracted = math.prod(lhs.shape[d] for d in summed)
+        return float(2 * math.prod(result.shape) * contracted / groups)
     return 0.0
+
+
+def _convolution_flops(
+    params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
+) -> float:
+    """Counts the flops of a convolution, by its parameters and the shapes of its arrays.
+
+    Products with padding, and with the zeros of a dilated input, do not count.
+    """
+    # Each spec has the dimension of the batch (of outputs, for the kernel), of features, and then
+    # of each spatial axis.
+    numbers = params["dimension_numbers"]
+    batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
+    products = batch * features * rhs[numbers.rhs_spec[1]]
+    for i, stride in enumerate(params["window_strides"]):
+        in_window = elements_in_windows(
+            size=lhs[numbers.lhs_spec[i + 2]],
+            kernel=rhs[numbers.rhs_spec[i + 2]],
+            outputs=out[numbers.out_spec[i + 2]],
+            stride=stride,
+            low=params["padding"][i][0],
+            dilation=params["lhs_dilation"][i],
+            spacing=params["rhs_dilation"][i],
+        )
+        products *= int(in_window.sum())
+    return float(2 * products)
+
+
+class BytesSent(NamedTuple):
+    """The bytes that one device sends in a step."""
+
+    within_slices: float
+    between_slices: float
 
 
 class Prediction(NamedTuple):
     """What a candidate needs on one device."""
 
     arguments: int  # bytes, without the padding of tiles
-    sent: tuple[float, float]  # bytes within a slice and between slices
-    idle: float  # how often a device computes, compared with one that is never idle
+    sent: BytesSent
+    idle: float  # the time of a step compared with one in which no stage of a pipeline waits
     key: Any  # equal for candidates that shard everything alike
 
     def seconds(
         self, products: Products | None, devices: int, hardware: Hardware
     ) -> dict[str, float]:
-        """Predicts the time for each resource alone.
+        """Predicts the seconds that a step takes for each resource alone.
 
         The largest is the time of a step if all communication is hidden, the sum if none is.
+
+        Args:
+          products: those of the step, on all devices together; None if they are unknown.
+          devices: the number of devices.
+          hardware: the rates.
         """
-        flops, accessed = (0.0, 0.0) if products is None else (products.flops, products.accessed)
-        within = self.sent[0] / hardware.interconnect_bandwidth
+        products = products or Products()
+        within = self.sent.within_slices / hardware.interconnect_bandwidth
+        # Arguments are read and written once.
+        accessed = 2 * self.arguments + products.accessed / devices
         return {
-            "compute": flops / devices * self.idle / hardware.flops,
-            # Arguments are read and written once.
-            "memory": (2 * self.arguments + accessed / devices) / hardware.memory_bandwidth,
+            "compute": products.flops / devices * self.idle / hardware.flops,
+            "memory": accessed / hardware.memory_bandwidth,
             "interconnect": max(within, self.seconds_between_slices(hardware)),
         }
 
     def seconds_between_slices(self, hardware: Hardware) -> float:
         """Predicts how long slices send to each other."""
-        return self.sent[1] / (hardware.network_bandwidth or hardware.interconnect_bandwidth)
+        bandwidth = hardware.network_bandwidth or hardware.interconnect_bandwidth
+        return self.sent.between_slices / bandwidth
 
 
 def predict(
@@ -194,7 +240,14 @@ def predict(
     axes: Axes,
     num_slices: int = 1,
 ) -> Prediction:
-    """Predicts what a candidate needs, on devices of so many slices of TPUs.
+    """Predicts what a candidate needs on one device.
+
+    Args:
+      candidate: the candidate, with its shardings.
+      args: the arguments of the step.
+      arguments: the same, with what is known of their batch and models.
+      axes: the names of mesh axes by their roles.
+      num_slices: the number of slices of TPUs that the devices are on.
 
     Raises:
       ValueError: a spec does not fit.
@@ -205,29 +258,48 @@ def predict(
         return sharding is None or isinstance(sharding, StateSharding)
 
     jax.tree.map(sums.add, candidate.in_shardings, tuple(args), is_leaf=is_single)
-    return Prediction(sums.bytes, (sums.within, sums.between), sums.idle, tuple(sums.key))
+    return Prediction(
+        arguments=sums.bytes,
+        sent=BytesSent(within_slices=sums.within, between_slices=sums.between),
+        idle=sums.idle,
+        key=tuple(sums.key),
+    )
 
 
 class _Sums:
-    """The sums over all arguments; the formulas are at the top of this file."""
+    """The sums over all arguments; the formulas are at the top of this file.
+
+    Attributes:
+      bytes: of the arguments on one device.
+      within, between: the bytes that one device sends within slices, and between them.
+      idle: as in `Prediction`.
+      key: what the shardings are, for comparisons.
+      sizes: of the mesh axes with more than one device.
+      crossing: the mesh axes along which there are different slices.
+      tokens: of the batch, on one device.
+      ticks: how often a stage of a pipeline gathers its layers, and sums their gradients; else 1.
+      interleaves: whether a pipeline runs by 1F1B.
+    """
 
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
-        self.arguments, self.axes, self.styles = arguments, axes, split_name(candidate.strategy)[1]
+        self.arguments, self.axes = arguments, axes
+        _, self.styles = split_name(candidate.strategy)
         names, sizes = zip(*candidate.sizes.items(), strict=True)
-        # Shapes need no devices.
+        # Without devices, which shapes do not need.
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
         self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
-        self.ticks = 1  # how often a stage gathers its layers, and sums their gradients
-        self.interleaves = False  # whether a pipeline runs by 1F1B
+        self.ticks, self.interleaves = 1, False
         self.key: list[Any] = [tuple(self.sizes.items())]
-        self.tokens = arguments.tokens / self._devices("replica", *SHARDING)  # of one device
+        self.tokens = arguments.tokens / self._num_devices("replica", *SHARDING)
 
-    def _devices(self, *roles: str) -> int:
-        return self._count(self.axes.in_mesh(self.sizes, *roles))
+    def _num_devices(self, *roles: str) -> int:
+        """Counts the devices along the axes of these roles."""
+        return self._product(self.axes.in_mesh(self.sizes, *roles))
 
-    def _count(self, axes: Iterable[str]) -> int:
+    def _product(self, axes: Iterable[str]) -> int:
+        """Multiplies the sizes of axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def add(self, sharding: StateSharding | Sharding | PartitionSpec | None, part: Any) -> None:
@@ -239,11 +311,11 @@ class _Sums:
         if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))
-        self.key += [tuple((*self._split(row), row.memory_kind) for row in rows)]
+        self.key += [tuple((*self._axes_of_row(row), row.memory_kind) for row in rows)]
         self.key.append(sharding.activations)  # candidates may differ in these only
         if isinstance(part, nnx.Optimizer):  # its state is updated where it is
             return
-        self._add_layers(sharding, rows)
+        self._add_layers(sharding, rows)  # which says how a pipeline runs
         for row in rows:
             self._add_parameter(row)
 
@@ -262,11 +334,15 @@ class _Sums:
         declared = sharding.activations.shardings if sharding.activations else ()
         schedule = next((x.schedule for x in declared if isinstance(x.schedule, Schedule)), None)
         stacked = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
-        # Of a token between two layers: as many bytes as the smallest parameter of a layer.
+        # The bytes of a token between two layers: as many as the smallest parameter of a layer.
         per_token = min((row.bytes_total / row.shape[0] for row in stacked), default=0.0)
         stages, sent = {*self.axes.in_mesh(self.sizes, "stage")}, 0.0
         if schedule is not None and not stacked:  # blocks of a list
-            moved = [x.bytes_total for x in rows if stages & {*itertools.chain(*self._split(x))}]
+            moved = [
+                row.bytes_total
+                for row in rows
+                if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row)))
+            ]
             per_token = min(moved, default=0.0)
             sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
@@ -278,14 +354,14 @@ class _Sums:
             self.between += sent
         else:
             self.within += sent
-        if (devices := self._devices("context")) > 1:
-            layers = sum(self.arguments.layers[-1:])
+        if (devices := self._num_devices("context")) > 1:
+            layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
             # All-to-all may be within one axis, and a ring over another.
             rounds = CONTEXT_ROUNDS[_method_of(declared)](devices)
-            rounds += CONTEXT_ROUNDS["ring"](self._devices("ring"))
+            rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
             self.within += 2 * self.tokens * per_token * rounds * layers
 
-    def _split(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
+    def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
         spec = row.spec if isinstance(row.spec, PartitionSpec) else PartitionSpec()
         return self._axes_by_dimension(spec, row.shape)
@@ -293,59 +369,78 @@ class _Sums:
     def _axes_by_dimension(
         self, spec: PartitionSpec, shape: Sequence[int]
     ) -> tuple[tuple[str, ...], ...]:
+        """Lists the axes of a spec for each dimension of a shape, without those of size 1."""
         entries = pad_entries(spec, len(shape))
         return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
 
     def _add_parameter(self, row: ShardingRow) -> None:
-        """Adds what is sent for one parameter, and for the activations around a kernel."""
+        """Adds what is sent for one parameter, and for the activations around a kernel.
+
+        Names are those of the formulas at the top of this file: ``held`` is b, ``shards`` is s and
+        ``devices`` is n.
+        """
         if "float" not in row.dtype or not row.shape:  # it has no gradient, or hardly one
             return
-        split = self._split(row)
-        over = {axis for axes in split for axis in axes}
+        axes_of_dims = self._axes_of_row(row)
+        over = {axis for axes in axes_of_dims for axis in axes}  # all axes that shard it
+        # Those that shard it during the whole step. An axis for experts may also be one for data.
         expert = {
             axis
-            for axes, size in zip(split, row.shape, strict=True)
+            for axes, size in zip(axes_of_dims, row.shape, strict=True)
             for axis in axes
             if "expert" in self.styles
             and size == self.arguments.experts
             and axis in self.axes.expert
         }
         stage, model = {*self.axes.stage} & over, {*self.axes.model} & over
-        held: float = row.bytes_total / self._count(expert | stage | model)
-        # The axes over which the same parameter is used for different tokens.
-        others = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
+        held: float = row.bytes_total / self._product(expert | stage | model)
+        # The axes along which devices use the same parameter for different tokens.
+        data = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
         sent = []
-        for axes in (others - self.crossing, others & self.crossing):  # within slices, then between
-            shards, devices = self._count(axes & over), self._count(axes)
+        for axes in (data - self.crossing, data & self.crossing):  # within slices, then between
+            shards, devices = self._product(axes & over), self._product(axes)
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
-        is_reduced_once = self.interleaves and others.isdisjoint(over)
+        is_reduced_once = self.interleaves and data.isdisjoint(over)
         times = self.ticks if stage and not is_reduced_once else 1
-        self.within, self.between = self.within + times * sent[0], self.between + times * sent[1]
+        self.within += times * sent[0]
+        self.between += times * sent[1]
         if len(row.shape) > 1 and (expert or model):
-            self._add_activations(row, [*zip(row.shape, split, strict=True)], expert, model, stage)
+            self._add_activations(row, axes_of_dims, expert=expert, model=model, stage=stage)
 
     def _add_activations(
         self,
         row: ShardingRow,
-        dims: list[tuple[int, tuple[str, ...]]],
+        axes_of_dims: Sequence[tuple[str, ...]],
+        *,
         expert: set[str],
         model: set[str],
         stage: set[str],
     ) -> None:
-        """Adds the activations on both sides of a kernel that axes for layers shard."""
+        """Adds the activations on both sides of a kernel that axes for layers shard.
+
+        Args:
+          row: the kernel.
+          axes_of_dims: the axes that shard each of its dimensions.
+          expert: the axes for experts that shard it.
+          model: the axes for tensor parallelism that do.
+          stage: the axes for stages of a pipeline that do.
+        """
         layers = 1.0
+        dims = [*zip(row.shape, axes_of_dims, strict=True)]  # (size, axes)
         if row.shape[0] in self.arguments.layers:
-            layers = row.shape[0] / self._count(stage)
+            layers = row.shape[0] / self._product(stage)
             dims = dims[1:]
-        per_token = layers * row.bytes_total / math.prod(row.shape)
+        element_bytes = row.bytes_total / math.prod(row.shape)
         if expert:
-            # To two experts and back, forward and backward; an expert has three kernels.
-            per_token *= 8 / 3 * min(size for size, _ in dims[-2:])
+            # A token goes to two experts and back, forward and backward, which is eight times; an
+            # expert has three kernels, of which each counts a third.
+            elements = 8 / 3 * min(size for size, _ in dims[-2:])
         else:
             # The features that are not sharded, in an all-reduce, which sends twice its bytes.
-            per_token *= 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
-        self.within += self.tokens * per_token * (1 - 1 / self._count(expert or model))
+            elements = 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
+        per_token = layers * element_bytes * elements
+        self.within += self.tokens * per_token * (1 - 1 / self._product(expert or model))
 
 
 def _is_on_host(sharding: Any) -> bool:

@@ -1,8 +1,14 @@
 """What would fit where no candidate of a plan does.
 
 The candidate that needs least is changed in one way at a time. Its arguments then are those that
-are predicted from shapes; all else that it needs, its activations and temporaries, is taken to grow
-with the rows that a device computes at once. So these are estimates, to be planned again.
+are predicted from shapes; all else that it needs (``rest``), its activations and temporaries, is
+taken to grow with the rows that a device computes at once. So these are estimates, to be planned
+again.
+
+From other modules: a `Variant` is the step with values of options (``chosen``);
+`Search.arguments_of` predicts the bytes of a candidate's arguments on each device, and `Needs` are
+these and the rest; the name of a strategy is one for the batch and styles for layers, such as
+``fsdp + tensor`` (`split_name`).
 """
 
 from __future__ import annotations
@@ -30,18 +36,18 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
     yield f"{bytes_text(arguments + rest)} on each device, for {candidate.name}"
     yield from _devices(search, candidate, index, rest)
     variant, rows = search.variants[index], candidate.rows
-    if rest and "remat" not in variant.chosen:
-        # Of a stack, it was tried.
+    if rest and "remat" not in variant.chosen:  # that of a Stack was tried
         yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
-    parts = [2**i for i in range(1, _MOST_TIMES.bit_length()) if rows and rows % 2**i == 0]
-    count = next((n for n in parts if arguments + rest / n <= limit), None)
+    # The powers of two into which the batch can be divided.
+    divisors = [2**i for i in range(1, _MOST_TIMES.bit_length()) if rows and rows % 2**i == 0]
+    count = next((n for n in divisors if arguments + rest / n <= limit), None)
     if rest and count and "microbatches" not in variant.chosen:
         yield f"{count} microbatches of accumulate_gradients: {_about(arguments + rest / count)}"
     if not variant.offload:
         held = search.arguments_of(candidate, index, offload=True)
         if held < arguments and held + rest <= limit:
             yield f"offload of the optimizer's state: {_about(held + rest)}"
-    for n in parts:
+    for n in divisors:
         held = search.arguments_of(candidate, index, rows=rows // n)
         if held + rest / n <= limit:
             yield f"a batch of {rows // n} rows: {_about(held + rest / n)}"
@@ -54,13 +60,26 @@ def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) ->
     for name, report in reports.items():
         memory = None if isinstance(report, Failure) else report.memory
         if memory is not None and memory.peak is not None and memory.arguments is not None:
-            entry, rest = search.entries[name], memory.peak - memory.arguments
-            compiled.append(Needs(entry.candidate, entry.variant_index, memory.arguments, rest))
+            entry = search.entries[name]
+            needs = Needs(
+                candidate=entry.candidate,
+                variant_index=entry.variant_index,
+                arguments=memory.arguments,
+                rest=memory.peak - memory.arguments,
+            )
+            compiled.append(needs)
     return min(compiled, key=lambda x: x.arguments + x.rest, default=search.smallest)
 
 
 def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Iterator[str]:
-    """Yields the least power of two times as many devices, with parameters sharded over data."""
+    """Yields the least power of two times as many devices, with parameters sharded over data.
+
+    Args:
+      search: predicts the arguments, and has the limit.
+      candidate: the candidate, on fewer devices.
+      index: that of its variant.
+      rest: its bytes besides the arguments.
+    """
     _, styles = split_name(candidate.strategy)
     strategy = " + ".join(("fsdp", *styles))
     [axis] = search.axes.data
@@ -69,8 +88,8 @@ def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Ite
     for i in range(1, _MOST_TIMES.bit_length()):
         sizes: dict[str, Any] = {**candidate.sizes}
         sizes[axis] = sizes.get(axis, 1) * 2**i
-        more = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
-        needs = search.arguments_of(more, index) + rest / 2**i
+        larger = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
+        needs = search.arguments_of(larger, index) + rest / 2**i
         if needs <= (search.limit or 0):
             text = " × ".join(f"{name} {size}" for name, size in sizes.items())
             yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {_about(needs)}"

@@ -3,6 +3,12 @@
 `Search.add` makes the candidates of a strategy on a mesh, and predicts what each needs;
 `Search.pick` chooses among them, given the reports of those that were compiled so far. `plan.py`
 describes the whole search.
+
+A *candidate* is a chain of strategies on a mesh, for a *variant* of the step (its number is
+``index``) and perhaps with some option of the chain, such as a number of microbatches. A *family*
+are candidates that only differ in such options and in the rows of the batch. A `Comparison` has the
+reports of what was compiled: ``fitting`` are the names of those that fit into memory, best first,
+and ``figures`` their times, of which ``roofline`` is the estimate.
 """
 
 from __future__ import annotations
@@ -42,8 +48,8 @@ class PredictedCandidate(NamedTuple):
     seconds: dict[str, float]  # predicted, of each resource alone
     exposed: float  # the share of the interconnect's time that compute may not hide
     least: float | None  # a lower bound of its time, if known
-    lower: Lower
-    alike: tuple[str, str]  # variant and strategy: the predictions of these are as far off
+    lower: Lower  # traces and lowers the step
+    alike: tuple[str, str]  # variant and strategy: predictions of these are about as far off
     variant_index: int  # in `Search.variants`
 
 
@@ -62,26 +68,27 @@ class Search:
 
     variants: list[Variant]
     functions: Mapping[str, Callable[..., Any] | None]  # of the user; None for strategies of ours
-    axes: Axes
+    axes: Axes  # the names of mesh axes by their roles
     hardware: Hardware | None
-    limit: int | None  # bytes
-    most: int | None
-    maximize: bool  # the batch
+    limit: int | None  # the bytes of a device
+    most: int | None  # how many are compiled at most
+    maximize: bool  # whether the largest batch is sought, rather than the shortest step
     num_slices: int = 1
+    # By the names of candidates:
     entries: dict[str, PredictedCandidate] = dataclasses.field(default_factory=dict)
     programs: dict[str, Lower] = dataclasses.field(default_factory=dict)  # still to be compiled
-    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why
 
     def __post_init__(self) -> None:
-        # Of the candidate with the smallest arguments, whether they fit or not.
+        # What the candidate with the smallest arguments needs, whether it fits or not.
         self.smallest: Needs | None = None
-        self._given = len(self.variants)  # by the user; the search adds others
+        self._num_given = len(self.variants)  # variants of the user; the search adds others
         self._varied = set[str]()  # the candidates for which it did
-        self._seen: dict[Any, str] = {}
-        # The names of candidates by strategy, mesh and variant, and by the rows of their batches.
+        self._seen: dict[Any, str] = {}  # what a candidate compiles to → its name
+        # (strategy, mesh, index of the variant) → rows of the batch → the names of candidates.
         self._families: dict[tuple[str, Mesh, int], dict[int, list[str]]] = {}
         self._arguments = [Arguments(variant.args, variant.names) for variant in self.variants]
-        self._products: dict[int, Products | None] = {}
+        self._products: dict[int, Products | None] = {}  # by the index of the variant
 
     def add(self, strategy: str, mesh: Mesh, index: int, rows: int = 0) -> None:
         """Adds the candidates of a strategy for a variant, or says why they are ruled out.
@@ -93,21 +100,28 @@ class Search:
           rows: the number of rows of the batch if the largest is sought; 0 for those given.
         """
         variant, arguments = self.variants[index], self._arguments[index]
-        args, growth, size = variant.args, 1.0, ""
+        args, growth, batch = variant.args, 1.0, ""
         if self.maximize:
             rows = rows or arguments.rows
-            growth, size = rows / arguments.rows if rows else 1.0, f"batch {rows}"
+            growth, batch = rows / arguments.rows if rows else 1.0, f"batch {rows}"
             args = arguments.with_rows(rows)
             arguments = Arguments(args, variant.names)
-        start = Candidate(strategy, dict(mesh.shape), variant.name, (), mesh, rows=arguments.rows)
+        start = Candidate(
+            strategy=strategy,
+            sizes=dict(mesh.shape),
+            variant=variant.name,
+            in_shardings=(),
+            mesh=mesh,
+            rows=arguments.rows,
+        )
         names = self._families.setdefault((strategy, mesh, index), {})[start.rows] = []
         try:
-            candidates = [*self._sharded(start, arguments, variant, args, mesh)]
+            candidates = [*self._sharded(start, arguments, args, variant=variant, mesh=mesh)]
         except Exception as error:  # of a strategy, which may be the user's
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
         for options, candidate in candidates:
-            texts = (options, variant.name, size)
+            texts = (options, variant.name, batch)
             candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
             try:
                 prediction = predict(candidate, args, arguments, self.axes, self.num_slices)
@@ -116,8 +130,8 @@ class Search:
                 continue
             if self.smallest is None or prediction.arguments < self.smallest.arguments:
                 self.smallest = Needs(candidate, index, prediction.arguments, rest=0)
-            key = variant.text, variant.lines, candidate.rows, prediction.key
             # Equal shardings compile to equal programs.
+            key = variant.text, variant.lines, candidate.rows, prediction.key
             same = self._seen.setdefault(key, candidate.name)
             if same != candidate.name:
                 self.ruled_out[candidate.name] = f"shards everything like {same}"
@@ -126,33 +140,46 @@ class Search:
                 self.ruled_out[candidate.name] = f"the arguments take {taken} on each device"
             else:
                 products = self._products_of(index)
-                self._enter(candidate, prediction, products and products.times(growth), index, args)
+                if products is not None:
+                    products = products.times(growth)
+                self._add_predicted(candidate, args, index, prediction, products)
                 names.append(candidate.name)
 
-    def _enter(
+    def _add_predicted(
         self,
         candidate: Candidate,
+        args: tuple[Any, ...],
+        index: int,
         prediction: Prediction,
         products: Products | None,
-        index: int,
-        args: tuple[Any, ...],
     ) -> None:
-        """Adds a candidate that may be compiled."""
+        """Adds a candidate that may be compiled.
+
+        Args:
+          candidate: the candidate.
+          args: the arguments of its step.
+          index: that of its variant.
+          prediction: what it needs.
+          products: those of its step; None if they are unknown.
+        """
         variant = self.variants[index]
-        peak, count = self.hardware, candidate.mesh.size
+        num_devices = candidate.mesh.size
         # On unknown hardware the ratios of some accelerator decide the order.
-        hardware = peak or HARDWARE["TPU v5e"]
-        seconds = prediction.seconds(products, count, hardware)
+        hardware = self.hardware or HARDWARE["TPU v5e"]
+        seconds = prediction.seconds(products, num_devices, hardware)
         between = prediction.seconds_between_slices(hardware)
+        least = None
+        if products is not None and self.hardware is not None:
+            least = products.least_seconds(num_devices, self.hardware)
         strategy = Strategy(candidate.in_shardings, candidate.mesh)
         entry = PredictedCandidate(
-            candidate,
-            prediction,
-            args,
+            candidate=candidate,
+            prediction=prediction,
+            args=args,
             seconds=seconds,
             # What slices send each other: stages over slices are 1.2 times as fast as replicas.
             exposed=between / seconds["interconnect"] if between else 0.0,
-            least=products.least_seconds(count, peak) if products and peak else None,
+            least=least,
             lower=partial(lowered, strategy, variant.fun, args, variant.options),
             alike=(variant.name, candidate.strategy),
             variant_index=index,
@@ -161,7 +188,7 @@ class Search:
         self.programs[candidate.name] = entry.lower
 
     def _products_of(self, index: int) -> Products | None:
-        """Returns the products of a variant, which is traced once."""
+        """Returns the products of a variant, which is traced once; None if they are unknown."""
         if index not in self._products:
             variant = self.variants[index]
             self._products[index] = products_of(
@@ -172,9 +199,15 @@ class Search:
     def arguments_of(
         self, candidate: Candidate, index: int, *, rows: int = 0, offload: bool = False
     ) -> float:
-        """Predicts the bytes of the arguments on each device, with the first options of a chain.
+        """Predicts the bytes of a candidate's arguments on each device; infinity if it fails.
 
-        They are infinitely many where the strategy does not apply.
+        Of a chain with several options, the first ones count.
+
+        Args:
+          candidate: its strategy, and the sizes of its mesh.
+          index: that of its variant.
+          rows: the number of rows of the batch; 0 for those given.
+          offload: whether the state of the optimizer is on the host.
         """
         mesh: Mesh | AbstractMesh = candidate.mesh
         if not offload:  # which needs devices; shapes do not, and a larger mesh may have none
@@ -183,7 +216,7 @@ class Search:
         args = self._arguments[index].with_rows(rows) if rows else variant.args
         arguments = Arguments(args, variant.names)
         try:
-            _, sharded = next(self._sharded(candidate, arguments, variant, args, mesh))
+            _, sharded = next(self._sharded(candidate, arguments, args, variant=variant, mesh=mesh))
             return predict(sharded, args, arguments, self.axes).arguments
         except ValueError:
             return math.inf
@@ -192,11 +225,20 @@ class Search:
         self,
         start: Candidate,
         arguments: Arguments,
-        variant: Variant,
         args: tuple[Any, ...],
+        *,
+        variant: Variant,
         mesh: Mesh | AbstractMesh,
     ) -> Iterator[tuple[str, Candidate]]:
-        """Yields candidates with shardings and recipes, each after the options that differ."""
+        """Yields candidates with shardings and recipes, each after the options that differ.
+
+        Args:
+          start: a candidate without shardings.
+          arguments: its arguments, with what is known of them.
+          args: the same, as the step takes them.
+          variant: its variant.
+          mesh: its mesh, or one without devices for predictions only.
+        """
         function = self.functions.get(start.strategy)
         if function is not None:
             with jax.set_mesh(start.mesh):
@@ -209,11 +251,14 @@ class Search:
             yield "", dataclasses.replace(start, in_shardings=shardings)
             return
         batch = batch_spec(start.sizes, self.axes, arguments)
-        calls = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
-        for options, chain in calls.items():
-            shardings, lines, text = arguments.shard(chain, mesh, batch, offloaded=variant.offload)
-            recipe = _recipe(mesh, variant, lines, text)
-            yield options, dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
+        chain_of = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
+        for options, chain in chain_of.items():
+            sharded = arguments.shard(chain, mesh, batch, offloaded=variant.offload)
+            recipe = _recipe(mesh, variant, lines=sharded.lines, shardings=sharded.text)
+            yield (
+                options,
+                dataclasses.replace(start, in_shardings=sharded.shardings, recipe=recipe),
+            )
 
     def pick(self, reports: Mapping[str, ProgramReport | Failure]) -> str | None:
         """Chooses the next program: the one with the shortest estimated time that may fit.
@@ -240,6 +285,7 @@ class Search:
         by_memory = self.most is not None and not fitting and 2 * started >= self.most
 
         def order(name: str) -> tuple[float, ...]:
+            """Sorts by batch, then those that may fit, then by time, then by memory."""
             entry = self.entries[name]
             held = entry.prediction.arguments
             rows = entry.candidate.rows if self.maximize else 0
@@ -259,7 +305,7 @@ class Search:
         for name, report in found.compiled.items() if is_late and not fitting else ():
             entry, memory = self.entries[name], report.memory
             # By its arguments alone it would fit, so its activations decide.
-            if memory and memory.peak is not None and self._is_new(name, entry):
+            if memory and memory.peak is not None and self._is_varied_now(name):
                 rows = entry.candidate.rows
                 self._add_variants(
                     entry, with_less_memory(self.variants[entry.variant_index], rows)
@@ -271,14 +317,15 @@ class Search:
             waits = (roofline and roofline.exposed_s) or 0.0
             # Less than a twentieth of a step is not worth a slot.
             is_worth = roofline and roofline.estimate and waits > roofline.estimate / 20
-            is_gathered = split_name(entry.candidate.strategy)[0] in ("fsdp", "hsdp")
-            if is_worth and is_gathered and self._is_new(best, entry):
+            data, _ = split_name(entry.candidate.strategy)
+            is_gathered = data in ("fsdp", "hsdp")
+            if is_worth and is_gathered and self._is_varied_now(best):
                 ahead = with_prefetch(self.variants[entry.variant_index])
                 self._add_variants(entry, [ahead] if ahead else [])
 
-    def _is_new(self, name: str, entry: PredictedCandidate) -> bool:
-        """Whether a candidate has a variant of the user, and gets others now for the first time."""
-        is_new = entry.variant_index < self._given and name not in self._varied
+    def _is_varied_now(self, name: str) -> bool:
+        """Notes that a candidate gets other variants; False if it had them, or is one of them."""
+        is_new = self.entries[name].variant_index < self._num_given and name not in self._varied
         self._varied.add(name)
         return is_new
 
@@ -307,18 +354,17 @@ class Search:
                 self._rule_out(name, f"takes {time_text(least)} or more by its products (bound)")
 
     def rule_out_failing(self, reports: Mapping[str, ProgramReport | Failure]) -> None:
-        """Rules out what two others with the same strategy and variant could not be traced for.
+        """Rules out candidates whose strategy and variant failed alike on two meshes.
 
-        They were on different meshes, so their common error does not depend on the mesh.
+        The step could not be traced, with the same error, which then does not depend on the mesh.
         """
-        errors = {
+        errors = {  # (variant and strategy, error, mesh): on one mesh, the same counts once
             (self.entries[name].alike, failure.error, str(self.entries[name].candidate.sizes))
             for name, failure in reports.items()
             if isinstance(failure, Failure) and not is_of_compiler(failure)
         }
-        counts = Counter((alike, error) for alike, error, _ in errors)
-        # One may be bad luck of a mesh.
-        failing = {alike for (alike, _), count in counts.items() if count > 1}
+        num_meshes = Counter((alike, error) for alike, error, _ in errors)
+        failing = {alike for (alike, _), count in num_meshes.items() if count > 1}
         for name in [*self.programs]:
             if self.entries[name].alike in failing:
                 self._rule_out(name, FAILS_ALIKE)
@@ -327,51 +373,66 @@ class Search:
         """Adds larger batches of candidates that fit one, smaller ones while none does."""
         fitting = {*found.fitting}
         best = max((self.entries[name].candidate.rows for name in fitting), default=0)
-        for family, sizes in [*self._families.items()]:
-            rows = self._next_rows(sizes, found, fitting, best)
-            if rows and rows not in sizes:
-                self.add(*family, rows)
+        for (strategy, mesh, index), names_by_rows in [*self._families.items()]:
+            rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
+            if rows and rows not in names_by_rows:
+                self.add(strategy, mesh, index, rows)
         for name in [*self.programs]:
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")
 
     def _next_rows(
-        self, sizes: Mapping[int, list[str]], found: Comparison, fitting: set[str], best: int
+        self,
+        names_by_rows: Mapping[int, list[str]],
+        *,
+        found: Comparison,
+        fitting: set[str],
+        best: int,
     ) -> int | None:
         """Returns the batch that a family of candidates tries next, if it may be the largest.
 
         Args:
-          sizes: the names of the candidates by their rows.
+          names_by_rows: the names of the candidates by their rows.
           found: what was compiled.
           fitting: the names of what fits.
           best: the rows of the largest batch that fits any family; 0 while none does.
         """
-        fits = {rows: {*names} & fitting for rows, names in sizes.items()}
-        # Others are the same program as one of another family.
-        tried = {rows: {*names} - self.ruled_out.keys() for rows, names in sizes.items()}
+        fits = {rows: {*names} & fitting for rows, names in names_by_rows.items()}
+        # Those that are ruled out are the same program as one of another family.
+        tried = {rows: {*names} - self.ruled_out.keys() for rows, names in names_by_rows.items()}
         compiled = [
             rows for rows, names in tried.items() if names and found.reports.keys() >= names
         ]
-        low = max((rows for rows, names in fits.items() if names), default=0)
-        high = min((rows for rows in compiled if not fits[rows]), default=math.inf)
+        largest_fitting = max((rows for rows, names in fits.items() if names), default=0)
+        smallest_failing = min((rows for rows in compiled if not fits[rows]), default=math.inf)
         rows: float = best
         if not best:
-            rows = high // 2 if high % 2 == 0 else 0
-        elif low and self.limit is not None:
+            rows = smallest_failing // 2 if smallest_failing % 2 == 0 else 0
+        elif largest_fitting and self.limit is not None:
             # All memory but the arguments grows with the batch: the power of two that just fits.
-            memory: Any = found.compiled[fits[low].pop()].memory  # of one that fits, so known
+            fitting_name = fits[largest_fitting].pop()
+            memory: Any = found.compiled[fitting_name].memory  # of one that fits, so known
             held = memory.arguments or 0
-            spare, more = self.limit - held, memory.peak - held
-            rows = low * 2 ** max(1, int(math.log2(max(spare, 1) / max(more, 1))))
-            while rows >= high:
+            available, growing = self.limit - held, memory.peak - held
+            growth = max(available, 1) / max(growing, 1)
+            rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
+            while rows >= smallest_failing:
                 rows //= 2
-        return int(rows) if low < rows < high and rows >= best else None
+        is_between = largest_fitting < rows < smallest_failing
+        return int(rows) if is_between and rows >= best else None
 
 
 def _recipe(
-    mesh: Mesh | AbstractMesh, variant: Variant, lines: Sequence[str], shardings: str
+    mesh: Mesh | AbstractMesh, variant: Variant, *, lines: Sequence[str], shardings: str
 ) -> str:
-    """Writes the code that makes the mesh, the shardings and the step."""
+    """Writes the code that makes the mesh, the shardings and the step.
+
+    Args:
+      mesh: the mesh.
+      variant: the step and its options.
+      lines: the statements that make the shardings.
+      shardings: the expression for ``in_shardings``.
+    """
     types = ""
     if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh
         kinds = ", ".join(f"AxisType.{kind.name}" for kind in mesh.axis_types)
@@ -403,24 +464,26 @@ class _Corrections:
     def __init__(
         self, entries: Mapping[str, PredictedCandidate], compiled: Mapping[str, ProgramReport]
     ):
-        self._bytes: dict[str, int] = {}  # by variant
+        self._bytes: dict[str, int] = {}  # besides the arguments, by variant
+        # Group of candidates → resource → the ratios of its members.
         ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
         ratios = defaultdict(lambda: defaultdict(list))
         for name, report in compiled.items():
             entry, memory = entries[name], report.memory
             if memory and memory.peak is not None and memory.arguments is not None:
-                more, variant = memory.peak - memory.arguments, entry.alike[0]
-                self._bytes[variant] = min(self._bytes.get(variant, more), more)
+                variant, _ = entry.alike
+                rest = memory.peak - memory.arguments
+                self._bytes[variant] = min(self._bytes.get(variant, rest), rest)
             for resource, ratio in _ratios(entry, report).items():
-                for alike in _groups(entry):
-                    ratios[alike][resource].append(ratio)
+                for group in _groups(entry):
+                    ratios[group][resource].append(ratio)
         self._means = {
             # Shares of exposed communication may be 0, which a geometric mean cannot have.
-            alike: {
+            group: {
                 key: statistics.fmean(x) if key == "exposed" else statistics.geometric_mean(x)
                 for key, x in of_group.items()
             }
-            for alike, of_group in ratios.items()
+            for group, of_group in ratios.items()
         }
 
     def bytes(self, entry: PredictedCandidate) -> int:
@@ -429,15 +492,16 @@ class _Corrections:
 
     def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
         """Returns the time of a step, and the sum of the times of its resources."""
-        ratio = next((self._means[x] for x in _groups(entry) if x in self._means), {})
-        times = {name: time * ratio.get(name, 1.0) for name, time in entry.seconds.items()}
-        exposed = times["interconnect"] * ratio.get("exposed", entry.exposed)
+        groups = _groups(entry)
+        ratios = next((self._means[group] for group in groups if group in self._means), {})
+        times = {name: time * ratios.get(name, 1.0) for name, time in entry.seconds.items()}
+        exposed = times["interconnect"] * ratios.get("exposed", entry.exposed)
         step = max(*times.values(), max(times["compute"], times["memory"]) + exposed)
         return step, sum(times.values())
 
 
 def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
-    """Lists the groups of candidates that an entry is in, the smallest first."""
+    """Lists the groups that a candidate is in: (variant, strategy), (variant,), and () for all."""
     return [entry.alike, entry.alike[:1], ()]
 
 

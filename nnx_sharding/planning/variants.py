@@ -1,4 +1,10 @@
-"""The variants of a step that ``plan`` compares: functions of the user, with values of options."""
+"""The variants of a step that ``plan`` compares: functions of the user, with values of options.
+
+A *recipe* is the Python code that runs a candidate, which ``plan`` prints; so a variant has the
+expression for its function, and the statements that come before. Options are ``remat`` of each
+`Stack` (layers that run as a scan), ``prefetch`` of ``fsdp``, ``offload`` of the state of the
+optimizer, and keyword arguments of the step.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +26,14 @@ from .candidates import Arguments
 class Variant(NamedTuple):
     """A variant of the step."""
 
-    name: str
-    fun: Callable[..., Any]
+    name: str  # such as ``microbatches=2, remat=True``
+    fun: Callable[..., Any]  # with the chosen keyword arguments
     options: dict[str, Any]  # of jit
-    args: tuple[Any, ...]
-    prefetch: int  # of fsdp
+    args: tuple[Any, ...]  # abstract
+    prefetch: int  # of fsdp: how many layers are gathered ahead
     offload: bool  # whether the state of the optimizer is on the host
-    text: str  # the function, in a recipe
-    lines: tuple[str, ...]  # before that
+    text: str  # the expression for the function in a recipe
+    lines: tuple[str, ...]  # statements of a recipe before that
     chosen: Mapping[str, Any]  # the values of options, by the user or by the search
     vary: Callable[[Mapping[str, Any]], Variant]  # makes the variant with other values
 
@@ -60,13 +66,13 @@ def variants_of(
     variants = []
     for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own_args = entry if isinstance(entry, tuple) else (entry, *args)
-        fun, kept = unwrapped("plan", fun, options)
+        fun, kept_options = unwrapped("plan", fun, options)  # without those of a `jit` around it
         # A recipe has to be Python.
         text = getattr(fun, "__name__", "step").replace("<lambda>", "step")
         text = f"steps[{name!r}]" if isinstance(step, Mapping) else text
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
-            variants.append(_variant(str(name), fun, text, own_args, kept, chosen))
+            variants.append(_variant(str(name), fun, text, own_args, kept_options, chosen))
     if not variants:
         raise ValueError("plan: expected at least one variant of the step, got none.")
     return variants
@@ -76,7 +82,8 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     """Yields variants that keep fewer activations, by options that the user did not choose.
 
     These are ``remat`` of each ``Stack``, and the parameter ``microbatches`` of the step, if it has
-    one with a default: two, four and eight times as many, as far as they divide the rows.
+    one with a default: two, four and eight times as many, as far as they divide the ``rows`` of the
+    batch.
     """
     parameters = _parameters(variant.fun)
     parameter = parameters.get("microbatches")
@@ -84,14 +91,14 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     counts = [default]
     if "microbatches" not in variant.chosen and type(default) is int and rows:
         counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
-    policies: list[Any] = [None]
+    policies: list[Any] = [None]  # None leaves those of the user
     if "remat" not in variant.chosen and any(not stack.remat for _, stack in _stacks(variant)):
         policies.append(True)
     for count, policy in itertools.product(counts, policies):
-        more = {} if count == default else {"microbatches": count}
-        more |= {} if policy is None else {"remat": policy}
-        if more:
-            yield variant.vary({**variant.chosen, **more})
+        changes = {} if count == default else {"microbatches": count}
+        changes |= {} if policy is None else {"remat": policy}
+        if changes:
+            yield variant.vary({**variant.chosen, **changes})
 
 
 def with_prefetch(variant: Variant) -> Variant | None:
@@ -116,20 +123,37 @@ def _variant(
     options: dict[str, Any],
     chosen: Mapping[str, Any],
 ) -> Variant:
-    """Makes the variant of a function with one value of each option."""
-    vary = partial(_variant, name, fun, text, args, options)
+    """Makes the variant of a function with one value of each option.
+
+    Args:
+      name: the user's name of the function; empty without one.
+      fun: the function.
+      text: the expression for it in a recipe.
+      args: its arguments.
+      options: those of jit.
+      chosen: the value of each option.
+    """
+    vary = partial(_variant, name, fun, text, args, options)  # all but ``chosen``
     words = [name] if name else []
     full_name = ", ".join([*words, *(f"{option}={value}" for option, value in chosen.items())])
-    # Options of this library; others are keyword arguments of the step.
+    # All but the options of this library are keyword arguments of the step.
     keywords = {key: x for key, x in chosen.items() if key not in ("remat", "prefetch", "offload")}
     if keywords:
         fun = partial(fun, **keywords)
         given = "".join(f", {key}={value!r}" for key, value in keywords.items())
         text = f"functools.partial({text}{given})"
-    prefetch, offload = chosen.get("prefetch", 0), bool(chosen.get("offload", False))
-    # Abstract copies of the modules, so that each variant can have its own policy.
-    copies = abstract_of(args)
-    variant = Variant(full_name, fun, options, copies, prefetch, offload, text, (), chosen, vary)
+    variant = Variant(
+        name=full_name,
+        fun=fun,
+        options=options,
+        args=abstract_of(args),  # copies of the modules, so that each variant can set its policy
+        prefetch=chosen.get("prefetch", 0),
+        offload=bool(chosen.get("offload", False)),
+        text=text,
+        lines=(),
+        chosen=chosen,
+        vary=vary,
+    )
     if "remat" in chosen:
         variant = variant._replace(lines=tuple(_set_remat(variant, chosen["remat"])))
     return variant
