@@ -97,32 +97,40 @@ from .whole_outputs import WholeOutputs
 def sharded_activations(
     plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
 ) -> Iterator[Call]:
-    """Shards the activations of modules in a trace; yields what to call for the user's function.
+    """Shards the activations of modules while a function is traced.
 
     Args:
-      plan: what is known of the function.
-      caller: the call that is traced.
-      unflattened: the objects of the trace.
-      leaves: its arrays.
+      plan: what is known of the function before its trace, such as the specs of its arguments.
+      caller: the call for which it is traced: the user's function, and the objects that it got.
+      unflattened: the copies of these objects that the traced function gets, in the same order.
+      leaves: the tracers that the copies hold.
+
+    Yields:
+      The function to call in place of the user's, with the same arguments. It is the user's own if
+      nothing is declared for activations and nobody records them.
     """
     assert isinstance(plan.transform, Sharded)
     pass_paths(caller, unflattened)
     scope = Scope(plan, plan.transform, unflattened, leaves)
     if not scope.is_needed:
+        # The function may be traced within another one, whose scope knows modules by their tags.
         pass_tags(caller, unflattened)
         yield caller.fun
         return
-    # If none is in context, that in the types of the arrays, for what modules ask of it.
-    types = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
-    mesh = next(types, None) if jax.sharding.get_abstract_mesh().empty else None
+    # Modules ask for the mesh in context. Without one, it is the mesh in the types of the arrays.
+    mesh = None
+    if jax.sharding.get_abstract_mesh().empty:
+        meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
+        mesh = next(meshes, None)
     try:
+        # JAX uses a trace again only if `CONTEXT` holds the same object as when it was made.
         with CONTEXT(scope.context), in_context(mesh):
             yield functools.partial(scope.run, caller.fun)
-    except _compat.SHARDING_ERRORS as error:
+    except _compat.SHARDING_ERRORS as error:  # of an operation outside of modules
         add_hint_outside(error)
         raise
     except ValueError as error:
-        if not is_explained(error):
+        if not is_explained(error):  # what a module raised is, with its name
             refuse_constraint(error, plan.transform.name)
         raise
 
@@ -347,11 +355,16 @@ class Scope:
             if not axes:
                 return call_and_constrain(*args, **kwargs)
             frame.is_by_strategy = True
-            leave = functools.partial(self._leave_auto_axes, frame, (args, kwargs), axes, mesh)
+            type_output = functools.partial(
+                self._type_output, frame=frame, inputs=(args, kwargs), auto_axes=axes, outer=mesh
+            )
             # The module, too, as it holds arrays with types.
             inputs = frame.module, args, kwargs
             return with_auto_axes(
-                inputs, lambda inside: call_and_constrain(*inside[1], **inside[2]), axes, leave
+                inputs,
+                lambda inside: call_and_constrain(*inside[1], **inside[2]),
+                axes,
+                type_output,
             )
 
     def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
@@ -376,42 +389,59 @@ class Scope:
         [new] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
         return new
 
-    def _leave_auto_axes(
+    def _type_output(
         self,
-        frame: Frame,
-        inputs: object,
-        axes: frozenset[AxisName],
-        mesh: AbstractMesh,
         x: jax.Array,
+        *,
+        frame: Frame,
+        inputs: tuple[tuple[Any, ...], Keywords],
+        auto_axes: frozenset[AxisName],
+        outer: AbstractMesh,
     ) -> jax.Array:
-        """Gives an output of a module that ran with Auto axes its type on the Explicit ones.
+        """Types an array that a module made on Auto axes for its caller, who has Explicit ones.
 
-        The sharding is the one that was chosen for the array, here or by the user for a module in
-        this one; otherwise the sharding of the columns of a layer; otherwise that of an input of
-        its shape and dtype, or of the first one.
+        On the caller's axes, the type of each array says how it is sharded. While the module ran,
+        they were Auto: the compiler chooses shardings there, and the type of ``x`` says nothing of
+        these axes. So they are decided on here, by the first of these that is known:
+
+        1. what was chosen for this very array: here, or by the user for a module in this one;
+        2. its type, over axes that stayed Explicit;
+        3. the columns of the layer's kernel;
+        4. the input of the same shape and dtype, else the leading dimensions of the first input.
 
         Args:
-          frame: the call of the module.
-          inputs: the arguments of the call.
-          axes: the axes that were Auto.
-          mesh: the mesh on which they are Explicit.
-          x: the output.
+          x: the array, typed on the mesh on which the module ran.
+          frame: the call of the module, with what was chosen for arrays in it.
+          inputs: its positional and keyword arguments, typed on the caller's mesh.
+          auto_axes: the axes that were Auto for the call.
+          outer: the caller's mesh, on which they are Explicit.
+
+        Returns:
+          The same array, typed on ``outer``.
         """
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        chosen = frame.sharding_of(x)
-        known = chosen or frame.declared_within(x)
-        like = input_like(x, inputs)
-        assert like is not None  # or no axis of the module would be Auto
-        spec = opened(type_spec(x)) if known is None else keep_axes(known.spec, explicit)
-        if spec is None and frame.tag.path and (columns := self._spec_of_columns(frame, x)):
-            spec = keep_axes(columns, explicit)
-        new: jax.Array = retype(x, mesh, output_spec(x, like, spec))
+        explicit = axes_of_type(outer, AxisType.Explicit)
+        chosen_here = frame.sharding_of(x)
+        chosen = chosen_here or frame.declared_within(x)
+        spec: PartitionSpec | None
         if chosen is not None:
-            frame.note_sharding(new, jax.typeof(new).sharding)
-        elif known is None and frame.is_outermost:
-            sizes = {axis: mesh.shape[axis] for axis in axes - self._plan.batch_axes}
-            self._whole_outputs.add(frame, new, like, sizes)
-        return new
+            spec = keep_axes(chosen.spec, explicit)
+        else:
+            spec = opened(type_spec(x))
+            # Not for the model itself (whose path is empty): JAX refuses to index sharded columns,
+            # as losses do with logits.
+            is_inner = bool(frame.tag.path)
+            if spec is None and is_inner and (columns := self._spec_of_columns(frame, x)):
+                spec = keep_axes(columns, explicit)
+        like = input_like(x, inputs)
+        assert like is not None  # or no axis would have been Auto
+        typed: jax.Array = retype(x, outer, output_spec(x, like, spec))
+        if chosen_here is not None:
+            frame.note_sharding(typed, jax.typeof(typed).sharding)  # for the report
+        elif chosen is None and frame.is_outermost:
+            # Its type may gather what the columns shard: a warning, if the function uses it so.
+            sizes = {axis: outer.shape[axis] for axis in auto_axes - self._plan.batch_axes}
+            self._whole_outputs.add(frame, typed, like, sizes)
+        return typed
 
     def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """Returns the spec of an output whose last dimensions are columns of a kernel, or None.
