@@ -67,13 +67,15 @@ def compiled_by_content(
     def call(*leaves: object) -> Any:
         # Tracing takes a fraction of the time of compiling, which a known content avoids.
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
-        # None is a leaf here: a result whose sharding is left to JAX.
-        results = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
-        shardings = in_shardings, (*jax.tree.leaves(results, is_leaf=_is_none),)
-        if any(map(_compat.is_ref, closed.consts)):  # which JAX does not take as an argument
+        # One for each result; None, a leaf here, for one whose sharding is left to JAX.
+        per_result = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
+        flat_shardings = (*jax.tree.leaves(per_result, is_leaf=_is_none),)
+        # `consts` are the captured arrays. JAX does not take a `jax.Ref` as an argument of a jaxpr.
+        if any(map(_compat.is_ref, closed.consts)):
             arrays = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
         else:
-            arrays = _program_of(closed.jaxpr, *shardings)(closed.consts, leaves)
+            program = _program_of(closed.jaxpr, in_shardings, flat_shardings)
+            arrays = program(closed.consts, leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     return call
@@ -88,25 +90,34 @@ def _program_of(
     in_shardings: Sequence[Sharding] | None,
     out_shardings: tuple[Sharding | None, ...],
 ) -> Callable[..., Any]:
-    """Finds or compiles the program of a jaxpr, a function of its constants and its arguments."""
+    """Finds the program of an earlier jaxpr with this content, or makes one.
+
+    Args:
+      jaxpr: the jaxpr.
+      in_shardings: a sharding for each argument; None to keep those that arrays have.
+      out_shardings: the sharding of each result, or None.
+
+    Returns:
+      A function of two lists: the constants of the jaxpr, and its arguments.
+    """
     try:
         key = content_of(jaxpr), _value_of(in_shardings), _value_of(out_shardings)
     except _NoContentError:
-        return _compiled(jaxpr, in_shardings, out_shardings)
+        return _make_program(jaxpr, in_shardings, out_shardings)
     program = _PROGRAMS.get(key)
     if program is None:
-        # Another thread may have been faster; its program may be compiled already.
-        program = _PROGRAMS.setdefault(key, _compiled(jaxpr, in_shardings, out_shardings))
+        # If another thread was faster, its program is taken, which may be compiled already.
+        program = _PROGRAMS.setdefault(key, _make_program(jaxpr, in_shardings, out_shardings))
         make_room(_PROGRAMS, _MAX_PROGRAMS)
     return program
 
 
-def _compiled(
+def _make_program(
     jaxpr: Jaxpr,
     in_shardings: Sequence[Sharding] | None,
     out_shardings: tuple[Sharding | None, ...],
 ) -> Callable[..., Any]:
-    """Compiles a jaxpr as a function of its constants and its arguments.
+    """Makes a program of a jaxpr, ``program(constants, arguments)``; JAX compiles it when called.
 
     Args:
       jaxpr: the jaxpr; its constants become arguments, so that their values may differ.
@@ -129,17 +140,22 @@ def _compiled(
 def content_of(jaxpr: Jaxpr) -> Hashable:
     """Returns a hashable form of a jaxpr that is equal for equal programs: variables as numbers.
 
+    The jaxpr ``{ a. let b = sin a; c = mul a b in (c,) }`` has variables 0, 1, 2, and roughly the
+    content ``(type of a), ("sin", (0,), type of b), ("mul", (0, 1), type of c), (2,)``.
+
     Raises:
       _NoContentError: it has parameters that are not compared by value.
     """
     numbers: dict[Var, int] = {}  # in the order in which the variables are defined
 
     def define(variables: Sequence[Var]) -> tuple[Hashable, ...]:
+        """Gives variables their numbers; returns their types."""
         for variable in variables:
             numbers[variable] = len(numbers)
         return tuple(variable.aval for variable in variables)
 
     def use(atoms: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
+        """Returns the numbers of variables, and literals by type and value."""
         return tuple(
             (x.aval, _literal(x.val)) if isinstance(x, Literal) else numbers[x] for x in atoms
         )
@@ -160,9 +176,10 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
 
 def _parameters(equation: JaxprEqn) -> Hashable:
     """Returns the parameters of an equation by name; without rules for derivatives."""
-    inner = _WITH_RULES.get(equation.primitive.name)
-    if inner is not None:
-        return _value_of(equation.params[inner])
+    # Of a `custom_jvp_call` and the like, only the jaxpr of what it computes counts.
+    jaxpr_parameter = _WITH_RULES.get(equation.primitive.name)
+    if jaxpr_parameter is not None:
+        return _value_of(equation.params[jaxpr_parameter])
     return tuple((name, _value_of(value)) for name, value in sorted(equation.params.items()))
 
 
@@ -177,10 +194,12 @@ def _literal(value: object) -> Hashable:
 def _value_of(value: object) -> Hashable:
     """Returns a hashable form of a parameter of an equation, equal for equal parameters.
 
+    Parameters are jaxprs, functions, plain values, and objects of JAX's own classes; or lists.
+
     Raises:
       _NoContentError: it is not compared by value, such as a function with a closure.
     """
-    jaxpr = getattr(value, "jaxpr", value)  # of a ClosedJaxpr, which has constants besides
+    jaxpr = getattr(value, "jaxpr", value)  # a ClosedJaxpr has a jaxpr and constants
     if isinstance(jaxpr, Jaxpr):
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
     if isinstance(value, tuple | list):
@@ -192,9 +211,11 @@ def _value_of(value: object) -> Hashable:
     if key is not None:
         return key
     cls = type(value)
+    # JAX's own classes, for trees, options, …, are compared by what their objects hold. That has to
+    # be visible in Python (`has_hidden_state`).
     if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
-    kind, parts = open_object(value)  # of JAX's own classes for trees, options, …
+    kind, parts = open_object(value)  # what it is, and the values in it
     return kind, *map(_value_of, parts)
 
 

@@ -34,22 +34,25 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
       ValueError: there are other modules or Variables in it.
     """
     is_object = _compat.is_graph_object
-    before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_object)
-    after, new = jax.tree_util.tree_flatten(returned, is_leaf=is_object)
-    if old != new:  # type: ignore[operator]
+    # The leaves of both: modules, Variables and arrays.
+    before, treedef_before = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_object)
+    after, treedef_after = jax.tree_util.tree_flatten(returned, is_leaf=is_object)
+    if treedef_before != treedef_after:  # type: ignore[operator]
         error = TypeError(
             f"{name}: {fun_name} returns a carry of a different structure than it was given:\n"
             f"  given: {tree_text(given)}\n  returned: {tree_text(returned)}"
         )
         raise see(error, anchor="carry-of-another-form")
-    others = [
-        f"  carry{accessor('', tuple(map(path_key, path)))}: {type(x).__name__}"
-        for (path, x), other in zip(before, after, strict=True)
+    replaced = [
+        f"  carry{accessor('', tuple(map(path_key, path)))}: {type(old).__name__}"
+        for (path, old), new in zip(before, after, strict=True)
         # By identity: the caller keeps its own objects, and would not see changes of others.
-        if x is not other and (is_object(x) or is_object(other))
+        if old is not new and (is_object(old) or is_object(new))
     ]
     head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
-    raise_listed(ValueError, head, others, "Change the module that it was given, and return that.")
+    raise_listed(
+        ValueError, head, replaced, "Change the module that it was given, and return that."
+    )
 
 
 def type_changes(
@@ -57,18 +60,22 @@ def type_changes(
 ) -> list[str]:
     """Returns a line for each array that was replaced by one of another shape or dtype.
 
-    ``names`` are the expressions for the arrays ``before``.
+    Args:
+      names: the expressions for the arrays, such as ``carry[0].kernel``.
+      before: the arrays that a step was given.
+      after: the arrays that it left in their places.
     """
     lines = []
     for name, old, new in zip(names, before, after, strict=False):
         # What a step does not write is the same object, and needs no look at its type.
         if old is not new and is_array(old) and is_array(new):
             old_type, new_type = jax.typeof(old), jax.typeof(new)
-            # Of a value of a hijax type, neither is known here, and JAX compares the types.
-            other_shape = getattr(old_type, "shape", None) != getattr(new_type, "shape", None)
-            other_dtype = getattr(old_type, "dtype", None) != getattr(new_type, "dtype", None)
-            is_promoted = getattr(old_type, "weak_type", False)  # JAX promotes what is weak
-            if other_shape or (other_dtype and not is_promoted):
+            # A hijax type has neither, so it does not differ here; JAX compares these itself.
+            has_other_shape = getattr(old_type, "shape", None) != getattr(new_type, "shape", None)
+            has_other_dtype = getattr(old_type, "dtype", None) != getattr(new_type, "dtype", None)
+            # JAX promotes an array of a weak type, such as a Python number, to the new dtype.
+            is_promoted = getattr(old_type, "weak_type", False)
+            if has_other_shape or (has_other_dtype and not is_promoted):
                 lines.append(f"  {name}: {type_text(old)} → {type_text(new)}")
     return lines
 
@@ -86,7 +93,10 @@ def structure_changes(
 ) -> Iterator[Difference]:
     """Yields where two structures of the same objects differ.
 
-    ``names`` are those of the objects to compare, by index.
+    Args:
+      names: the expression for each object to compare, by its index in both structures.
+      before: the structure that a function was given: an entry for each object.
+      after: the structure that it left.
     """
     for index, name in names.items():
         old_entry = before.entries[index]
@@ -94,11 +104,13 @@ def structure_changes(
         # Without graph updates, an entry that cannot change is None afterwards.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue
+        # The attributes (or items) of the object, by path: a value, or the index of an object.
         old, new = parts_of(old_entry), parts_of(new_entry)
         changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
-        # Flax's own record of which attributes hold data changes with them, and says less.
-        telling = [path for path in changed if path != (_compat.STATUSES,)]
-        for path in telling or changed:
+        # Flax records which attributes hold data. That record changes along with them, and is
+        # named only if nothing else has changed.
+        by_user = [path for path in changed if path != (_compat.STATUSES,)]
+        for path in by_user or changed:
             in_old = show_child(before, old[path]) if path in old else "nothing"
             in_new = show_child(after, new[path]) if path in new else "nothing"
             yield Difference(accessor(name, path), in_old, in_new)

@@ -76,14 +76,15 @@ class _Checked(Inner[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Calls the function; returns the error and what it returns."""
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
-        inline = self._program(plan, flat).inline
-        errors = list[Any]()
+        pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
+        errors = list[Any]()  # one item, from the only call of `execute`
 
         def execute(*leaves: object) -> Any:
-            checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
-            error, outputs = call_on_slots(checks, inline, traced_slots(leaves), leaves)
-            errors.append(error)  # `run` wants the outputs only
+            add_checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
+            slots = traced_slots(leaves)  # JAX gets these; flags and the like are fixed
+            error, outputs = call_on_slots(add_checks, pure_function, slots, leaves)
+            errors.append(error)  # `_run` wants the outputs only
             return outputs
 
-        out = self._run(plan, flat, execute)
-        return errors[0], out
+        returned = self._run(plan, flat, execute)
+        return errors[0], returned

@@ -13,10 +13,12 @@ back, and is the old one where another branch ran.
 All branches have to leave the same structure: which of them runs is known only to the program, and
 the caller's objects can change in one way only. From other modules:
 
-    Plan           what is known before the trace: ``structure`` of the operands, and ``names`` of
-                   their leaves
+    Plan           what is known before the trace: ``structure`` of the operands (``slots`` of each
+                   object, by its index), and ``names`` of their leaves
     Outcome        ``outcome.sources`` says where the array in each slot after a branch is: in a
-                   group of outputs, or unchanged among the inputs (group ``INPUT``)
+                   group of outputs, or unchanged among the inputs (group ``INPUT``);
+                   ``outcome.arrays(leaves, groups)`` picks these arrays
+    kept_places    pairs the slots of an object after a call with those before it
     Caller         the call that is being traced: the pure function calls ``caller.fun``
     static_leaves  those that JAX does not trace, such as flags. ``may_keep`` says that they are no
                    objects of the user, so that a function with them may be kept for later calls
@@ -156,10 +158,17 @@ def _call_branches(
     What branches are bound to, such as the model of a method, is an argument of all of them: so a
     model that two branches share is one, and its updates are written back.
 
-    ``branches`` have their labels in messages as keys; ``selector`` is the condition or number.
+    Args:
+      name: ``cond`` or ``switch``.
+      selector: the condition, or the number of the branch.
+      branches: the user's functions, by their labels in messages, such as ``branches[0]``.
+      operands: their arguments.
+      modes: how the user wants graphs to be treated.
     """
-    # The names of the first two arguments below, for messages.
-    functions = Functions(name, branches, ("selector", "branches"), len(operands))
+    # Messages name the first two of `args` below so, and the operands like parameters of a branch.
+    functions = Functions(
+        name, branches, leading=("selector", "branches"), num_operands=len(operands)
+    )
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     args = jnp.asarray(selector), functions.objects, *operands
     return call_functions(functions, transform, modes, *args)
@@ -173,7 +182,7 @@ class _Switch(InnerTransform):
 
     in_name: str = "operands"
     labels: tuple[str, ...]  # the names of the branches in messages
-    # For each branch, what it is bound to, by its place in the second argument.
+    # For each branch, the positions of what it is bound to in the second argument.
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
@@ -191,7 +200,7 @@ class _Switch(InnerTransform):
 
         def call(*leaves: object) -> Any:
             static = static_leaves(leaves)
-            operands = [*filter(is_traced, leaves)]
+            operands = [*filter(is_traced, leaves)]  # all other leaves
             # What is kept must not hold the user's objects, and a trace holds the refs it reads.
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
@@ -231,19 +240,19 @@ class _Branches:
         self._plan = plan
         self._function = function
         self._static = dict(static)
-        # Recorded while JAX traces, by the number of the branch: what it does, a text for what it
-        # returns, and the array in each slot after it.
-        self._outcomes: dict[int, Outcome] = {}
-        self._returned: dict[int, str] = {}
-        self._types: dict[int, list[_NamedType]] = {}
+        # Recorded while JAX traces, by the number of the branch.
+        self._outcomes: dict[int, Outcome] = {}  # what it did to objects
+        self._returned: dict[int, str] = {}  # a text that describes what it returned
+        self._types: dict[int, list[_NamedType]] = {}  # of the array in each slot after it
         caller = current_caller()
         assert caller is not None  # branches are made in calls
         # Equal branches are traced under the number of the first of them. An expert per branch is
         # often one method of several objects, so what a branch is bound to counts, too.
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
-        numbers = [keys.index(key) for key in keys]
-        traces = {number: functools.partial(self._trace, number) for number in numbers}
-        self.functions = [traces[number] for number in numbers]  # of a list of operands
+        first_equal = [keys.index(key) for key in keys]  # [0, 0, 2] if the first two are equal
+        traces = {number: functools.partial(self._trace, number) for number in first_equal}
+        # What JAX gets: for each branch a function of the list of operands.
+        self.functions = [traces[number] for number in first_equal]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
         """Traces one branch, as a function of the operands.
@@ -251,16 +260,21 @@ class _Branches:
         Records what it does to objects, and raises an error if another branch does something else:
         JAX would only see another number of results.
 
+        Args:
+          number: that of the branch.
+          operands: the traced leaves of the arguments, in the order of their slots.
+
         Returns:
           The array in each slot after the branch; None for anything else.
         """
-        leaves = self._leaves(operands)
+        leaves = self._all_leaves(operands)
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
         self._check_structures(number)
-        results = outcome.arrays(leaves, groups)
-        self._keep_shardings(outcome, leaves, results)
+        results = outcome.arrays(leaves, groups)  # by slot after the branch
+        self._reshard_like_old(outcome, leaves, results)
         results = self._plain_results(results, operands)
+        # A group has the expressions for its arrays; an unchanged input has the plan's.
         names = [
             self._plan.names[position] if group == INPUT else groups[group].names[position]
             for group, position in outcome.sources
@@ -271,25 +285,32 @@ class _Branches:
         return results
 
     def _plain_results(self, results: Sequence[object], operands: Sequence[object]) -> list[Any]:
-        """Replaces by None what JAX cannot pass on: refs, values of hijax types, flags."""
+        """Replaces by None what JAX cannot pass on from a branch: refs, hijax values, flags.
+
+        A hijax value can only be an operand that the branch returns unchanged.
+        """
         not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
         return [
             x if is_traced(x) and not _compat.is_ref(x) and id(x) not in not_plain else None
             for x in results
         ]
 
-    def _leaves(self, operands: Sequence[object]) -> list[Any]:
-        """Returns all leaves for the pure function, by slot, from the operands."""
+    def _all_leaves(self, operands: Sequence[object]) -> list[Any]:
+        """Returns all leaves for the pure function, by slot: the operands and the static ones."""
         arrays = iter(operands)
         count = len(self._plan.names)
         static = self._static
         return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
-        """Calls the pure function with one branch as the user's function."""
+        """Calls the pure function with one branch as the user's function.
+
+        Returns:
+          What the pure function returns: groups of outputs, and last the outcome.
+        """
         caller = current_caller()
         assert caller is not None
-        branch = caller.fun.bind(number)
+        branch = caller.fun.bind(number)  # of all bound objects, and the operands
 
         def recorded_branch(selector: object, *args: object) -> Any:
             returned = branch(*args)
@@ -299,32 +320,37 @@ class _Branches:
         with called_by(caller._replace(fun=recorded_branch)):
             return self._function(*leaves)  # type: ignore[no-any-return]
 
-    def _keep_shardings(
+    def _reshard_like_old(
         self, outcome: Outcome, leaves: Sequence[object], results: list[object]
     ) -> None:
-        """Reshards new arrays in objects like the arrays that they replace.
+        """Reshards new arrays in objects like the arrays that they replace, in ``results``.
 
-        Changes ``results``, the arrays after the branch; ``leaves`` are those before it.
+        Args:
+          outcome: what the branch did.
+          leaves: the arrays before it, by slot.
+          results: the arrays after it, by slot; changed in place.
         """
         before, after = self._plan.structure, outcome.structure
         for index, slots in enumerate(before.slots):
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
+            # The slots of the object after the branch, each with the slot before it.
             for slot, old_slot in kept_places(before, after, index).items():
                 old = leaves[old_slot]
                 if is_traced(old) and not _compat.is_ref(old):
                     results[slot] = reshard_like(results[slot], old)
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
-        """Returns what the pure function returns: the arrays that a branch changes, an outcome.
+        """Returns what the pure function returns: a group of outputs, and what was done to objects.
 
-        ``results`` are all arrays after the branch that ran.
+        ``results`` are the arrays after the branch that ran, one for each slot.
         """
         outcome = union(self._plan.structure, [*self._outcomes.values()])
-        # The caller keeps what no branch changes.
+        # What no branch changes is no output: the caller keeps it.
         sources = zip(results, outcome.sources, strict=True)
         arrays = [x for x, source in sources if source.group != INPUT]
-        return OutputGroup(("",) * len(arrays), arrays), outcome
+        names = ("",) * len(arrays)  # for messages about a trace, which is done
+        return OutputGroup(names, arrays), outcome
 
     def _check_structures(self, number: int) -> None:
         """Raises a ``ValueError`` if a branch leaves other objects than the first one."""
@@ -332,9 +358,10 @@ class _Branches:
         if first == other:
             return
         changes = [Difference("output", self._returned[0], self._returned[number])]
-        # Objects are compared that have the same name, and so the same place, after both.
+        # Objects are compared that have the same name, and so the same place, after both. Names
+        # start at the arguments, such as `model.blocks[0]`, or at the output.
         starts = named_parts(self._plan.graph_arguments)
-        names = first.names([*starts, ("output", first.root)])
+        names = first.names([*starts, ("output", first.root)])  # by the index of the object
         other_names = other.names([*starts, ("output", other.root)])
         same = {index: name for index, name in names.items() if other_names.get(index) == name}
         changes += structure_changes(same, first, other)

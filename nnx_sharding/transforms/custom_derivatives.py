@@ -20,6 +20,11 @@ From other modules:
     Caller        the call being traced; the pure function calls ``caller.fun``
     Source        in ``outcome.sources``, by slot after the call: the group of outputs that has the
                   array and its position in that; or group ``INPUT`` and its slot before
+    Location      where arrays are in the arguments: their path and slots, and the index of the
+                  Variable (``entry``); None for an array outside of Variables
+    flatten       a pytree of objects to structure, ``leaves`` (arrays, by slot) and ``objects``;
+                  `unflatten` makes new objects, whose pytree is its ``root``
+    slots_by_path the slots of the arrays in a structure, by path
     TangentForm   which arrays of some objects have tangents (``slots``); ``build`` makes objects
                   that hold tangents, ``tangents_in`` takes them out of those that the user gave
 """
@@ -184,8 +189,8 @@ def _make(
         # Called with options only, as a decorator.
         return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
-    # A DiffState names an argument of which a filter chooses what is differentiated; a position
-    # one of which nothing is.
+    # A DiffState names an argument in which a filter chooses what is differentiated. A position
+    # names one in which nothing is.
     states = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
     nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
     positions = [*nondiff, *(x.argnum for x in states)]
@@ -194,14 +199,14 @@ def _make(
         raise TypeError(
             f"{name}: nondiff_argnums must be different positions from 0, got {positions}."
         )
-    has_states = updates and name == "custom_vjp"
+    has_states = updates and name == "custom_vjp"  # whether rules get states, as from Flax
     if states and not has_states:
         raise ValueError(
             f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
             "graph=True and graph_updates=True."
         )
-    # It would be unclear whether positions and rules count the object.
-    if unbind(fun)[1]:
+    _, bound = unbind(fun)
+    if bound:  # it would be unclear whether positions and rules count the object
         raise ValueError(
             f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
             "object is then the first argument of the rules, too."
@@ -225,15 +230,22 @@ class _CustomFunction(Inner[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._find_plan(self._positional_arguments(args, kwargs), {})
-        rules = _Rules(self._fun, *self._rules)
-        # A trace is used again only if the rules reach the same, too.
-        fingerprint = fingerprint_of([*rules.functions, *plan.reached_from(flat.objects)])
-        return self._run(plan, flat, plan.program_for(fingerprint).inline, rules)  # type: ignore[no-any-return]
+        with_rules = _Rules(self._fun, *self._rules)
+        # A trace is used again only if function and rules reach the same as then: the fingerprint
+        # is a key for that.
+        fingerprint = fingerprint_of([*with_rules.functions, *plan.reached_from(flat.objects)])
+        execute = plan.program_for(fingerprint).inline
+        return self._run(plan, flat, execute, with_rules)  # type: ignore[no-any-return]
 
     def _positional_arguments(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...]:
-        """Returns all arguments of a call by position, as rules get them, with the defaults."""
+        """Returns all arguments of a call by position, as rules get them, with the defaults.
+
+        Raises:
+          TypeError: the function has no rules yet, or an argument can only be passed by keyword.
+          ValueError: a position in ``nondiff_argnums`` is not one of the call.
+        """
         name = self._transform.name
         fun_name = name_of(self._fun)
         if not self._rules:
@@ -309,7 +321,9 @@ class _Custom(InnerTransform):
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         # A new object for each call: it records what the function and its rules do.
         cls = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
-        return lambda *leaves: cls(self, plan, function, leaves).run()
+        return lambda *leaves: cls(
+            transform=self, plan=plan, function=function, leaves=leaves
+        ).run()
 
 
 class _Rules(FunctionGroup):
@@ -325,7 +339,9 @@ class _Rules(FunctionGroup):
         return self.functions[0](*args)
 
 
-_NO_SLOT = -1  # of an array that a call cannot change; as an index, the last one of a list
+# The slot of an array that a call cannot change, and that so is none of the arrays after it. As an
+# index it is the last one: lists of tangents by slot end with None for it.
+_NO_SLOT = -1
 
 
 class _SplitArguments(NamedTuple):
@@ -338,8 +354,8 @@ class _SplitArguments(NamedTuple):
 class _RuleTangents(NamedTuple):
     """What a rule of ``custom_jvp`` did with tangents."""
 
-    output: Any  # those that it returned
-    args: Any  # those of the arguments, as it left them
+    output: Any  # the tangent that it returned: a pytree like the output
+    args: Any  # the tangents of all arguments, a tuple, as it left them
 
 
 class _Call:
@@ -359,44 +375,57 @@ class _Call:
         caller = current_caller()
         assert caller is not None  # a call is made in the trace of one
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
-        self.fun: Function = caller.fun.functions[0]
-        # Forward and backward, or the one for tangents.
-        self.rules: tuple[Function, ...] = caller.fun.functions[1:]
-        # The slots of what is differentiated, by path. A path starts with the position of the
-        # argument, which counts differentiated ones only.
+        # The user's function; his rules are forward and backward, or the one for tangents.
+        self.fun: Function
+        self.rules: tuple[Function, ...]
+        self.fun, *rules = caller.fun.functions
+        self.rules = tuple(rules)
+        # The slots of what is differentiated, by path, such as (0, "kernel"). A path starts with
+        # the position of the argument, which counts differentiated ones only.
         self._places: dict[Path, tuple[int, ...]] = {}
         fixed = {slot for slot, leaf in enumerate(leaves) if not is_traced(leaf)}
         structure = plan.structure
         for location in structure.walk(structure.root, iter(structure.root_slots)):
-            # The tree is (positional arguments, keyword arguments).
+            # The root is (positional arguments, keyword arguments); there are none of the latter.
             _, number, *path = location.path
             if number in transform.nondiff:
                 slots = location.slots
-                fixed |= {s for s in slots if not isinstance(leaves[s], jax.core.Tracer)}
+                fixed |= {slot for slot in slots if not isinstance(leaves[slot], jax.core.Tracer)}
             elif self._matches_filter(number, path, location):
                 skipped = [i for i in transform.nondiff if i < number]
                 self._places[number - len(skipped), *path] = location.slots
-        # Of the arguments of JAX's function. All other leaves are fixed: flags, and what is not
-        # differentiated and not traced.
+        # The slots of the arguments of JAX's function. All other leaves are fixed: flags, and what
+        # is not differentiated and not traced.
         self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
         self._arrays = [leaves[slot] for slot in self.slots]
+        # By slot; None for an argument of JAX's function.
         self._fixed_leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
         self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
-        self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by function and rule
+        self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by the user's function or rule
 
     def _matches_filter(self, number: int, path: Sequence[Hashable], location: Location) -> bool:
-        """Whether something in an argument is differentiated, by the filter for that argument."""
-        filters = dict(self.transform.filters)
+        """Whether something in an argument is differentiated, by the filter for that argument.
+
+        Args:
+          number: the position of the argument.
+          path: where it is in the argument.
+          location: the Variable or the array. Filters are for Variables in modules only.
+        """
+        filters = dict(self.transform.filters)  # by the position of the argument
         if location.entry is None or number not in filters:
             return True
-        # Filters get the path in the module, without the keys that lead to it in the argument.
-        parts = (part.keys for part in self.plan.graph_arguments[number].parts)
-        depth = next(len(keys) for keys in parts if (*path[: len(keys)],) == keys)
+        # Filters get the path in the module, without the keys that lead to it in the argument:
+        # ("kernel",) for the path (0, "kernel") in a list of modules, whose keys are (0,).
+        all_keys = (part.keys for part in self.plan.graph_arguments[number].parts)
+        depth = next(len(keys) for keys in all_keys if (*path[: len(keys)],) == keys)
         subject = self._caller.objects[location.entry]
         return bool(to_predicate(filters[number])((*path[depth:],), subject))
 
     def run(self) -> tuple[Any, ...]:
-        """Calls the function of JAX; returns groups of outputs, and the outcome."""
+        """Calls the function with its rules; returns what the pure function returns.
+
+        That is: groups of output arrays, and the outcome.
+        """
         results = self.differentiable()(self._arrays)
         # JAX may keep the rules, and with them this call; it must not keep the user's modules and
         # arrays alive. Static objects are needed to trace a rule later.
@@ -405,11 +434,12 @@ class _Call:
         self._caller = self._caller._replace(objects=objects)
         self._arrays = []
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
-        # The outcomes are equal; the last recorded one serves, of the function or of its rule.
-        return (*groups, [*self._outcomes.values()][-1])
+        # Those of the function and of its rules are equal; the last one recorded serves.
+        *_, outcome = self._outcomes.values()
+        return (*groups, outcome)
 
     def differentiable(self) -> Function:
-        """Makes the function of arrays, with its rules."""
+        """Makes JAX's function of the arrays in ``slots``, with rules. It returns `GroupArrays`."""
         raise NotImplementedError
 
     def _outputs(self, arrays: Sequence[object]) -> GroupArrays:
@@ -449,15 +479,20 @@ class _Call:
     def _refuse_difference(
         self, functions: Sequence[Callable[..., object]], outcomes: Sequence[Outcome]
     ) -> NoReturn:
-        """Raises an error for a function and a rule that change different objects."""
+        """Raises an error for two functions that do different things to objects.
+
+        Args:
+          functions: the user's function and a rule, or two rules.
+          outcomes: what each did.
+        """
         name, other_name = map(name_of, functions)
-        # The indices of the objects that each changes.
+        # The indices of the Variables and modules that each changes.
         changed, other_changed = (
             {*x.values, *x.metadata, *(change.node for change in x.nodes)} for x in outcomes
         )
         variables = self.plan.variables
         lines = []
-        for index in sorted(changed ^ other_changed):
+        for index in sorted(changed ^ other_changed):  # what only one of them changes
             place = variables[index].name if index in variables else "an object"
             lines.append(f"  {place}: changed by {name if index in changed else other_name} only")
         raise_listed(
@@ -467,7 +502,7 @@ class _Call:
             # The same Variables may change in both, and the results differ.
             lines or ["  the structures that they return or leave differ"],
         )
-        raise AssertionError
+        raise AssertionError  # there are lines, so that `raise_listed` raises
 
     def split(self, args: Sequence[object]) -> _SplitArguments:
         """Splits arguments by whether they are differentiated."""
@@ -476,7 +511,7 @@ class _Call:
         return _SplitArguments([args[i] for i in nondiff], others)
 
     def _zero_tangent(self, slot: int) -> Any:
-        """Returns the zero tangent of the leaf in a slot."""
+        """Returns the zero tangent of the leaf in a slot; for integers, of dtype ``float0``."""
         if slot not in self._types:
             return without_tangent(self._fixed_leaves[slot])
         aval = self._types[slot]
@@ -487,11 +522,13 @@ class _Call:
     def tangents_after(self, outcome: Outcome, tangents: GroupArrays) -> list[Any]:
         """Returns the tangent of each array after the call; zeros for what it did not change.
 
-        ``tangents`` are those of the outputs, in groups.
+        Args:
+          outcome: says where each array after the call comes from.
+          tangents: those of the outputs, in groups.
         """
         return [
-            self._zero_tangent(i) if group == INPUT else tangents[group][i]
-            for group, i in outcome.sources
+            self._zero_tangent(position) if group == INPUT else tangents[group][position]
+            for group, position in outcome.sources
         ]
 
     def cotangent_form(self, arguments: Flat) -> TangentForm:
@@ -499,6 +536,7 @@ class _Call:
 
         ``arguments`` are those that the rule got in its trace.
         """
+        # Types in place of arrays, so that the form does not keep these alive.
         types = replace_slots(self._fixed_leaves, self.slots, self._types.values())
         return TangentForm(arguments._replace(leaves=types, objects=()), self._places)
 
@@ -511,7 +549,7 @@ def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
 
 
 class _ForwardResult(NamedTuple):
-    """What a forward rule did, besides its output; flattened."""
+    """What a forward rule was given and left for the backward rule, besides its output."""
 
     arguments: Flat  # as they were before the rule
     residuals: Flat  # the arguments that are not differentiated, and what the rule returned
@@ -521,8 +559,10 @@ class _CallWithVjp(_Call):
     """A call with rules for its forward and its backward pass."""
 
     def differentiable(self) -> Function:
+        """Makes the function with its rules in the form of ``jax.custom_vjp``."""
         function: Any = jax.custom_vjp(self._outputs)
-        # The backward rule of JAX gets the pullback itself, a pytree of the residuals.
+        # JAX passes the residuals of the forward rule to the backward rule. Here they are the
+        # pullback itself, a function that is a pytree of the arrays that it needs.
         function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
 
@@ -550,47 +590,49 @@ class _CallWithVjp(_Call):
 
         outcome, outputs = self.trace(output_of_rule, arrays, forward_rule)
         arguments, residuals = notes[-1]
-        # JAX keeps the arrays. The rest is kept with the rules, without tracers.
-        is_array = [isinstance(x, jax.Array | np.ndarray) for x in residuals.leaves]
-        arrays = [x if y else None for x, y in zip(residuals.leaves, is_array, strict=True)]
-        others = [None if y else x for x, y in zip(residuals.leaves, is_array, strict=True)]
+        # JAX keeps the arrays, the leaves of the pytree; `_backward` gets the rest as it is.
+        kinds = [isinstance(x, jax.Array | np.ndarray) for x in residuals.leaves]
+        leaves = [*zip(residuals.leaves, kinds, strict=True)]
         backward = functools.partial(
             self._backward,
-            outcome,
-            arguments.structure,
-            self.cotangent_form(arguments),
-            residuals.structure,
-            others,
+            outcome=outcome,
+            before=arguments.structure,
+            form=self.cotangent_form(arguments),
+            residuals=residuals.structure,
+            others=[None if is_array else leaf for leaf, is_array in leaves],
         )
-        return outputs, jax.tree_util.Partial(backward, arrays)
+        residual_arrays = [leaf if is_array else None for leaf, is_array in leaves]
+        return outputs, jax.tree_util.Partial(backward, residual_arrays)
 
     def _backward(
         self,
+        arrays: Sequence[object],
+        cotangents: GroupArrays,
+        *,
         outcome: Outcome,
         before: Structure,
         form: TangentForm,
         residuals: Structure,
         others: Sequence[object],
-        arrays: Sequence[object],
-        cotangents: GroupArrays,
     ) -> tuple[list[Any]]:
         """Runs the backward rule.
 
         Args:
+          arrays: the leaves of the residuals that are arrays; None for others.
+          cotangents: the cotangents of the outputs.
           outcome: what the forward rule did.
           before: the structure of the arguments before it.
           form: the form of their cotangents.
           residuals: the structure of what the forward rule left: the arguments that are not
             differentiated, and what it returned for this rule.
-          others: the leaves of that; None for arrays.
-          arrays: the arrays in that; None for other leaves.
-          cotangents: the cotangents of the outputs.
+          others: the leaves of the residuals that are no arrays; None for arrays.
 
         Returns:
           The cotangents of the arrays in ``slots``; None for zeros.
         """
         _, backward_rule = self.rules
-        leaves = [y if x is None else x for x, y in zip(arrays, others, strict=True)]
+        pairs = zip(arrays, others, strict=True)
+        leaves = [other if array is None else array for array, other in pairs]
         nondiff, user_residuals = unflatten(residuals, leaves).root
         # By slot after the call; the last one is in `_NO_SLOT`.
         values = [*self.tangents_after(outcome, cotangents), None]
@@ -605,9 +647,9 @@ class _CallWithVjp(_Call):
                 unchanged = _unchanged_variables(arguments, outcome)
                 options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
         results = backward_rule(*nondiff, user_residuals, cotangent, **options)
-        name = f"custom_vjp: {name_of(backward_rule)}: cotangents"
-        cotangents_in = form.tangents_in(name, results, may_omit=True)
-        by_slot = dict(zip(form.slots, cotangents_in, strict=True))
+        name = f"custom_vjp: {name_of(backward_rule)}: cotangents"  # for messages
+        input_cotangents = form.tangents_in(name, results, may_omit=True)
+        by_slot = dict(zip(form.slots, input_cotangents, strict=True))
         return ([by_slot.get(slot) for slot in self.slots],)
 
     def _cotangents_in_states(
@@ -616,9 +658,18 @@ class _CallWithVjp(_Call):
         """Returns the cotangents of the arguments after the call, and of the output, as Flax does.
 
         Both hold states of Variables; what is in the output and in an argument is one Variable.
+
+        Args:
+          outcome: what the forward rule did.
+          arguments: the structure of the arguments after it.
+          values: the cotangents, by slot after the call, and None in ``_NO_SLOT``.
         """
-        objects = unflatten(arguments, values).objects
-        args, _ = user_tree(arguments, values, lambda slots: _NO_SLOT not in slots, objects)
+
+        def may_change(slots: Sequence[int]) -> bool:
+            return _NO_SLOT not in slots
+
+        objects = unflatten(arguments, values).objects  # Variables that hold cotangents
+        args, _ = user_tree(arguments, values, may_change, objects)
         output = user_tree(outcome.structure, values, objects=objects)
         return self.split(args).differentiated, output
 
@@ -627,6 +678,10 @@ def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
     """Returns the structure of the arguments as a call left them, by slots after the call.
 
     Arrays outside of Variables, which the call cannot change, have none (`_NO_SLOT`).
+
+    Args:
+      before: the structure of the arguments before the call.
+      outcome: what the call did; its structure has None for an object that could not change.
     """
     entries = [*outcome.structure.entries]
     slots = [*outcome.structure.slots]
@@ -638,7 +693,10 @@ def _arguments_after(before: Structure, outcome: Outcome) -> Structure:
 
 
 def _unchanged_variables(arguments: Structure, outcome: Outcome) -> Mapping[int, None]:
-    """Returns None for each Variable that a call did not change, by index."""
+    """Returns None for each Variable that a call did not change, by index.
+
+    ``unflatten`` takes such a mapping, and puts the None in the place of the Variable.
+    """
     changed = {*outcome.values, *outcome.metadata}
     return {
         index: None
@@ -651,6 +709,7 @@ class _CallWithJvp(_Call):
     """A call with a rule for tangents."""
 
     def differentiable(self) -> Function:
+        """Makes the function with its rule in the form of ``jax.custom_jvp``."""
         function: Any = jax.custom_jvp(self._outputs)
         function.defjvp(self._push_forward)
         return function  # type: ignore[no-any-return]
@@ -662,7 +721,7 @@ class _CallWithJvp(_Call):
         tangents. The results are in the groups of outputs.
         """
         [rule] = self.rules
-        [arrays], [directions] = primals, tangents
+        [arrays], [array_tangents] = primals, tangents
         # The pure function that calls the rule returns arrays of the output alone, so the tangents
         # are noted here.
         notes: list[_RuleTangents] = []
@@ -673,7 +732,7 @@ class _CallWithJvp(_Call):
             zeros = [without_tangent(x) for x in arguments.leaves]
             # What JAX does not differentiate is not an input of its function, and has a tangent of
             # zero.
-            leaves = replace_slots(zeros, self.slots, directions)
+            leaves = replace_slots(zeros, self.slots, array_tangents)
             d_args = unflatten(arguments.structure, leaves).root[0]
             nondiff, differentiated = self.split(args)
             pair = rule(*nondiff, differentiated, self.split(d_args).differentiated)
@@ -688,15 +747,24 @@ class _CallWithJvp(_Call):
     def _tangents_of_outputs(
         self, outcome: Outcome, outputs: GroupArrays, noted: _RuleTangents
     ) -> GroupArrays:
-        """Returns the tangent of each output of JAX's function, in the groups of the outputs."""
+        """Returns the tangent of each output of JAX's function, in the groups of the outputs.
+
+        Args:
+          outcome: what the rule did to objects.
+          outputs: the arrays that it returned or wrote, in groups.
+          noted: the tangents that it returned, and left in those of the arguments.
+        """
         [rule] = self.rules
         structure = outcome.structure
         # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
         after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
         # What is returned unchanged is not an output of JAX's function, and has no tangent here.
-        leaves = [None if group == INPUT else outputs[group][i] for group, i in outcome.sources]
+        leaves = [
+            None if group == INPUT else outputs[group][position]
+            for group, position in outcome.sources
+        ]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
-        name = f"custom_jvp: {name_of(rule)}: tangent"
+        name = f"custom_jvp: {name_of(rule)}: tangent"  # for messages
         after = replace_slots(after, form.slots, form.tangents_in(name, noted.output))
         self._take_tangents_of_changes(outcome, noted.args, after)
         tangent_of = dict(zip(outcome.sources, after, strict=True))
@@ -719,7 +787,7 @@ class _CallWithJvp(_Call):
         slots_of_tangents = slots_by_path(flat.structure)
         arguments = _arguments_after(self.plan.structure, outcome)
         for path, slots in slots_by_path(arguments).items():
-            # Without the 0 for the positional arguments.
+            # Paths in the arguments start with 0, for the positional ones, which `d_args` has only.
             pairs = zip(slots, slots_of_tangents.get(path[1:], ()), strict=False)
             for slot, tangent_slot in pairs:
                 if slot != _NO_SLOT:

@@ -10,8 +10,10 @@ any other, and returns the derivative besides.
 From other modules:
 
     Plan            its ``structure`` describes the arguments; a trace needs it before the arrays
+    Container       a pytree in a structure: its ``treedef``, and a child for each leaf
     replace_slots   a copy of a list of leaves with others in some slots
     slots_by_path   the slots of the arrays in an object, by their paths from it
+    type_as_in_jit  gives arrays the types that they would have as arguments of `jax.jit`
 """
 
 from __future__ import annotations
@@ -41,17 +43,17 @@ class Differentiation(InnerTransform):
 
     in_name: str = "primals"
     has_aux: bool = False  # whether the function returns a pair of its output and auxiliary data
-    is_reverse: bool = False  # whether derivatives go from outputs to arrays
+    is_reverse: bool = False  # whether derivatives go from outputs to inputs, as in `grad`
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Checks what the function returns."""
+        """Returns the user's function, with a check that its result can be differentiated."""
 
         def with_checked_output(*args: object, **kwargs: object) -> Any:
             out = caller.fun(*args, **kwargs)
             name = name_of(caller.fun)
             if self.has_aux:
-                pair = f"with has_aux=True {name} must return a pair (output, aux)"
-                check_pair(f"{self.name}: {pair}", out)
+                expected = f"with has_aux=True {name} must return a pair (output, aux)"
+                check_pair(f"{self.name}: {expected}", out)
             # Here, and not on the flat arrays, so that the message can name what was returned.
             self.check_output(name, out[0] if self.has_aux else out)
             return out
@@ -59,11 +61,11 @@ class Differentiation(InnerTransform):
         return with_checked_output
 
     def check_output(self, fun_name: str, out: object) -> None:
-        """Raises an error for what cannot be differentiated."""
+        """Raises an error for an output that cannot be differentiated; by default for none."""
 
 
 def check_pair(expected: str, out: object) -> None:
-    """Raises an error for what is not a pair; ``expected`` is the beginning of its message."""
+    """Raises a ``TypeError`` for what is not a pair; ``expected`` begins its message."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise TypeError(f"{expected}, got {tree_text(out)}.")
 
@@ -86,18 +88,16 @@ class Differentiable(Inner[P, R]):
           plan: the plan of the call, which has its pure function.
           flat: its arguments, flattened.
           slots: the positions of the arrays.
-          derivative_of: JAX's transform, such as ``jax.vjp`` with ``has_aux=True``. It gets a
-            function and these arrays. The function returns a pair: the arrays of the output,
-            without those of the user's auxiliary data, which are differentiated; and everything
-            that the call returns, which is auxiliary for JAX. It returns the derivative, and the
-            latter.
+          derivative_of: applies JAX's transform, such as ``jax.vjp`` with ``has_aux=True``, to a
+            function of these arrays, which returns a pair: the arrays of the output, which are
+            differentiated; and all outputs of the pure function, which are auxiliary for JAX.
+            Returns the derivative and these outputs.
 
         Returns:
           What the user's function returns, and the derivative.
         """
-        # The pure function in its form for a call within a trace: it is traced as a part of that.
-        inline = self._program(plan, flat).inline
-        derivatives = list[Any]()
+        pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
+        derivatives = list[Any]()  # one item, from the only call of `execute`
 
         def execute(*leaves: object) -> Any:
             """Is what `_run` runs as the program of the call: returns the program's outputs."""
@@ -106,11 +106,11 @@ class Differentiable(Inner[P, R]):
 
             def differentiable(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
-                # Groups of new arrays, and what says which array of the result each is.
-                *groups, outcome = outputs = inline(*all_leaves)
-                results = outcome.arrays(all_leaves, groups)  # by slot after the call
+                # Groups of new arrays, and what says which array after the call each is.
+                *groups, outcome = outputs = pure_function(*all_leaves)
+                arrays_after = outcome.arrays(all_leaves, groups)  # by slot after the call
                 output_slots = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
-                return [results[slot] for slot in output_slots], outputs
+                return [arrays_after[slot] for slot in output_slots], outputs
 
             derivative, outputs = derivative_of(differentiable, [leaves[slot] for slot in slots])
             derivatives.append(derivative)  # `_run` wants the outputs only
@@ -121,11 +121,16 @@ class Differentiable(Inner[P, R]):
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
-    """Returns the slots of the arrays in the output, without auxiliary data."""
-    child: Any = structure.root
+    """Returns the slots of the arrays in the output, without those of auxiliary data.
+
+    Args:
+      structure: of the objects after a call; its root is what the function returned.
+      has_aux: whether that is a pair of the output and auxiliary data.
+    """
+    output: Any = structure.root
     if has_aux:
-        # The root is a pair: its children are the leaves of the output, then of the auxiliary data.
-        output = child.treedef.children()[0]
-        children = child.children[: output.num_leaves]
-        child = children[0] if is_leaf_treedef(output) else Container(output, children)
-    return (slot for slots in slots_by_path(structure, child).values() for slot in slots)
+        # The children of the pair are the leaves of the output, then those of auxiliary data.
+        treedef = output.treedef.children()[0]
+        children = output.children[: treedef.num_leaves]
+        output = children[0] if is_leaf_treedef(treedef) else Container(treedef, children)
+    return (slot for slots in slots_by_path(structure, output).values() for slot in slots)

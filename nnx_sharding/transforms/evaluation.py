@@ -54,7 +54,7 @@ def eval_shape(
     The semantics are those of ``jax.eval_shape`` and ``flax.nnx.eval_shape``.
     """
     lifted: Any = f
-    # What `jit` made knows the shardings of its results.
+    # What `jit` or `shard_map` made is taken as it is, since it knows the shardings of its results.
     if not isinstance(f, Lifted):
         transform = Jit(keeps_captures=False)
         lifted = lift(Lifted, f, transform, Roles(), graph, graph_updates)
@@ -98,7 +98,7 @@ def make_jaxpr(
     """
 
     def decorate(f: Callable[..., object]) -> Any:
-        # The jaxpr has an input for each array of the arguments, including unused ones.
+        # With an input for each array of the arguments, including unused ones, as from JAX.
         transform = Jit(keep_unused=True, keeps_captures=False)
         roles = Roles.of(static_argnums)
         lifted = lift(Lifted, f, transform, roles, graph, graph_updates)

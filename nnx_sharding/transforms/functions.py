@@ -41,22 +41,23 @@ class Functions(FunctionGroup):
         name: str,
         functions: Mapping[str, Callable[..., object]],
         leading: Sequence[str],
-        count: int,
+        num_operands: int,
     ):
         """Separates the functions of a call from the objects that they are bound to.
 
         Args:
           name: the name of the transform, for messages.
-          functions: the functions, by the names of their arguments.
+          functions: the functions, by the names of the options that they are given as.
           leading: the names of arguments that the transform adds before the operands.
-          count: the number of operands.
+          num_operands: the number of the user's further arguments.
 
         Raises:
           TypeError: some are not callable.
         """
         wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
         raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
-        # Each function without what it is bound to, and the tuple of that.
+        # Each function without what it is bound to, and the tuple of that: for `model.loss`,
+        # `(Model.loss, (model,))`.
         pairs = [
             # A callable module is its class's ``__call__``, bound to the module.
             (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
@@ -67,20 +68,21 @@ class Functions(FunctionGroup):
         # Each bound object once: several functions may be methods of one module.
         unique = {id(x): x for _, bound in pairs for x in bound}
         self.objects = [*unique.values()]
-        places = {key: place for place, key in enumerate(unique)}
-        # Of each function, the places of what it is bound to among the objects.
-        self.bound = tuple(tuple(places[id(x)] for x in bound) for _, bound in pairs)
+        positions = {key: position for position, key in enumerate(unique)}
+        # For each function, the positions of what it is bound to among the objects.
+        self.bound = tuple(tuple(positions[id(x)] for x in bound) for _, bound in pairs)
         # The parameters of the first one name the operands in messages and in the program.
-        self.__signature__ = _signature(pairs[0], leading, count)
+        first, first_bound = pairs[0]
+        self.__signature__ = _signature(first, len(first_bound), leading, num_operands)
 
     def bind(self, number: int) -> Function:
-        """Makes a function that takes the objects as its first argument, from one of them."""
+        """Returns one of the functions as a function of all objects, then of its own arguments."""
         function = self.functions[number]
         bound = self.bound[number]
 
         @functools.wraps(function, updated=())
         def call(objects: Sequence[object], *args: object) -> Any:
-            return function(*(objects[place] for place in bound), *args)
+            return function(*(objects[position] for position in bound), *args)
 
         return call
 
@@ -89,22 +91,29 @@ class Functions(FunctionGroup):
 
 
 def _signature(
-    function: tuple[Function, Sequence[object]], leading: Sequence[str], count: int
+    function: Function, num_bound: int, leading: Sequence[str], num_operands: int
 ) -> inspect.Signature:
-    """Makes a signature of leading parameters and ``count`` operands.
+    """Makes a signature of the leading parameters, and then the operands.
 
-    These have the names that ``function``, with what it is bound to, gives them if it names all.
+    Operands are called as ``function`` calls its parameters, if it has a name for each:
+    ``(selector, branches, x, y)``; otherwise ``(selector, branches, *operands)``.
+
+    Args:
+      function: a function of the operands.
+      num_bound: the number of its first parameters that are bound, and so no operands.
+      leading: the names of the parameters before the operands.
+      num_operands: the number of operands.
     """
     kind = inspect.Parameter.POSITIONAL_ONLY
-    unbound, bound = function
     try:
-        operands = [*inspect.signature(unbound).parameters][len(bound) :][:count]
+        names = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):  # some functions written in C
-        operands = []
+        names = []
+    operands = names[num_bound:][:num_operands]
     names = [*leading, *operands]
     parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
     are_distinct = len(parameters) == len(names)
-    if len(operands) < count or not are_distinct:
+    if len(operands) < num_operands or not are_distinct:
         parameters = [inspect.Parameter(name, kind) for name in leading]
         parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
     return inspect.Signature(parameters)
@@ -116,11 +125,11 @@ def call_functions(
     modes: Modes,
     *args: object,
 ) -> Any:
-    """Calls a transform of several functions.
+    """Calls a transform of several functions, as one function of all that they are bound to.
 
     Args:
-      functions: the functions.
-      transform: the transform.
+      functions: the functions; which of them run, and when, is for the transform to decide.
+      transform: the transform, such as that of ``cond``.
       modes: how the user wants graphs to be treated.
       *args: the arguments of the functions, their objects first.
 
@@ -139,11 +148,11 @@ def scalar_value(name: str, argument: str, value: Any, kinds: str, expected: str
       name: the name of the transform, for messages.
       argument: the name of the argument.
       value: the argument.
-      kinds: the allowed kinds of dtype, as ``np.dtype.kind``.
-      expected: what it should be, for messages.
+      kinds: the allowed kinds of dtype, as ``np.dtype.kind``: ``"iu"`` for integers.
+      expected: what it should be, for messages, such as ``"an integer scalar"``.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: it is no scalar, or of another kind.
     """
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     is_scalar = _compat.is_array_like(value) and jnp.shape(value) == ()

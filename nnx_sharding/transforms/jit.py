@@ -6,7 +6,8 @@ and for each group of outputs. Calls, stages and caches are those of `Lifted`.
 
 From other modules:
 
-    Sharded   the base: specs are shardings; ``context`` is the mesh that applies
+    Sharded   the base: specs are shardings; ``context`` is the mesh that applies, and
+              ``needing_devices`` checks in each call that devices are known
     Program   a pure function, transformed, in the forms that calls use: for stages, at top level,
               within another trace
     Specs     the user's shardings, a prefix of arguments or results
@@ -108,7 +109,7 @@ class Jit(Sharded):
 
 
 def _axis_names(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
-    """Returns the option ``auto_axes`` in hashable form."""
+    """Returns the option ``auto_axes`` in hashable form: ``"data"`` → ``("data",)``."""
     if isinstance(axes, bool):
         return axes
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -118,13 +119,17 @@ def _axis_names(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
 def _in_mesh(
     mesh: Mesh | AbstractMesh | None, tracing: AbstractContextManager[Callable[..., object]]
 ) -> Iterator[Callable[..., Any]]:
-    """Puts a mesh of Auto axes into context, unless there is one.
+    """Puts a mesh of Auto axes into context, unless there is one, around another context.
 
-    JAX does so itself on Explicit axes, for the types of arrays.
+    On Explicit axes JAX does so itself, as the types of arrays say the mesh.
+
+    Args:
+      mesh: the mesh that applies; None if there is none.
+      tracing: a context that yields what a trace calls as the user's function.
     """
-    is_open = mesh is not None and jax.sharding.get_abstract_mesh().empty
-    is_auto = mesh is not None and is_open and not axes_of_type(mesh, AxisType.Explicit)
-    with in_context(mesh if is_auto else None), tracing as call:
+    is_without_mesh = jax.sharding.get_abstract_mesh().empty
+    is_needed = mesh is not None and is_without_mesh and not axes_of_type(mesh, AxisType.Explicit)
+    with in_context(mesh if is_needed else None), tracing as call:
         yield call
 
 
@@ -286,9 +291,10 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    # About these JAX warns already here, where the user's line is on the stack.
-    given = {"device": device, "backend": backend}
-    jax_options = {name: value for name, value in given.items() if value is not None}
+    # `lift` gives these to JAX already here, which warns of them where the user's line is on the
+    # stack.
+    deprecated = {"device": device, "backend": backend}
+    jax_options = {name: value for name, value in deprecated.items() if value is not None}
     if jax_options and (in_shardings is not None or out_shardings is not None):
         raise ValueError(
             "device and backend cannot be combined with in_shardings or out_shardings: use "
@@ -330,16 +336,23 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     Donated arguments and options of the backend are left out.
     """
     transform: Any = function._transform
-    names = "on_committed", "on_indivisible", "strict", "activation_shardings", "auto_axes"
     roles: Roles = function._options["roles"]
-    options = {name: getattr(transform, name) for name in names}
-    options |= {"in_shardings": transform.in_specs.tree, "out_shardings": transform.out_specs.tree}
-    options |= {"static_argnums": roles.static_argnums, "static_argnames": roles.static_argnames}
+    options = {
+        "in_shardings": transform.in_specs.tree,
+        "out_shardings": transform.out_specs.tree,
+        "static_argnums": roles.static_argnums,
+        "static_argnames": roles.static_argnames,
+        "on_committed": transform.on_committed,
+        "on_indivisible": transform.on_indivisible,
+        "strict": transform.strict,
+        "activation_shardings": transform.activation_shardings,
+        "auto_axes": transform.auto_axes,
+    }
     return function._fun, options
 
 
 def declared_specs(function: Lifted[..., Any], *args: Any) -> dict[str, Any]:
-    """Returns the spec of each array in the arguments; None where none is declared."""
+    """Returns the declared spec of each array in the arguments, by its path; None without one."""
     _, plan, flat = function._plan_without_running(args, {})
     shardings = (getattr(leaf, "sharding", None) for leaf in as_declared(plan, flat.leaves))
     specs = (getattr(sharding, "spec", None) for sharding in shardings)

@@ -13,7 +13,9 @@ by index; *unflattened* has the objects as they are in the trace.
 
 From other modules:
 
-    Specs            what the user wrote, a prefix of the arguments: ``rules`` are its leaves
+    Specs            what the user wrote, a prefix of the arguments, as a ``tree`` of axes
+    Caller           the call that is being traced; ``fun`` is the user's function
+    Flat             flattened objects: their structure, ``leaves`` (arrays by slot) and ``objects``
     InnerTransform   the base: becomes part of a surrounding trace
 """
 
@@ -82,7 +84,13 @@ class StateAxes(StateSharding):
 
 
 def _axis(place: str, x: object) -> Axis | StateSharding:
-    """Reads one entry of a prefix of axes; ``place`` is the expression for it, for messages."""
+    """Reads one entry of a prefix of axes: ``0`` → ``Axis(0)``, ``Carry`` → ``CARRY``.
+
+    ``place`` is the expression for it, for messages, such as ``in_axes[1]``.
+
+    Raises:
+      TypeError: it is no axis.
+    """
     if isinstance(x, Axis | StateSharding):
         return x
     if x is None or (isinstance(x, int) and not isinstance(x, bool)):
@@ -92,8 +100,9 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
     if isinstance(x, nnx.StateAxes):
         return StateAxes(zip(x.filters, x.axes, strict=True))
     if (prefix := _compat.prefix_state(x)) is not None:  # what `nnx.prefix` returns
-        axes = leaves_by_path(prefix.specs, lambda axis: axis is None)
-        axes = {path: _axis(place, axis) for path, axis in axes.items()}
+        # It has axes that are known already, and a function of path and value for all others.
+        known = leaves_by_path(prefix.specs, lambda axis: axis is None)
+        axes = {path: _axis(place, axis) for path, axis in known.items()}
         return PathFunction(_AxisOf(place, prefix.function), axes)
     raise TypeError(
         f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
@@ -113,15 +122,20 @@ class _AxisOf:
     A class, so that two prefixes of equal functions are equal specs.
     """
 
-    place: str
-    function: Callable[[Path, Any], Any]
+    place: str  # the expression for the prefix, for messages
+    function: Callable[[Path, Any], Any]  # of a path and a value; returns an axis as Flax has it
 
     def __call__(self, path: Path, value: object) -> Axis | StateSharding:
         return _axis(self.place, self.function(path, value))
 
 
 def axes_specs(option: str, prefix: object) -> Specs:
-    """Reads a prefix of axes as specs; ``option`` is the name of the option, for messages."""
+    """Reads a prefix of axes as specs, with an `Axis` in place of each axis.
+
+    Args:
+      option: the name of the option, for messages.
+      prefix: what the user gave for it, such as ``(0, None)``.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         prefix, is_leaf=lambda x: x is None or _compat.prefix_state(x) is not None
     )
@@ -137,7 +151,8 @@ class Mapped(InnerTransform):
     own_specs: ClassVar[tuple[Axis, ...]] = (Axis(0),)
 
     in_name: str = "in_axes"
-    # What to add, for Flax, to the metadata of Variables for a mapped axis.
+    # The user's `transform_metadata`, as pairs: what Flax adds to the metadata of Variables for a
+    # mapped axis, such as (nnx.PARTITION_NAME, "layers").
     metadata: tuple[tuple[Any, Any], ...] = ()
     options: tuple[tuple[str, Static], ...] = ()  # those of JAX's own transform
 
@@ -150,7 +165,15 @@ class Mapped(InnerTransform):
         return [*map(self.spec_of, specs)]
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Axis]:
-        """Returns the axes of captured arrays in modules that are not mapped: the first one."""
+        """Returns the axes of captured arrays in modules that are not mapped: the first one.
+
+        Args:
+          plan: the plan of the call.
+          after: the objects after the call, flattened; those of the arguments have the same index.
+
+        Returns:
+          An axis for each such array, by its slot after the call.
+        """
         specs: dict[int, Axis] = {}
         for index in captures(plan.structure):
             if is_mapped(plan.variables[index].spec):
@@ -161,13 +184,25 @@ class Mapped(InnerTransform):
         return specs
 
     def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
-        """Whether an array that is captured is stacked; ``slots`` are those before the call."""
+        """Whether a captured array is stacked, in a Variable of a module that is not mapped.
+
+        Args:
+          slots: the slots of the Variable before the call; none if it was empty.
+          leaf: the array.
+        """
         return not slots  # what replaces an old value is as little mapped as that
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
     ) -> None:
-        """Raises a ``ValueError`` for results that cannot be stacked along their axes."""
+        """Raises a ``ValueError`` for results that cannot be stacked along their axes.
+
+        Args:
+          fun_name: the name of the user's function.
+          names: the expression for each result, such as ``output[0].kernel``.
+          leaves: the arrays in the trace.
+          specs: the axis of each.
+        """
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             # References are updated in place, and never stacked.
@@ -217,8 +252,15 @@ class Mapped(InnerTransform):
     ) -> list[tuple[Any, int]]:
         """Returns the new Variables in the output and the arguments that are stacked.
 
-        Each is a pair with the axis along which it is.
+        Args:
+          out: what the user's function returned.
+          plan: the plan of the call; ``plan.variables`` has the Variables of the arguments.
+          unflattened: the objects of the arguments in the trace.
+
+        Returns:
+          Pairs of a Variable and the axis along which it is stacked.
         """
+        # The objects of the arguments keep their indices; new ones come after them.
         flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
@@ -234,7 +276,7 @@ class Mapped(InnerTransform):
         )
         new_variables = []
         for index, (_, axis) in resolved.variables.items():
-            is_new = index >= len(unflattened.objects)  # the objects of the arguments come first
+            is_new = index >= len(unflattened.objects)
             if is_new and axis.index is not None:
                 new_variables.append((flat.objects[index], axis.index))
         return new_variables
@@ -252,15 +294,17 @@ def _can_stack(leaf: object, axis: int) -> bool:
 
 
 def captures(structure: Structure) -> set[int]:
-    """Returns the indices of the Variables in which ``nnx.capture`` collects what is sown."""
+    """Returns the indices of the Variables in which ``nnx.capture`` collects what modules sow.
+
+    Each module has an attribute for them, a nested container, which Flax names.
+    """
     indices: set[int] = set()
     for entry in structure.entries:
         if not isinstance(entry, NodeEntry) or _compat.CAPTURES not in entry.keys:
             continue
-        # All Variables in the attribute with this name of Flax.
         captured = entry.children[entry.keys.index(_compat.CAPTURES)]
-        for index in atoms([captured]):
-            if isinstance(index, int):
+        for index in atoms([captured]):  # the leaves of the container
+            if isinstance(index, int):  # the index of a Variable
                 variable_type = getattr(structure.entries[index], "type", object)
                 # A perturbation is an input too; in a module that is not mapped, the same for all.
                 if not issubclass(variable_type, nnx.Perturbation):
@@ -280,12 +324,15 @@ def change_names(
     """
     for variable, axis in mapped:
         arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
-        # Flax adds no name to empty logical axes, but removes one.
+        # With empty logical axes, Flax would add no name, but try to remove one.
         if arrays and variable.get_metadata().get("out_sharding") != ():
             # From the front, where the dimension will be: of an array without it.
             change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 
 def jax_options(**options: object) -> tuple[tuple[str, Static], ...]:
-    """Returns the options of JAX's own transform in hashable form, in which 1 is not True."""
+    """Returns the options of JAX's own transform in hashable form, for the key of a plan.
+
+    A `Static` compares by type, too: 1 is not True.
+    """
     return tuple((key, Static.of(x)) for key, x in options.items())

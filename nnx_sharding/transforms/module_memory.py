@@ -11,7 +11,10 @@ on demand).
 
 From other modules:
 
-    Recorder   traces a function once more, without its arrays, and notes each call of a module
+    Recorder   traces a function once more, without its arrays (``traced``), and notes each call of
+               a module (``calls``)
+    Plan       what is known of a call: ``names`` of the arrays of its arguments, by slot (their
+               position), and the ``structure`` of its objects, with the slots of each by index
 """
 
 from __future__ import annotations
@@ -43,32 +46,43 @@ if TYPE_CHECKING:
 class DumpedProgram(NamedTuple):
     """A program with the modules in the names of its operations, and its memory if known."""
 
-    module: Module
-    buffers: Buffers | None
+    module: Module  # the program for one device
+    buffers: Buffers | None  # where it puts each array; None if the compiler does not write this
     required: int | None  # bytes that have to be free for a call
     paths: frozenset[str]  # of the modules that were called
-    # It before it is partitioned, with the sharding of each value; None if the compiler has none.
+    # The program before it is partitioned, with the sharding of each value; None if the compiler
+    # does not write it.
     whole: Module | None
-    infos: Sequence[jax.stages.ArgInfo]  # of the arguments
-    # Of the arguments, None for an unused one; None for all if the compiler failed.
+    infos: Sequence[jax.stages.ArgInfo]  # of the argument arrays, by slot
+    # Of the argument arrays, None for an unused one; None for all if the compiler failed.
     shardings: Sequence[Sharding | None] | None
 
     def compiled_program(
         self, rows: Sequence[ParameterRow], mesh: Mesh | None, hardware: Hardware | None
     ) -> CompiledProgram:
-        """Returns what tables of memory and cost are made of; ``rows`` are the arguments."""
+        """Returns what tables of memory and cost are made of.
+
+        Args:
+          rows: the argument arrays.
+          mesh: the mesh for which it was compiled; None for one device.
+          hardware: the peak figures of a device, for times; None if unknown.
+        """
+        # Found in this program, because the one for calls has other names of operations.
+        collectives = collectives_of(self.module, mesh, rows)
         return CompiledProgram(
             self.module,
             self.buffers,
             self.required,
-            # Of this module: operations of the program for calls have other names.
-            collectives_of(self.module, mesh, rows),
+            collectives,
             hardware,
             None if mesh is None else MeshDescription.of(mesh),
         )
 
     def measured(self, seconds: Mapping[str, float]) -> Measured:
-        """Joins times that were measured for the program for calls, by instruction, to this one.
+        """Joins times that were measured for the program for calls to this one.
+
+        Args:
+          seconds: by the name of the instruction, such as ``fusion.3``.
 
         Raises:
           ValueError: the compiler made other instructions this time.
@@ -92,14 +106,15 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
       compile_with: compiles what was lowered, as for the call, with more options.
     """
     lowered = recorder.traced.lower()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        required = None  # bytes; None if the program does not fit into memory
-        shardings = None  # of its inputs, likewise
+    with tempfile.TemporaryDirectory() as dump_to:
+        folder = Path(dump_to)
+        # Both stay None if the program does not fit into memory.
+        required = None  # bytes
+        shardings = None  # of its inputs
         try:
             # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
             with _compat.without_cache(lowered):
-                options = {"xla_dump_to": name, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
+                options = {"xla_dump_to": dump_to, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
                 program = compile_with(lowered, options)
             text = program.as_text() or ""
             memory = memory_of(program.memory_analysis())  # None if the backend does not say
@@ -111,7 +126,7 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
                 raise
             text = written[0].read_text()
         # The program before it is partitioned: what the last of these passes wrote, if any did.
-        sharded = [path for name in _AFTER_SHARDING for path in sorted(folder.glob(name))]
+        sharded = [path for glob in _AFTER_SHARDING for path in sorted(folder.glob(glob))]
         return DumpedProgram(
             module=parse(text),
             buffers=read_buffers(folder),
@@ -123,7 +138,8 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
         )
 
 
-# The passes that choose the sharding of each value: those of Shardy, and of GSPMD.
+# The passes that choose the sharding of each value, those of Shardy and of GSPMD: a regular
+# expression for XLA, and the files that it writes after them.
 _SHARDING_PASSES = "shardy-xla|sharding-propagation"
 _AFTER_SHARDING = "*.after_sharding-propagation*.txt", "*.after_shardy-xla*.txt"
 
@@ -134,7 +150,15 @@ def argument_rows(
     actual: Sequence[Sharding | None],
     declared: Sequence[Sharding | None],
 ) -> ParameterTable:
-    """Lists how each argument array is sharded; ``actual`` has None for an unused one."""
+    """Lists how each argument array is sharded, in the order of slots.
+
+    Args:
+      plan: the plan of the call.
+      infos: type of each array, and whether it is donated.
+      actual: the sharding of each in the program; None for an array that it does not use.
+      declared: the sharding that the user declared; shown for unused arrays.
+    """
+    # By slot: the columns that describe the Variable that holds the array; none outside of them.
     of_variables: list[dict[str, Any]] = [{}] * len(infos)
     for index, slots in enumerate(plan.structure.slots):
         for slot in slots:

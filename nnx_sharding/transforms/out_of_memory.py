@@ -28,22 +28,25 @@ CompileWith: TypeAlias = Callable[[jax.stages.Lowered, Mapping[str, Any]], jax.s
 def explain_memory(
     error: BaseException,
     plan: Plan,
-    recorder: Callable[[], Recorder],
+    make_recorder: Callable[[], Recorder],
     compile_with: CompileWith,
 ) -> None:
-    """Raises an error again with what holds the memory and what would help, if that is too small.
+    """Raises an error of too little memory again, with what holds it and what would help.
+
+    Returns for any other error, which the caller raises again.
 
     Args:
       error: what JAX raised.
       plan: the plan of the call.
-      recorder: makes what traces the function again.
+      make_recorder: makes what traces the function again.
       compile_with: compiles it as it was compiled for the call.
     """
     # Compilers for GPUs wait for the compilers of other processes, which may not have failed.
     would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
     if would_wait or not isinstance(error, Exception) or not _compat.is_out_of_memory(error):
         return
-    raise_instead(error, lambda: _explanation(error, plan, recorder(), compile_with))
+    # If the explanation itself fails, the error is raised as it is.
+    raise_instead(error, lambda: _explanation(error, plan, make_recorder(), compile_with))
 
 
 def _explanation(
@@ -61,35 +64,43 @@ def _explanation(
         sharding or getattr(leaf, "sharding", None) or default
         for sharding, leaf in zip(plan.shardings, recorder.leaves, strict=True)
     ]
-    rows = argument_rows(plan, program.infos, program.shardings or shardings, shardings)
-    compiled = program.compiled_program(rows, mesh_of(shardings), None)
+    actual = program.shardings or shardings  # those of the program, if it was compiled
+    rows = argument_rows(plan, program.infos, actual, declared=shardings)
+    compiled = program.compiled_program(rows, mesh_of(shardings), hardware=None)
     return _with_remedies(error, module_table(compiled, rows, program.paths), rows)
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
     """Returns the error with the modules that hold most, and what would help.
 
-    ``table`` has the memory of each module, ``rows`` the arguments of the program.
+    Args:
+      error: the error of JAX.
+      table: the memory of each module.
+      rows: the argument arrays of the program.
     """
     from ..analysis.units import bytes_text
 
-    by_kind = table.by_kind()
+    by_kind = table.by_kind()  # bytes on one device at the peak
+    activations = by_kind.get("activations", 0)
+    used = [row for row in rows if row.used]
+    replicated = sum(
+        row.bytes_per_device - row.bytes_per_device // row.num_devices
+        for row in used
+        if row.bytes_per_device == row.bytes_total
+    )
+    # Donated arguments become outputs, so at most the smaller one of the two is saved.
+    not_donated = sum(row.bytes_per_device for row in used if not row.donated)
+    not_reused = min(by_kind.get("outputs", 0), not_donated)
     # Upper bounds: what really is saved only another compilation would tell.
-    kept = by_kind.get("activations", 0)
-    saved = {
-        "nnx_sharding.remat or Stack(remat=True), which computes activations again": kept,
-        "accumulate_gradients(steps=8), with activations of an eighth of the batch": kept * 7 // 8,
-        "sharding what is replicated, as nnx_sharding.partition.fsdp does": sum(
-            row.bytes_per_device - row.bytes_per_device // row.num_devices
-            for row in rows
-            if row.used and row.bytes_per_device == row.bytes_total
+    most_saved = {
+        "nnx_sharding.remat or Stack(remat=True), which computes activations again": activations,
+        "accumulate_gradients(steps=8), with activations of an eighth of the batch": (
+            activations * 7 // 8
         ),
-        # Donated arguments become outputs, so at most the smaller one of the two is saved.
-        "donating what the function returns changed": min(
-            by_kind.get("outputs", 0),
-            sum(row.bytes_per_device for row in rows if row.used and not row.donated),
-        ),
+        "sharding what is replicated, as nnx_sharding.partition.fsdp does": replicated,
+        "donating what the function returns changed": not_reused,
     }
-    lines = [f"  {bytes_text(size)} at most: {what}" for what, size in saved.items() if size]
-    help_ = ["What would help, with what it saves on each device:", *lines] if lines else []
-    return type(error)("\n".join([str(error), "", str(table.top()), *help_]))
+    remedies = [f"  {bytes_text(n)} at most: {what}" for what, n in most_saved.items() if n]
+    if remedies:
+        remedies.insert(0, "What would help, with what it saves on each device:")
+    return type(error)("\n".join([str(error), "", str(table.top()), *remedies]))

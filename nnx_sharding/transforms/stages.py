@@ -13,7 +13,11 @@ From other modules:
 
     Caller     what a trace needs of its call; ``called_by`` sets it while JAX traces or compiles
     run        places arrays, runs the program, and writes back what the function changed
-    Recorder   traces a call once more, without its arrays, when a report asks for activations
+    Recorder   traces a call once more, without its arrays, when a report asks: ``traced`` is JAX's
+               trace, ``calls`` the calls of modules in it
+    Outcome    after a trace: the ``structure`` of all objects; which Variables it changed
+               (``values``, ``metadata``, by index); ``arrays(inputs, groups)`` picks the array in
+               each slot after the call from inputs and outputs
 """
 
 from __future__ import annotations
@@ -95,18 +99,21 @@ class Stage:
         self._stage = stage
         self._lifted = lifted
         self._plan = plan
-        self._statics = statics  # the static arguments
-        self._recorder = recorder  # knows the calls of modules
-        # The plan of a stage is fixed: a transform without specs depends on nothing.
+        self._statics = statics
+        self._recorder = recorder
+        # A guard asks the transform what a plan depends on. That of a stage is fixed.
         fixed = Transform(name="stage", in_name="")
         self._guards = Guards(fixed, lambda _: _compat.direct_form(stage))
-        # What `guarded` reads: guards, bound objects, function and observer; nothing is traced any
-        # more. It calls with the arguments as they are, but static ones may be left out.
+        # `guarded`, in C, makes a call from: guards, bound objects, function and observer. The
+        # latter two are for traces, which a stage makes no more. With static arguments there are no
+        # guards for it: it takes the arguments as they are, and these may be left out.
         guards = [] if statics else self._guards.recent
         self._direct = (guards, lifted._bound, None, None)
-        # JAX keeps the outcome of the trace in the tree structure of the results.
-        empty = [None] * stage.out_tree.num_leaves
-        self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
+        # The pure function returns (*groups of arrays, outcome). The outcome has no arrays, so JAX
+        # keeps it in the tree structure of the results.
+        no_arrays = [None] * stage.out_tree.num_leaves
+        *_, outcome = jax.tree_util.tree_unflatten(stage.out_tree, no_arrays)
+        self._outcome: Outcome = outcome
 
     @property
     def args_info(self) -> Any:
@@ -132,14 +139,15 @@ class Stage:
     @property
     def out_info(self) -> Any:
         """Shape, dtype and, if known, sharding of each array of the result."""
-        return self._outputs(self._stage.out_info, [map(_shape_of, self._stage.args_info[0])])
+        inputs = map(_shape_of, self._stage.args_info[0])
+        return self._outputs(self._stage.out_info, [inputs])
 
     @property
     def out_tree(self) -> jax.tree_util.PyTreeDef:
         """The tree structure of the result."""
         outcome = self._outcome
-        # Any leaf will do in place of arrays.
-        result = user_tree(outcome.structure, [0] * len(outcome.sources))
+        # Only the structure counts, so any leaf will do in place of arrays.
+        result = user_tree(outcome.structure, values=[0] * len(outcome.sources))
         return jax.tree_util.tree_structure(result)
 
     @property
@@ -149,14 +157,14 @@ class Stage:
         It has only changed Variables, not the objects that the call adds.
         """
         before, outcome = self._plan.structure, self._outcome
-        # By slot after the call; None for what it does not change. The last of JAX's outputs is the
-        # outcome.
-        arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
+        *groups, _ = self._stage.out_info  # the last of JAX's outputs is the outcome
+        # The shape and dtype in each slot after the call; None where an input is unchanged.
+        infos = outcome.arrays([None] * before.num_leaves, groups)
         written: dict[int, Any] = {}  # by slot before the call
         for index in (*outcome.values, *outcome.metadata):  # the changed Variables
             # Not strict: a Variable may hold another number of arrays after the call.
             slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
-            written |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
+            written |= {old: infos[new] for old, new in slots if infos[new] is not None}
         values = [written.get(slot) for slot in range(before.num_leaves)]
         return user_tree(before, values, keep=lambda slots: not written.keys().isdisjoint(slots))
 
@@ -194,7 +202,10 @@ class Stage:
     def _run(self, done: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the stage of JAX with the user's arguments, and updates modules in them.
 
-        ``done`` is what was done for the arguments, for messages: ``traced`` or ``compiled``.
+        Args:
+          done: what was done for the arguments, for messages: ``traced`` or ``compiled``.
+          args: the positional arguments, without bound objects.
+          kwargs: the keyword arguments.
 
         Raises:
           TypeError: their structure differs from that for which it was done.
@@ -204,6 +215,7 @@ class Stage:
         stage = self._stage
         is_top = _compat.trace_is_clean()
         args, kwargs = self._with_statics(args, kwargs)
+        # The plan and the flattened arguments, if an earlier call had the same objects.
         known = self._guards.find(args, kwargs) if is_top else None
         if known is None:
             call, flat = self._lifted._split(args, kwargs, record=is_top)
@@ -212,9 +224,10 @@ class Stage:
                 self._guards.add(plan, flat, args, kwargs, is_new=True)
         else:
             _, flat = known
-        if not is_top:  # the fast form in C takes arrays only, no tracers
+        if not is_top:
             return run(plan, flat, stage)
         try:
+            # The form in C is faster, but takes arrays only, no tracers.
             return run(plan, flat, _compat.direct_form(stage))
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
             self._explain(plan, flat.leaves, error)
@@ -228,8 +241,8 @@ class Stage:
         error: BaseException,
         objects: Sequence[object],
     ) -> None:
-        """Explains an error of a call by the route in C."""
-        failed(plan, leaves, error)
+        """Is called for an error of a call in C, with its arrays and the caller's objects."""
+        failed(plan, leaves, error)  # raises an explained error for what `run` explains, too
         self._explain(plan, leaves, error)
 
     def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
@@ -239,46 +252,59 @@ class Stage:
     def _with_statics(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a call, with bound objects and static arguments.
+        """Returns all arguments of a call, with bound objects, and static ones that were left out.
 
-        Static arguments may be left out, since a stage was made for certain ones.
+        A stage was made for certain static arguments, so that callers need not pass them again.
         """
         signature, bound = self._plan.signature, self._lifted._bound
-        # By position, or by name if they were passed so.
-        statics: dict[Any, Any] = dict(zip(signature.static_keys, self._statics, strict=True))
-        keywords = {key: statics.pop(key) for key in [*statics] if isinstance(key, str)}
-        positions = [position for position in sorted(statics) if position >= len(bound)]
+        by_key = dict(zip(signature.static_keys, self._statics, strict=True))
+        # The keys say how they were passed when the stage was made: by name or by position.
+        keywords = {key: value for key, value in by_key.items() if isinstance(key, str)}
+        by_position = {key: value for key, value in by_key.items() if isinstance(key, int)}
+        positions = [position for position in sorted(by_position) if position >= len(bound)]
         args = (*bound, *args)
         # All positional ones are left out or none: otherwise it is unclear which.
         if positions and len(args) == len(signature.names) - len(positions):
             for position in positions:
-                args = (*args[:position], statics[position], *args[position:])
+                args = (*args[:position], by_position[position], *args[position:])
         return args, {**keywords, **kwargs}
 
     def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
-        """Raises a ``TypeError`` for arguments that differ in more than arrays from the plan's."""
+        """Raises a ``TypeError`` for arguments that differ in more than arrays from the plan's.
+
+        Args:
+          done: what was done for the plan's arguments: ``traced`` or ``compiled``.
+          call: the arguments of this call, by their roles.
+          flat: the same, flattened.
+        """
         plan = self._plan
         before = (plan.signature, plan.structure)
         after = (call.signature, flat.structure)
         if before == after:
             return
-        changes = differences(before, after)
+        changes = differences(before, after)  # one text for each
         if plan.signature != call.signature:
-            forms = arguments_of(plan.signature), arguments_of(call.signature)
+            old_form, new_form = arguments_of(plan.signature), arguments_of(call.signature)
             # First, since all other differences may follow from it.
-            changes.insert(0, f"arguments {forms[0]} → {forms[1]}")
+            changes.insert(0, f"arguments {old_form} → {new_form}")
         head = f"{plan.fun_name} was {done} for other arguments than it is called with now:"
         text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
         raise see(TypeError(text), anchor="compiled-for-another-structure")
 
     def _inputs(self, per_argument: Any) -> Any:
-        """Puts what JAX reports for its (positional, keyword) arguments into the user's form."""
+        """Puts what JAX reports for each argument array into the form of the user's arguments.
+
+        ``per_argument`` is a pair of JAX: all arrays are positional arguments, none are keywords.
+        """
         return user_tree(self._plan.structure, per_argument[0])
 
     def _outputs(self, per_output: Any, per_argument: Any) -> Any:
-        """Puts what JAX reports for its outputs into the form of the user's result.
+        """Puts what JAX reports for each output array into the form of the user's result.
 
-        What a call returns unchanged is not an output: that has what is reported for the argument.
+        Args:
+          per_output: what is reported for the results of the pure function, the outcome last.
+          per_argument: what is reported for ``(positional, …)`` arguments. What a call returns
+            unchanged is not an output of JAX's program, so the result has this for it.
         """
         values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
         return user_tree(self._outcome.structure, values)
@@ -358,13 +384,15 @@ class Traced(Stage):
                 "If this comes from jax.export.export: it takes functions of arrays only; use "
                 "nnx_sharding.export.export in the same way."
             )
-        # Shapes are all that an error needs; the arrays may be gone.
+        # Shapes are all that the explanation of an error needs; the arrays may be gone.
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
+
+        def lower(*_: object) -> Any:
+            return self._stage.lower(**options)
+
         with self._attribute_reports():
-            lowered = call_with_explained_errors(
-                self._plan, leaves, lambda *_: self._stage.lower(**options)
-            )
+            lowered = call_with_explained_errors(self._plan, leaves, lower)
         return self._make_next(Lowered, lowered)
 
     @_compat.api_boundary
@@ -402,12 +430,13 @@ class Lowered(Stage):
           jax.errors.JaxRuntimeError: the compiler fails. If the program does not fit into memory,
             the message says which modules hold it.
         """
-        options = {} if device_assignment is None else {"device_assignment": device_assignment}
+        devices = {} if device_assignment is None else {"device_assignment": device_assignment}
 
-        # Reports compile once more, with options of their own.
-        def compile_with(stage: Any, more: Mapping[str, Any]) -> Any:
+        # Kept for reports, which compile once more with further options of XLA.
+        def compile_with(stage: Any, further_options: Mapping[str, Any]) -> Any:
+            options = {**(compiler_options or {}), **further_options}
             with progress(f"compile {self._plan.fun_name}"), self._attribute_reports():
-                return stage.compile({**(compiler_options or {}), **more} or None, **options)
+                return stage.compile(options or None, **devices)
 
         try:
             program = compile_with(self._stage, {})
@@ -417,7 +446,7 @@ class Lowered(Stage):
         return self._compiled_to(program, compile_with)
 
     def _compiled_to(self, program: jax.stages.Compiled, compile_with: CompileWith) -> Compiled:
-        """Makes the compiled function from a program of JAX, and what compiles it again."""
+        """Makes the compiled function from a program of JAX, and what compiles it for reports."""
         compiled = self._make_next(Compiled, program)
         compiled._compile_with = compile_with
         return compiled
@@ -455,6 +484,7 @@ class Compiled(Stage):
     __call__ = guarded(_flattened)
 
     def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
+        """Raises an error also for a program that does not fit into memory."""
         super()._explain(plan, leaves, error)
         explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
@@ -670,11 +700,10 @@ class Compiled(Stage):
         if hardware is not None:
             report = report.with_roofline(hardware)
         if by_module:
-            tables = self.by_module(hardware=hardware), self.by_line(hardware=hardware)
             report = dataclasses.replace(
                 report,
-                by_module=tables[0],
-                by_line=tables[1],
+                by_module=self.by_module(hardware=hardware),
+                by_line=self.by_line(hardware=hardware),
                 activations=tuple(self.activations()),
                 reasons=self._figures.reasons(),
             )
@@ -709,7 +738,8 @@ def user_tree(
 ) -> Any:
     """Puts values by slot into a pytree like the user's, with an ``nnx.State`` for each module.
 
-    Static values in it are None.
+    Static values in it are None. For ``(model, x)`` with one Variable ``kernel`` in ``model``, the
+    values ``[a, b]`` become ``(nnx.State({"kernel": a}), b)``.
 
     Args:
       structure: describes what the user passed or got.
@@ -721,7 +751,10 @@ def user_tree(
     """
 
     def build(child: Child, slots: Iterator[int]) -> Any:
-        """Returns the tree for a child; takes the slots of arrays outside of objects in order."""
+        """Returns the tree for a child of the structure: a leaf, a container, or an object's index.
+
+        ``slots`` are those of the arrays outside of objects, in order; each array takes one.
+        """
         if child is LEAF:
             slot = next(slots)
             return values[slot] if keep((slot,)) else None

@@ -93,7 +93,7 @@ def while_loop(
     """
     given = {"cond_fun": cond_fun, "body_fun": body_fun}
     # `_WhileLoop` finds the condition by the first position and the body by the last.
-    functions = Functions("while_loop", given, ("functions", "init_val"), 0)
+    functions = Functions("while_loop", given, leading=("functions", "init_val"), num_operands=0)
     transform = _While(
         name="while_loop",
         in_specs=Specs((BROADCAST, CARRY)),  # functions, init_val
@@ -153,10 +153,13 @@ def fori_loop(
     """
     lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
-    # With options for `scan` where the number of steps is known.
+    # In one type, with options for `scan` if the number of steps is known.
     bounds = _fori_bounds(lower, upper, unroll)
     functions = Functions(
-        "fori_loop", {"body_fun": body_fun}, ("functions", "i", "init_val", "upper"), 0
+        "fori_loop",
+        {"body_fun": body_fun},
+        leading=("functions", "i", "init_val", "upper"),
+        num_operands=0,
     )
     transform = _While(
         name="fori_loop",
@@ -174,15 +177,22 @@ def fori_loop(
 class _Bounds(NamedTuple):
     """The bounds of a ``fori_loop``, in one type."""
 
-    lower: Any
-    upper: Any
-    scan_options: dict[str, Any]  # of the `scan` that it is; empty if a bound is traced
+    lower: int | jax.Array
+    upper: int | jax.Array
+    scan_options: dict[str, Any]  # of the `scan` that the loop is; empty if a bound is traced
 
 
 def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
-    """Returns the bounds of a loop, and as what it runs.
+    """Returns the bounds of a loop in one type, and whether it is a ``scan``.
 
-    Raises errors for bounds of different types, and for ``unroll`` of an unknown number of steps.
+    Args:
+      lower: the user's lower bound, an integer scalar.
+      upper: his upper bound, likewise.
+      unroll: how many steps to unroll in one iteration; None for the default.
+
+    Raises:
+      TypeError: the bounds have different types.
+      ValueError: ``unroll`` is given, but the number of steps is unknown.
     """
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
@@ -195,14 +205,15 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
             "traced. Pass them as static values, or leave unroll out."
         )
     types = [jax.typeof(x) for x in (lower, upper)]
-    # A Python number takes the type of the other bound; of two numbers JAX chooses the type.
-    strong = {x.dtype for x in types if not x.weak_type} or {jnp.result_type(*types)}
-    if len(strong) > 1:
+    # A Python number has a weak type, and takes the dtype of the other bound. Of two numbers JAX
+    # chooses the dtype.
+    dtypes = {x.dtype for x in types if not x.weak_type} or {jnp.result_type(*types)}
+    if len(dtypes) > 1:
         raise TypeError(
             f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
             f"{types[1].str_short()}."
         )
-    [dtype] = strong
+    [dtype] = dtypes
     return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {})
 
 
@@ -212,7 +223,7 @@ class _While(Scan):
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
     counts: bool  # whether it is ``fori_loop``, whose counter is carried, as the second argument
-    # For each function, what it is bound to, by its place in the first argument.
+    # For each function, the positions of what it is bound to in the first argument.
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
     returned: int | None = None
@@ -223,7 +234,8 @@ class _While(Scan):
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns what the pure function calls at each step: the body, with a check of its carry.
 
-        It returns the next carry; for ``fori_loop``, the next counter and that.
+        Its arguments are those of :func:`while_loop` or :func:`fori_loop` with which the loop is
+        called. It returns the next carry; for ``fori_loop``, the next counter and that.
         """
         if not isinstance(caller.fun, Functions):  # the condition, see `_trace_condition`
             return super().user_function(plan, caller, unflattened)
@@ -256,16 +268,23 @@ class _WhileLoop(Loop):
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, Any]:
-        """Runs ``jax.lax.while_loop``; returns the last carry, and what a step returns besides.
+        """Runs ``jax.lax.while_loop``.
 
-        ``static`` are leaves that JAX does not trace. ``mapped`` is empty.
+        Args:
+          step: returns the next carry, and an output without arrays: what the step did to objects.
+          carry: the first carry.
+          mapped: is empty, since such a loop has no slices.
+          static: the leaves that JAX does not trace, by slot.
+
+        Returns:
+          The last carry, and the output of a step.
         """
         caller = current_caller()
         assert caller is not None  # a loop runs in a call
         is_for = isinstance(self._transform, _While) and self._transform.counts
-        condition = _is_below if is_for else caller.fun.bind(0)
-        # What a step returns besides the carry has no arrays, so JAX cannot return it. JAX may
-        # trace the body again if types are weak, and runs the last trace.
+        condition = _is_below if is_for else caller.fun.bind(0)  # of the user's arguments
+        # JAX returns the carry alone, so the output is noted here. It may trace the body again if
+        # types are weak, and runs the last trace.
         step_outputs: list[Any] = []
 
         def holds(carry: OutputGroup) -> jax.Array:
@@ -287,6 +306,11 @@ class _WhileLoop(Loop):
 
         The pure function is traced once more, with the condition as the user's function: so it gets
         the same modules as the body.
+
+        Args:
+          condition: the user's function, or :func:`_is_below`.
+          caller: the call in whose name the loop is traced.
+          leaves: all leaves of the arguments, by slot.
         """
         fun_name = name_of(condition)
 
@@ -301,10 +325,10 @@ class _WhileLoop(Loop):
         with called_by(caller._replace(fun=checked_condition)):
             *groups, outcome = self._function(*leaves)
         self._check_unchanged(fun_name, outcome)
-        # A bool scalar is the only array of the result.
+        # The only array of the result. It may be an input that the condition returned unchanged.
         [slot] = outcome.structure.root_slots
-        result: jax.Array = outcome.arrays(leaves, groups)[slot]
-        return result
+        is_true: jax.Array = outcome.arrays(leaves, groups)[slot]
+        return is_true
 
     def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
         """Raises a ``ValueError`` if the condition changes an object: that would be lost."""
