@@ -10,8 +10,10 @@ it does not trace. A *slot* is the position of a leaf.
 From other modules:
 
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    Known           the modules that a filter may match, by id, with their paths
-    with_handler    calls of modules go through a handler while the block runs
+    Known           the modules that a filter may match: ``{id(module): (path, module)}``
+    KNOWN           the `Known` of all ``remat`` around, for transforms that copy modules
+    with_handler    calls a function while calls of modules go through a handler
+    suggestion      text for messages: `` (did you mean …?)`` or nothing
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class _Rules:
 
     @functools.cached_property
     def _predicates(self) -> list[Predicate]:
+        """A function of path and module for each rule, in their order."""
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
     def name_outputs(self, path: Path, module: object, out: object) -> Any:
@@ -75,6 +78,11 @@ class _Rules:
 
         The first rule counts whose filter matches the module. Records that the module was called,
         and that the rule is used.
+
+        Args:
+          path: the path of the module in its argument, such as ``("layers", 0)``.
+          module: the module.
+          out: what its call returned, any pytree.
         """
         self.called[path_string(path)] = None
         predicates = enumerate(self._predicates)
@@ -89,7 +97,7 @@ class _Rules:
         return jax.tree.unflatten(treedef, named)
 
     def _name(self, index: int) -> str:
-        """Returns the name that ``checkpoint_name`` gives what a rule matches."""
+        """Returns the name for what a rule matches, such as ``save 'layers/0'``."""
         filter_, keep = self.rules[index]
         return f"{keep} {filter_!r}"
 
@@ -98,7 +106,7 @@ class _Rules:
         names: dict[Keep, list[str]] = {keep: [] for keep in _KEEPS}
         for index, (filter_, keep) in enumerate(self.rules):
             names[keep].append(self._name(index))
-            if isinstance(filter_, str):  # perhaps a name that the user gave
+            if isinstance(filter_, str):  # may be a name that the user gave by `checkpoint_name`
                 names[keep].append(filter_)
         policies: Any = jax.checkpoint_policies
         if not names["offload"]:
@@ -114,7 +122,10 @@ class _Rules:
     def check(self, function: Function, slots: Sequence[int], leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` for filters that match no module and no name in the function.
 
-        ``function`` takes the leaves, of which JAX traces those in ``slots``.
+        Args:
+          function: the pure function, after a trace, which has recorded the used rules.
+          slots: the slots of the leaves that JAX traces.
+          leaves: all leaves, with which it was traced.
         """
         if len(self.used) == len(self.rules):
             return
@@ -207,13 +218,19 @@ class _Remat(InnerTransform):
 
 
 def _modules_of(plan: Plan, unflattened: Unflattened) -> Known:
-    """Returns the modules in the arguments of a trace, by their ids, with their paths."""
+    """Returns the modules in the arguments of a trace, by their ids, with their paths.
+
+    Args:
+      plan: has the parts of each argument: the modules in its pytree.
+      unflattened: the objects of the trace, by index in the structure.
+    """
     structure = plan.structure
     modules = {}
     for argument in plan.graph_arguments:
         for part in argument.parts:
             # Paths start at the part, as users write them in filters.
-            for index, [path] in structure.paths_to_objects([((), part.child)]).items():
+            starts = [((), part.child)]
+            for index, [path] in structure.paths_to_objects(starts).items():
                 if isinstance(structure.entries[index], NodeEntry):
                     module = unflattened.objects[index]
                     modules[id(module)] = (path, module)
@@ -287,7 +304,11 @@ def remat(
 
 
 def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:
-    """Returns the policy that the user named, or wrote as rules, checked."""
+    """Reads and checks the option ``policy``.
+
+    ``"dots_saveable"`` → the policy of JAX with this name; ``{"layers/0": "save"}`` → `_Rules`;
+    a policy of JAX or None → itself.
+    """
     if isinstance(policy, str):
         # Without the functions that make policies from their arguments.
         prefixes = ("_", "save_", "offload_")

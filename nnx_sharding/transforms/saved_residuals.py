@@ -68,14 +68,16 @@ def saved_residuals(
 
     lifted: Lifted[..., Any] = fun if isinstance(fun, Lifted) else jit(fun)
     _, plan, flat = lifted._plan_without_running(args, kwargs)
-    program = lifted._program(plan, flat).staged
+    program = lifted._program(plan, flat).staged  # of all leaves
 
     def inexact_outputs(*leaves: object) -> list[jax.Array]:
-        *groups, _ = program(*leaves)
+        *groups, _ = program(*leaves)  # groups of output arrays, and what was done to objects
         return [x for group in groups for x in group.arrays if is_inexact(x)]
 
     def residuals(*leaves: object) -> list[jax.Array]:
+        """Returns the arrays in the pullback at the floating-point leaves."""
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
+        # `jax.vjp` is called as vjp(function, *arrays); returns the outputs and the pullback.
         _, pullback = call_on_slots(
             lambda function: functools.partial(jax.vjp, function), inexact_outputs, slots, leaves
         )
