@@ -226,7 +226,7 @@ class _Loop:
         initial, treedef = jax.tree.flatten(carry)
 
         # The step as a function of flat lists: puts gathered and other slices in their order.
-        def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> tuple[Any, Any]:
+        def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> Any:
             parameters = dict(zip(gathers, ready, strict=True))
             others = iter(rest)
             slices = [parameters[i] if i in gathers else next(others) for i in range(len(stacked))]

@@ -13,7 +13,7 @@ From other modules:
     Known           the modules that a filter may match: ``{id(module): (path, module)}``
     KNOWN           the `Known` of all ``remat`` around, for transforms that copy modules
     with_handler    calls a function while calls of modules go through a handler
-    suggestion      text for messages: `` (did you mean …?)`` or nothing
+    suggestion      text for messages: ``; did you mean 'layers/0'?``, or nothing
 """
 
 from __future__ import annotations

@@ -22,7 +22,11 @@ modules:
                  by slot (``specs``), and of the groups of outputs (``out_specs``)
     Outcome      what a step did: the ``structure`` after it, and for each slot of that the
                  ``Source``: in which group of outputs the array is; unchanged arrays in ``INPUT``
-    OutputGroup  arrays with one axis; a pure function returns ``(*groups, outcome)``
+    OutputGroup  arrays with one axis, and their names; a pure function returns
+                 ``(*groups, outcome)``
+    Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
+                 with their slots
+    count_links  the objects that can be reached from a child of a structure, by index
 """
 
 from __future__ import annotations
@@ -123,6 +127,7 @@ def scan(
     The semantics are those of ``jax.lax.scan`` and ``flax.nnx.scan``.
     """
     in_axes = (in_axes,) if is_carry(in_axes) else in_axes
+    # Which argument, and which item of the result, is the carry.
     carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
     returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
@@ -158,7 +163,10 @@ def scan(
 def _carry_in(axes: Any) -> int | str | None:
     """Returns the position or the name of the argument whose axis is ``Carry``; None without one.
 
-    Raises a ``ValueError`` if there are several.
+    ``(0, Carry)`` → 1, ``{"model": None, "x": Carry}`` → ``"x"``.
+
+    Raises:
+      ValueError: there are several.
     """
     items = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
     carries = [key for key, axis in items if is_carry(axis)]
@@ -216,18 +224,25 @@ class Scan(Mapped):
         return with_checked_carry
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:  # noqa: D102
-        carried: set[int] = set()
+        indices: set[int] = set()
         for argument in plan.graph_arguments:
-            for part in argument.parts:
+            for part in argument.parts:  # the objects in its pytree, each with its axis
                 if part.spec is CARRY:
-                    carried.update(count_links(plan.structure, part.child))
-        return frozenset(carried)
+                    indices.update(count_links(plan.structure, part.child))
+        return frozenset(indices)
 
 
 def _argument(
     fun: Callable[..., object], key: int | str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
-    """Returns one argument of a call by its position or name, however it was passed."""
+    """Returns one argument of a call by its position or name, however it was passed.
+
+    Args:
+      fun: the function that is called, for its signature.
+      key: the position or the name.
+      args: the positional arguments of the call.
+      kwargs: its keyword arguments.
+    """
     if isinstance(key, int) and key < len(args):
         return args[key]
     arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
@@ -235,10 +250,10 @@ def _argument(
 
 
 class _Place(NamedTuple):
-    """Where a carried array is in an object. A step changes its slot, but not this."""
+    """Where a carried array is in an object. A step may change its slot, but not this."""
 
     entry: int  # the index of the object
-    number: int  # of the array, among those of the object
+    number: int  # the position of the array among those of the object
 
 
 class Loop:
@@ -248,10 +263,14 @@ class Loop:
     the pure function with all leaves, and checks that it left the structure and the types as they
     were: the next step runs the same program.
 
-    Slots, by the rows of the table:
-      _mapped: those with an axis, and that axis.
-      _carried: those of the carry, then those in objects that a step may write to.
-      _others: the rest, of which `_can_carry` says in each call what is an array.
+    Attributes:
+      _mapped: the slots with an axis, and that axis (first row of the table).
+      _carried: the slots of the carry, then those in objects that a step may write to (second and
+        third row).
+      _others: all other slots; `_can_carry` says in each call what is an array (last two rows).
+      _places: where carried arrays are in objects, by slot.
+      _group_axes: the axis along which each group of outputs is stacked; None if it is carried.
+      _fixed_objects: the indices of the objects whose structure no step may change.
     """
 
     def __init__(self, options: Iterable[tuple[str, Static]], plan: Plan, function: Function):
@@ -267,7 +286,6 @@ class Loop:
         self._signature = plan.signature
         self._transform = cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
-        # The axis along which each group of outputs is stacked; None if it is carried.
         self._group_axes = [axis.index for axis in plan.out_specs]
         self._carry_group = plan.out_specs.index(CARRY) if CARRY in plan.out_specs else None
         self._sort_slots(plan)
@@ -278,11 +296,11 @@ class Loop:
     def _sort_slots(self, plan: Plan) -> None:
         """Sorts the arrays of the arguments by the rows of the table at the top of this file.
 
-        Sets ``_mapped``, ``_carried``, ``_others``, and where carried arrays are in objects.
+        Sets ``_mapped``, ``_carried``, ``_others`` and ``_places``.
         """
-        structure, specs = plan.structure, plan.specs  # a spec is an axis here
-        self._mapped = {slot: x.index for slot, x in enumerate(specs) if x.index is not None}
-        carry = [slot for slot in structure.root_slots if specs[slot] is CARRY]
+        structure, axes = plan.structure, plan.specs
+        self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
+        carry = [slot for slot in structure.root_slots if axes[slot] is CARRY]
         refs = structure.slots_of(RefEntry)
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
             raise ValueError(
@@ -290,7 +308,6 @@ class Loop:
                 "axis None: the next step then reads what a step writes to it."
             )
         self._has_refs = bool(refs)
-        # Where carried arrays are in objects, by slot.
         self._places: dict[int, _Place] = {}
         carried_objects = plan.transform.carried_objects(plan)
         for index, slots in enumerate(structure.slots):
@@ -304,7 +321,7 @@ class Loop:
                     self._places[slot] = _Place(index, number)
         self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
-        self._others = [slot for slot in range(len(specs)) if slot not in used]
+        self._others = [slot for slot in range(len(axes)) if slot not in used]
 
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
         """Finds the objects whose structure no step may change, since the next one gets them.
@@ -314,6 +331,7 @@ class Loop:
         structure = plan.structure
         parts = (part for argument in plan.graph_arguments for part in argument.parts)
         unmapped = (part.child for part in parts if part.spec in (None, BROADCAST, CARRY))
+        # All objects that can be reached from these.
         fixed = set[int]().union(*(count_links(structure, child) for child in unmapped))
         # What is empty before the first step may get an array, which is then stacked.
         fixed -= {index for index in captures(structure) if not structure.slots[index]}
@@ -333,13 +351,14 @@ class Loop:
         others = [slot for slot in self._others if _can_carry(leaves[slot])]
         # The step captures the rest, such as flags.
         captured = [slot for slot in self._others if slot not in others]
-        static = tuple((slot, Static.of(leaves[slot])) for slot in captured)
+        static = tuple((slot, Static.of(leaves[slot])) for slot in captured)  # hashable
         # A kept step that has captured a ref would be used for a later call with another ref.
         may_be_kept = not self._has_refs and may_keep(static)
         step = self._kept_step(static) if may_be_kept else self._make_step(static)
         slots = [*self._carried, *others]
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
+        # (…, steps, …) → (steps, …), as `jax.lax.scan` takes them.
         mapped = [_move_axis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
         last, (stacked, outcome) = self._run(step, carry, mapped, static)
         return (*self._outputs(last, stacked, outcome), outcome)
@@ -347,7 +366,17 @@ class Loop:
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
     ) -> tuple[OutputGroup, StepOutput]:
-        """Runs the steps; returns the last carry, and what the steps return, stacked."""
+        """Runs the steps.
+
+        Args:
+          step: the body, of the carry and the slices of one step.
+          carry: the first carry.
+          mapped: the arrays to slice: (steps, …).
+          static: the leaves that JAX does not trace, which ``step`` has captured.
+
+        Returns:
+          The last carry, and what the steps return, stacked.
+        """
         return prefetching.scan(step, carry, mapped, **self._options)
 
     def _outputs(
@@ -364,13 +393,13 @@ class Loop:
         # are the arrays that no step changes, which are no outputs.
         carried = last.arrays[: len(self._carried)]
         sources = [outcome.sources[slot] for slot in self._slots_after(outcome)]
-        final = dict(zip(sources, carried, strict=True))
+        last_values = dict(zip(sources, carried, strict=True))
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
             if group is None or axis is None:  # carried, in the order of a step's outputs
-                in_group = sorted(source for source in final if source.group == number)
-                arrays = [final[source] for source in in_group]
-            else:
+                in_group = sorted(source for source in last_values if source.group == number)
+                arrays = [last_values[source] for source in in_group]
+            else:  # (steps, …) → (…, steps, …)
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
             groups.append(OutputGroup(("",) * len(arrays), arrays))
         return groups
@@ -378,31 +407,40 @@ class Loop:
     def _leaves(
         self, static: StaticLeaves, carry: OutputGroup, slices: Sequence[object]
     ) -> list[Any]:
-        """Returns all leaves for the pure function in one step, by slot."""
+        """Returns all leaves for the pure function in one step, by slot.
+
+        Args:
+          static: those that JAX does not trace, with their slots.
+          carry: the carry of the step: what is in the slots ``_carried``, then arrays of others.
+          slices: what is in the slots ``_mapped``.
+        """
         leaves = {slot: leaf.value for slot, leaf in static}
-        slots = [*self._carried, *(s for s in self._others if s not in leaves), *self._mapped]
+        unchanged = [slot for slot in self._others if slot not in leaves]
+        slots = [*self._carried, *unchanged, *self._mapped]
         leaves |= zip(slots, [*carry.arrays, *slices], strict=True)
         return [leaves[slot] for slot in range(len(leaves))]
 
     def _make_step(self, static: StaticLeaves) -> Function:
-        """Returns the body of the loop for JAX: of the carry and slices, returns the next carry.
+        """Makes the body of the loop for JAX: ``(carry, slices) → (next carry, output)``.
 
-        ``static`` are the leaves that JAX does not trace, such as flags.
+        The output has the arrays that are stacked, and what the step did to objects. ``static`` are
+        the leaves that JAX does not trace, such as flags.
         """
 
         def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
             self._check_structure(groups, outcome)
-            arrays = outcome.arrays(leaves, groups)  # after the step
+            arrays = outcome.arrays(leaves, groups)  # by slot after the step
             # `_carried` comes first in the carry; the others behind it are passed on unchanged.
             new = [*carry.arrays]
             slots_after = self._slots_after(outcome)
-            for i, (before, after) in enumerate(zip(self._carried, slots_after, strict=True)):
-                array = arrays[after]
-                is_in_object = before in self._places
+            slots = zip(self._carried, slots_after, strict=True)
+            for position, (slot, slot_after) in enumerate(slots):
+                array = arrays[slot_after]
                 # As elsewhere, a new value in an object has the sharding of the old one.
-                new[i] = reshard_like(array, leaves[before]) if is_in_object else array
+                is_in_object = slot in self._places
+                new[position] = reshard_like(array, leaves[slot]) if is_in_object else array
             self._check_types(carry.arrays, new)
             pairs = zip(groups, self._group_axes, strict=True)
             stacked = [None if axis is None else group for group, axis in pairs]
@@ -413,16 +451,19 @@ class Loop:
     def _slots_after(self, outcome: Outcome) -> list[int]:
         """Returns the slot of each carried array after a step, in the order of ``_carried``."""
         after = outcome.structure
-        root = [s for s in after.root_slots if outcome.sources[s].group == self._carry_group]
-        places = self._places.values()
-        return [*root, *(after.slots[place.entry][place.number] for place in places)]
+        # Of arrays outside of objects, those that the step returned as its carry.
+        in_carry = [
+            slot for slot in after.root_slots if outcome.sources[slot].group == self._carry_group
+        ]
+        in_objects = [after.slots[place.entry][place.number] for place in self._places.values()]
+        return [*in_carry, *in_objects]
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
         names_by_length: dict[str, list[str]] = {}  # by a text that says the length
         for slot, axis in self._mapped.items():
             aval = jax.typeof(leaves[slot])
-            shape = aval.shape if hasattr(aval, "dtype") else ()  # of a hijax type
+            shape = aval.shape if hasattr(aval, "dtype") else ()  # () for a hijax type
             has_axis = -len(shape) <= axis < len(shape)
             length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
             names_by_length.setdefault(length, []).append(f"{self._names[slot]}{shape}")
@@ -430,7 +471,7 @@ class Loop:
             self._refuse_unknown_length()
         if length := self._options["length"]:
             names_by_length.setdefault(f"length {length}", []).append("the option length")
-        # Arrays without the axis are listed beside the others, with what they have.
+        # Arrays without the axis are listed with the others, as "no axis 2".
         is_wrong = any(not text.startswith("length") for text in names_by_length)
         if is_wrong or len(names_by_length) > 1:
             lines = [
@@ -441,12 +482,15 @@ class Loop:
             raise_listed(ValueError, head, lines)
 
     def _refuse_unknown_length(self) -> NoReturn:
-        """Raises an error for a loop without a number of steps, or the missing argument with it."""
+        """Raises an error for a loop without a number of steps.
+
+        If the call lacks the argument that would be mapped, the error says that instead.
+        """
         fun: Any = current_caller().fun  # type: ignore[union-attr]
-        arguments = dict.fromkeys(self._signature.keywords)
+        keywords = dict.fromkeys(self._signature.keywords)
         try:
-            # A missing argument leaves nothing to map; Python's own error says that better.
-            inspect.signature(fun).bind(*self._signature.names, **arguments)
+            # With names in place of the arguments: only their number counts.
+            inspect.signature(fun).bind(*self._signature.names, **keywords)
         except TypeError as error:
             missing = TypeError(f"scan: {name_of(fun)}: {error}.")
             raise see(missing, anchor="number-of-steps") from None
@@ -460,10 +504,16 @@ class Loop:
         """Raises a ``ValueError`` if a step changed objects in more than the values of arrays.
 
         The next step gets the same objects, and runs the same program.
+
+        Args:
+          groups: the outputs of the step.
+          outcome: what it did to objects.
         """
         pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
         # Entries of objects that the step made come after the entries of the arguments.
-        changed = [i for i, (old, new) in pairs if old != new and i in self._fixed_objects]
+        changed = [
+            index for index, (old, new) in pairs if old != new and index in self._fixed_objects
+        ]
         names = self._names_of(changed)
         lines = []
         for place, old, new in structure_changes(names, self._structure, outcome.structure):
@@ -488,7 +538,10 @@ class Loop:
         return lines
 
     def _check_types(self, given: Sequence[object], new: Sequence[object]) -> None:
-        """Raises a ``TypeError`` if a step passes on arrays of other types than it got."""
+        """Raises a ``TypeError`` if a step passes on arrays of other types than it got.
+
+        Both lists begin with the arrays in ``_carried``.
+        """
         raise_listed(
             TypeError,
             f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
@@ -505,7 +558,7 @@ class Loop:
 
 
 def _move_axis(array: Any, source: int, destination: int) -> Any:
-    """Moves a dimension; mostly it is in its place, and nothing is traced."""
+    """Moves a dimension from one position to another; adds no operation if both are the same."""
     return array if source == destination else jnp.moveaxis(array, source, destination)
 
 

@@ -8,8 +8,14 @@ objects by index. The arrays are in a list, in which each has a *slot*.
 
 From other modules:
 
-    Flat                what ``flatten`` returns: structure, arrays and objects
+    Flat                what ``flatten`` returns: ``structure``, ``leaves`` (the arrays) and
+                        ``objects``; ``updatable`` says whether the current trace may change them
     flatten_known       the same, for a module that was seen before without reading it in Python
+    Location            where an array or a Variable is in a graph: its ``path`` and ``slots``, and
+                        the index of the Variable (``entry``); None for an array outside of one
+    value_at            what a location has: an array, or the pytree that the Variable holds
+    pytree_of           of a Variable's entry, the container of the pytree that it holds, if any
+    rebuild             writes other arrays into the objects of a `Flat`; returns their graph
     update_operations   what has to be done to give objects a new state; `perform` does it at once
 """
 
@@ -70,8 +76,8 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     """
     predicates = [to_predicate(filter_) for filter_ in filters or (...,)]
     flat = flatten(graph)
-    groups: list[dict[Path, Any]] = [{} for _ in predicates]
-    unmatched = []
+    groups: list[dict[Path, Any]] = [{} for _ in predicates]  # by path
+    unmatched = []  # lines for an error
     for location in locations_in(flat.structure):
         value = value_at(flat.structure, location, flat.leaves)
         subject = value if location.entry is None else flat.objects[location.entry]
@@ -123,15 +129,26 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     if into is None:
         return unflatten(structure, leaves, share=True).root
     old = flatten_known(into)
-    if old.structure == structure and all(isinstance(x, _UPDATED) for x in structure.entries):
+    only_arrays_differ = old.structure == structure
+    if only_arrays_differ and all(isinstance(x, _CHANGED_IN_PLACE) for x in structure.entries):
         if not old.updatable:
             _refuse_other_traces(old.objects)
-        return rebuild(old, leaves)  # only arrays differ
+        return rebuild(old, leaves)
     return _merge_into(old, structure, leaves)
 
 
 def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> Any:
-    """Changes the objects of a graph to the content of another structure; returns the graph."""
+    """Changes the objects of a graph to the content of another structure.
+
+    Args:
+      old: the graph, flattened. Its objects are kept where the new structure has one of the same
+        type at the same path.
+      structure: the new structure.
+      leaves: the new arrays, by slot.
+
+    Returns:
+      The graph.
+    """
     # The index of each object in the new structure, and its index in the old one.
     pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[old_index] for index, old_index in pairs.items()}
@@ -146,7 +163,8 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
             continue
-        # Children are indices into different tables, so all are set (None) and none compared.
+        # What to set in the module: all attributes. They cannot be compared with the old ones
+        # (None), because children are indices into different tables.
         change = node_changes(index, None, structure, frozenset())
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
@@ -163,7 +181,8 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
     return unflattened.root
 
 
-_UPDATED = (NodeEntry, VariableEntry)  # what `merge` changes in place; all else is made again
+# Objects that `merge` changes in place; all others are made again.
+_CHANGED_IN_PLACE = (NodeEntry, VariableEntry)
 
 
 def _refuse_other_traces(objects: Iterable[object]) -> None:
@@ -182,7 +201,7 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     """
     pairs: dict[int, int] = {}
     paired: set[int] = set()  # the objects of the old structure that have a partner
-    # Children at the same path. For an object the child is its index, replaced by its entry.
+    # Pairs of children at the same path in both: containers, leaves, or the indices of objects.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
         old_child, new_child = stack.pop()
@@ -191,18 +210,21 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
         if is_open and isinstance(new_child, int) and new_child not in pairs:
             old_entry = old.entries[old_child]
             new_entry = new.entries[new_child]
-            is_mutable = isinstance(old_entry, _UPDATED) and new_entry is not None
+            is_mutable = isinstance(old_entry, _CHANGED_IN_PLACE) and new_entry is not None
             if is_mutable and old_entry.type is new_entry.type:  # type: ignore[union-attr]
                 pairs[new_child] = old_child
                 paired.add(old_child)
-                old_child, new_child = old_entry, new_entry
+                old_child, new_child = old_entry, new_entry  # looked into below
         both = old_child, new_child
         if all(isinstance(child, Container | NodeEntry) for child in both):
-            before, after = map(parts_of, both)
-            stack += reversed([(before[path], after[path]) for path in after if path in before])
+            old_parts, new_parts = map(parts_of, both)  # children by path
+            common = [path for path in new_parts if path in old_parts]
+            # The first one comes off the stack first.
+            stack += [(old_parts[path], new_parts[path]) for path in reversed(common)]
     return pairs
 
 
+# Types that are certainly leaves of pytrees; other leaves are found by JAX.
 _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 
 
@@ -221,7 +243,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
     values: dict[Path, Any] = {}  # an array, a Variable, or the pytree that a Variable holds
     for group in groups:
         values.update(_values(group, locations))
-    missing: list[str] = []
+    missing: list[str] = []  # lines for an error, like those below
     different: list[str] = []
     for path, location in locations.items():
         where = path_string(path) or "the root"
@@ -232,12 +254,14 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
         value = values[path]
         if isinstance(value, nnx.Variable):
             value = value.get_raw_value()
-        # The pytree that the Variable holds; None if it is an array, as nearly always.
+        # The container of the pytree that the Variable holds; None if that is an array, as nearly
+        # always.
         pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
         if pytree is None and isinstance(value, _ARRAYS) and len(location.slots) == 1:
             leaves[location.slots[0]] = value  # the fast way: nothing has to be flattened
             continue
-        expected = jax.tree_util.tree_structure(0) if pytree is None else pytree.treedef
+        single_leaf = jax.tree_util.tree_structure(0)
+        expected = single_leaf if pytree is None else pytree.treedef
         arrays, treedef = jax.tree_util.tree_flatten(value)
         if treedef != expected:
             different.append(f"  {where}: {treedef}, not {expected if pytree else 'an array'}")
@@ -251,16 +275,22 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
 
 
 def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yields the contents of a group by path; ``known`` are the paths of Variables and arrays.
+    """Yields what a group holds, by path: ``{"a": {"b": x}}`` → ``("a", "b"), x``.
 
     Mappings are opened, except where the structure has a Variable, whose value may be one.
+
+    Args:
+      group: a state or a mapping, or a bare array or Variable.
+      known: the paths of the Variables and arrays of the structure.
     """
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
         path, part = stack.pop()
-        # Indexing a State wraps any dict, even one that is the value of a Variable.
+        # Not by indexing: a State wraps any dict in it, even one that is the value of a Variable.
         content = part.raw_mapping if isinstance(part, nnx.State) else part
-        if isinstance(content, Mapping) and (path not in known or not (path or content)):
+        # The empty group of an empty structure has the path of the root, which may be known.
+        is_empty_group = not (path or content)
+        if isinstance(content, Mapping) and (path not in known or is_empty_group):
             stack += [((*path, key), value) for key, value in reversed([*content.items()])]
         else:
             yield path, part

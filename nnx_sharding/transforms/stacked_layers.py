@@ -11,9 +11,12 @@ slot, compute with them, and build another module around the results::
 
 From other modules:
 
-    Flat        structure, arrays by slot and objects by index of a flattened layer
-    Location    where arrays are: a path, and the Variable with its index; None for a bare array
+    Flat        a flattened layer: ``structure``, ``leaves`` (arrays by slot) and ``objects``. Slots
+                and objects are numbered; the structure has an entry for each object, and its slots
+    Location    where arrays are: their ``path`` and ``slots``, and the index of the Variable
+                (``entry``); None for an array outside of Variables
     StateAxes   the axis of each Variable, by filters
+    accessor    an expression for a path: ``("layer", ("up", "kernel"))`` → ``layer.up.kernel``
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ from .mapped_axes import Carry, StateAxes, change_names
 from .remat import Policy, remat
 from .scan import scan
 
+# In the logical axes of Variables, the dimension of the layers is None: it is not sharded.
 _METADATA = {nnx.PARTITION_NAME: None}
-# Of transforms of layers: these may share Variables, whatever the mode of Flax.
+# Options of transforms of layers. Layers may share Variables, whatever the global mode of Flax is.
 LAYER_OPTIONS: Mapping[str, Any] = {
     "transform_metadata": _METADATA,
     "graph": True,
@@ -52,14 +56,15 @@ LAYER_OPTIONS: Mapping[str, Any] = {
 
 
 def flatten_layer(layer: nnx.Module) -> Flat:
-    """Flattens a layer like the only argument of a call."""
+    """Flattens a layer like the only argument of a call, ``(positional, keywords)``."""
     return flatten(((layer,), {}))
 
 
 def locations_of(flat: Flat) -> list[Location]:
-    """Returns where the arrays of a flattened layer are."""
-    root = cast(Container, flat.structure.root)  # of the arguments of a call
-    return [*flat.structure.walk(root.children[0], iter(()))]
+    """Returns where the arrays of a flattened layer are; paths start at the layer."""
+    arguments = cast(Container, flat.structure.root)
+    # The walk takes slots of arrays outside of objects from an iterator. A layer has none.
+    return [*flat.structure.walk(arguments.children[0], iter(()))]
 
 
 def is_in_variable(flat: Flat, location: Location) -> bool:
@@ -82,11 +87,16 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
     """Returns a new layer with other arrays in some slots.
 
     A Variable that keeps its arrays stays the same object, shared with the given layer.
+
+    Args:
+      flat: the given layer.
+      new: the other arrays, by slot.
     """
-    unchanged = {}
+    unchanged = {}  # Variables, by index
     for index, slots in enumerate(flat.structure.slots):
         is_variable = isinstance(flat.structure.entries[index], VariableEntry)
-        if is_variable and slots and new.keys().isdisjoint(slots):
+        has_no_new_array = new.keys().isdisjoint(slots)
+        if is_variable and slots and has_no_new_array:
             unchanged[index] = flat.objects[index]
     leaves = replace_slots(flat.leaves, new, new.values())
     (layer,), _ = unflatten(flat.structure, leaves, unchanged, share=True).root
@@ -94,13 +104,18 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
 
 
 def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[Path]) -> None:
-    """Adds the layers to the logical axes of what is not shared, or removes them.
+    """Adds the layers to the logical axes (metadata) of Variables, or removes them.
 
-    ``change`` is ``nnx.spmd.add_axis`` or ``remove_axis``.
+    Args:
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``.
+      layer: the layer whose Variables are changed.
+      shared: the paths of what all layers share, which has no dimension for them.
     """
     flat = flatten_layer(layer)
-    stacked = (x.entry for x in locations_of(flat) if x.path not in shared)
-    change_names(change, ((flat.objects[i], 0) for i in stacked if i is not None), _METADATA)
+    stacked = (location.entry for location in locations_of(flat) if location.path not in shared)
+    # Each with the position of the dimension.
+    variables = ((flat.objects[index], 0) for index in stacked if index is not None)
+    change_names(change, variables, _METADATA)
 
 
 def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
@@ -115,7 +130,7 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
 
 
 def _differences(first: Flat, other: Flat) -> Iterator[str]:
-    """Yields the differences of two layers: in structure, or else in the types of arrays."""
+    """Yields a text for each difference of two layers: in structure, or else in types of arrays."""
     if other.structure != first.structure:
         # Compared as the arguments of a function whose only parameter is named so.
         signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
@@ -129,7 +144,10 @@ def _differences(first: Flat, other: Flat) -> Iterator[str]:
 
 
 def _type_text(x: AnyArray) -> str:
-    """Returns the type of an array, whatever memory it is in: layers may be offloaded."""
+    """Returns the type of an array, as ``float32[2,4]``, whatever memory it is in.
+
+    Layers that are offloaded to the host have the types of others.
+    """
     array_type = jax.typeof(x)
     if memory_of(x):
         array_type = array_type.update(memory_space=jax.memory.Space.Device)
@@ -143,7 +161,12 @@ def loop_of_calls(
 ) -> Callable[..., Any]:
     """Returns a loop that calls layers one after the other: ``(layers, x, args, kwargs) → x``.
 
-    With a ``policy`` other than False, the backward pass recomputes each layer.
+    Args:
+      axes: the axes of the Variables of ``layers``.
+      length: the number of layers.
+      unroll: how many layers one iteration of the loop runs.
+      policy: what the backward pass keeps of each layer, as for ``remat``; True to keep nothing
+        but its inputs, False for no recomputation.
     """
     step = call_layer if policy is False else _recomputed_call(policy)
     return loop(step, (axes, Carry, None, None), Carry, length, unroll)
@@ -152,7 +175,15 @@ def loop_of_calls(
 def loop(
     step: Callable[..., object], in_axes: object, out_axes: object, length: int, unroll: int | bool
 ) -> Callable[..., Any]:
-    """Returns a ``scan`` over layers."""
+    """Returns a ``scan`` of a step over layers, which may share Variables.
+
+    Args:
+      step: the function of each layer.
+      in_axes: the axes of its arguments, as for ``scan``.
+      out_axes: those of its results.
+      length: the number of layers.
+      unroll: how many layers one iteration of the loop runs.
+    """
     made: Callable[..., Any] = scan(
         step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **LAYER_OPTIONS
     )
@@ -160,18 +191,21 @@ def loop(
 
 
 def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a layer returns; a ``TypeError`` if the next layer cannot take that.
+    """Calls one layer of a loop, and checks that the next layer can take what it returns.
 
     ``x`` is what the layer before has returned; ``args`` and ``kwargs`` are the same for all.
+
+    Raises:
+      TypeError: it returns another structure, shape or dtype than ``x``. ``scan`` would say so,
+        too, but of its carry, not of the layer.
     """
     out = layer(x, *args, **kwargs)
     is_leaf = _compat.is_graph_object
-    given, before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
-    # `scan` would say so too, but of its carry, not of the layer.
-    returned, after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
+    given, treedef_before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
+    returned, treedef_after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
     names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
-    lines = type_changes(names, (leaf for _, leaf in given), returned)
-    if before != after:  # type: ignore[operator]
+    lines = type_changes(names, (leaf for _, leaf in given), returned)  # one for each such array
+    if treedef_before != treedef_after:  # type: ignore[operator]
         lines = [f"  x: {tree_text(x)} → {tree_text(out)}"]
     raise_listed(
         TypeError,
@@ -189,6 +223,7 @@ _Settings: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def _call_with_settings(layer: object, x: object, further: object, settings: _Settings) -> Any:
+    """Calls a layer with further ``(args, kwargs)``, in which ints are put into their places."""
     leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
     for position, number in settings:
         leaves[position] = number
@@ -196,13 +231,17 @@ def _call_with_settings(layer: object, x: object, further: object, settings: _Se
 
 
 def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
-    """Returns a call of a layer by ``remat``, which would trace ints that are not static."""
+    """Returns :func:`call_layer` under ``remat``, in which ints stay Python numbers.
+
+    ``remat`` traces ints that are not static, but layers may use them as shapes. So they are taken
+    out of the further arguments, and passed as a static one.
+    """
     run = recompute_in_backward(_call_with_settings, policy, static_argnums=3)
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
         settings = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
-        # Their places keep a leaf, but one that is equal for all ints.
+        # In their places is the same leaf for all ints, so that these are no part of the trace.
         further = replace_slots(leaves, dict(settings), [False] * len(settings))
         return run(layer, x, jax.tree.unflatten(treedef, further), settings)
 
@@ -212,7 +251,13 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
 def recompute_in_backward(
     step: Callable[..., Any], policy: Policy | Literal[True], **options: Any
 ) -> Callable[..., Any]:
-    """Returns a function of a layer whose backward pass computes it again."""
+    """Returns a function of a layer whose backward pass computes it again.
+
+    Args:
+      step: the function, in a loop over layers.
+      policy: what is kept anyway, as for ``remat``; True for nothing.
+      **options: further options of ``remat``.
+    """
     # Loops keep the compiler from merging both computations, so that `remat` need not.
     chosen = None if policy is True else policy
     made: Callable[..., Any] = remat(step, policy=chosen, prevent_cse=False, **options)

@@ -7,6 +7,8 @@ dtype `float0`. A *slot* is the position of an array in what was flattened (``Fl
 
 From other modules:
 
+    Flat             what ``flatten`` returns: ``structure``, ``leaves`` (arrays) and ``objects``
+    unflatten        makes new objects from a structure and leaves; ``root`` is their pytree
     replace_slots    a copy of a list of arrays with others in some slots
     leaves_by_path   the leaves of a pytree by path; ``slots_by_path`` has the same paths
 """
@@ -38,33 +40,48 @@ def is_inexact(x: object) -> bool:
 
 
 def tangent_type(x: object) -> Any:
-    """The type of tangents of an array, or of a value of a hijax type; None for what has none."""
+    """Returns the type of tangents of an array or a hijax value; None for what has none."""
     if is_inexact(x):
         return jax.typeof(x)
-    if not _compat.is_array_like(x) or hasattr(aval := jax.typeof(x), "dtype"):
+    if not _compat.is_array_like(x):
+        return None
+    own_type: Any = jax.typeof(x)
+    if hasattr(own_type, "dtype"):  # an array, but of integers or the like
         return None
     try:
-        aval = aval.to_tangent_aval()
+        aval = own_type.to_tangent_aval()
     except NotImplementedError:  # a hijax type without derivatives
         return None
+    # The tangents of a hijax type may be arrays, if of a floating-point dtype.
     return aval if jnp.issubdtype(getattr(aval, "dtype", float), jnp.inexact) else None
 
 
 def as_array(x: object, aval: object = None) -> Any:
-    """Makes an array with the dtype of a type, or its own; a value of a hijax type stays."""
-    own = jax.typeof(x)
-    return jnp.asarray(x, getattr(aval or own, "dtype", None)) if hasattr(own, "dtype") else x
+    """Makes an array of a number or an array, with the dtype of ``aval``, or its own without it.
+
+    A value of a hijax type, which is no array, stays as it is.
+    """
+    own_type = jax.typeof(x)
+    if not hasattr(own_type, "dtype"):
+        return x
+    return jnp.asarray(x, getattr(aval or own_type, "dtype", None))
 
 
 def without_tangent(x: Any) -> Any:
-    """Returns what JAX has for the tangent of an array that has none: zeros of ``float0``."""
+    """Returns what JAX has for the tangent of an array that has none: zeros of ``float0``.
+
+    What is no array stays as it is.
+    """
     if not _compat.is_array_like(x) or _compat.is_ref(x):
         return x
     return np.zeros(np.shape(x), jax.dtypes.float0)
 
 
 def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
-    """The slots of the arrays in a child of a structure, by default its root, by path."""
+    """Returns the slots of the arrays in a structure, by path: ``{(0, "kernel"): (3,)}``.
+
+    With ``child``, of a part of it only, such as one argument; paths start there.
+    """
     child = structure.root if child is None else child
     locations = structure.walk(child, iter(structure.root_slots))
     return {location.path: location.slots for location in locations}
@@ -82,7 +99,8 @@ class TangentForm:
 
         Args:
           flat: the values, flattened.
-          places: the slots of what has tangents, by paths as messages name them.
+          places: the slots of the Variables and arrays that may have tangents, by path. Paths
+            start where those of the user's tangents do.
         """
         self._structure, self._places = flat.structure, places
         # A shared array has one tangent, at whichever path.
@@ -90,7 +108,8 @@ class TangentForm:
         types = {slot: tangent_type(flat.leaves[slot]) for slot in distinct}
         self._types = {slot: aval for slot, aval in types.items() if aval is not None}
         self.slots = [*self._types]
-        # Not the values: tangents may be built when the caller's arrays are donated or gone.
+        # What `build` puts into all other slots. Not the caller's values: tangents may be built
+        # when these are donated or gone.
         self._rest = [without_tangent(x) for x in flat.leaves]
 
     def build(self, tangents: Sequence[object]) -> Any:
@@ -115,6 +134,7 @@ class TangentForm:
         """
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
+        # Of the values, without those whose tangents the user has omitted.
         value_slots = self._without(_paths_of_none(given)) if may_omit else self._places
         what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
         lines = []
@@ -141,7 +161,7 @@ class TangentForm:
         return [tangents.get(slot) for slot in self._types]
 
     def _without(self, omitted: Sequence[Path]) -> Mapping[Path, tuple[int, ...]]:
-        """The places that are not below some paths."""
+        """Returns the places that are not below some paths."""
         return {
             path: slots
             for path, slots in self._places.items()
@@ -150,13 +170,18 @@ class TangentForm:
 
 
 def _paths_of_none(tree: object) -> list[Path]:
-    """The paths where None stands for an object or a pytree."""
+    """Returns the paths where None stands for an object or a pytree."""
     leaves = leaves_by_path(tree, lambda x: x is None or _compat.is_graph_object(x))
     return [path for path, leaf in leaves.items() if leaf is None]
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
-    """Says how the arrays at one path differ in number; empty if they do not."""
+    """Says how the arrays at one path differ in number; ``""`` if they do not.
+
+    Args:
+      expected: the slots of the values; None if there is nothing at this path.
+      given: the slots of the user's tangents, likewise.
+    """
     if expected is None or given is None:
         return "missing" if given is None else "unexpected"
     if len(expected) == len(given):
@@ -168,8 +193,9 @@ def _fits(x: object, aval: Any) -> bool:
     """Whether something can be a tangent of this type (of ``jax.typeof``)."""
     if not _compat.is_array_like(x):
         return False
-    own: Any = jax.typeof(x)
-    if not hasattr(aval, "dtype") or not hasattr(own, "dtype"):
-        return bool(own == aval)
-    is_same = own.dtype == aval.dtype or own.weak_type  # a Python number takes the dtype
-    return bool(own.shape == aval.shape and is_same)
+    own_type: Any = jax.typeof(x)
+    if not hasattr(aval, "dtype") or not hasattr(own_type, "dtype"):  # hijax types
+        return bool(own_type == aval)
+    # A Python number, whose type is weak, takes any dtype.
+    has_dtype = own_type.dtype == aval.dtype or own_type.weak_type
+    return bool(own_type.shape == aval.shape and has_dtype)

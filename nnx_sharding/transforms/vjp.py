@@ -10,7 +10,8 @@ From other modules:
 
     differentiate   of `Differentiable`: calls the function and its derivative at some arrays, and
                     returns what the user's function returns, and the derivative
-    TangentForm     takes tangents out of the user's objects, and builds objects that hold some
+    TangentForm     ``tangents_in`` takes tangents out of the user's objects, as a list of arrays;
+                    ``build`` makes objects that hold a list of tangents
 """
 
 from __future__ import annotations
@@ -78,16 +79,16 @@ def vjp(
         return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
     def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
-        return jax.vjp(function, arrays, has_aux=True)[1:]
+        _, pullback, outputs = jax.vjp(function, arrays, has_aux=True)
+        return pullback, outputs
 
     modes = Modes(graph, graph_updates)
     derivative = _differentiate("vjp", f, has_aux, modes, primals, differentiate)
 
     def pullback(cotangents: object) -> Any:
-        [arrays] = derivative.function(
-            derivative.outputs.tangents_in("vjp: cotangents", cotangents)
-        )
-        positional, _ = derivative.primals.build(arrays)
+        output_arrays = derivative.outputs.tangents_in("vjp: cotangents", cotangents)
+        [primal_arrays] = derivative.function(output_arrays)
+        positional, _ = derivative.primals.build(primal_arrays)  # of (positional, keywords)
         return positional[-len(primals) :]  # without what the function is bound to
 
     return derivative.output, pullback, *derivative.aux
@@ -144,7 +145,8 @@ def jvp(
     ) -> tuple[Any, Any]:
         # Only here is the form of the primals known.
         directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
-        return jax.jvp(function, (arrays,), (directions,), has_aux=True)[1:]
+        _, output_tangents, outputs = jax.jvp(function, (arrays,), (directions,), has_aux=True)
+        return output_tangents, outputs
 
     modes = Modes(graph, graph_updates)
     derivative = _differentiate("jvp", f, has_aux, modes, primals, differentiate)
@@ -187,7 +189,8 @@ def linearize(
     """
 
     def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
-        return jax.linearize(function, arrays, has_aux=True)[1:]
+        _, pushforward, outputs = jax.linearize(function, arrays, has_aux=True)
+        return pushforward, outputs
 
     modes = Modes(graph, graph_updates)
     derivative = _differentiate("linearize", fun, has_aux, modes, primals, differentiate)
@@ -199,19 +202,19 @@ def linearize(
     return derivative.output, pushforward, *derivative.aux
 
 
-# Differentiates a function at arrays, which have the form of the primals. The function returns a
-# list of arrays and everything else; this returns the derivative of the former, and the latter.
+# Differentiates a function of arrays at these, which have the given form. The function returns the
+# arrays of the output, and all outputs of the call. Returns the derivative, and the latter.
 _Differentiate: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
 
 
 class _Derivative(NamedTuple):
     """What a function returned, its derivative there, and the forms for its tangents."""
 
-    output: Any
-    aux: tuple[Any, ...]  # one item or none
-    function: Any  # of lists of arrays, or for `jvp` the tangents of the output
-    primals: TangentForm
-    outputs: TangentForm
+    output: Any  # what the user's function returned, without auxiliary data
+    aux: tuple[Any, ...]  # its auxiliary data: one item or none
+    function: Any  # the derivative, of lists of arrays; for `jvp` the tangents of the output
+    primals: TangentForm  # for tangents of the arguments
+    outputs: TangentForm  # for tangents of the output
 
 
 class _AtPoint(Differentiable[..., Any]):
@@ -224,7 +227,8 @@ class _AtPoint(Differentiable[..., Any]):
 
         Args:
           primals: its arguments, without what it is bound to.
-          differentiate: uses ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``.
+          differentiate: uses ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``; see
+            ``_Differentiate``.
         """
         call, flat = self._split((*self._bound, *primals), {})
         plan, _ = self._plan(call, flat)

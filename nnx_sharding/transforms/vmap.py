@@ -8,6 +8,7 @@ From other modules:
 
     Mapped          the base: reads axes from ``in_axes``, and names them in metadata
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    type_spec       the spec in the type of an array; None if no mesh axis is Explicit
 """
 
 from __future__ import annotations
@@ -114,7 +115,12 @@ class _Vmap(Mapped):
     name: str = "vmap"
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Returns a function of all arrays that calls ``jax.vmap`` of the pure function."""
+        """Returns a function of all arrays that calls ``jax.vmap`` of the pure function.
+
+        Args:
+          plan: has an axis for each array (``specs``) and each group of outputs (``out_specs``).
+          function: the pure function, of the arrays of one element.
+        """
         options: dict[str, Any] = {key: option.value for key, option in self.options}
         options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
         in_axes = tuple(axis.index for axis in plan.specs)
@@ -127,7 +133,7 @@ class _Vmap(Mapped):
                 for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True))
                 if axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
             }
-            if not captured:  # errors of JAX then name the arguments
+            if not captured:  # the direct way, on which errors of JAX name the arguments
                 return jax.vmap(function, in_axes, **options)(*leaves)
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
             axes = tuple(in_axes[slot] for slot in slots)
@@ -137,12 +143,20 @@ class _Vmap(Mapped):
         return call_mapped
 
     def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
+        """Whether a captured array is stacked; one that is equal for all elements need not be."""
         return super().is_stacked(slots, leaf) and _compat.varies_in_vmap(leaf)
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
     ) -> None:
-        """Raises a ``ValueError`` also for results that are not mapped, but differ by element."""
+        """Raises a ``ValueError`` also for results that are not mapped, but differ by element.
+
+        Args:
+          fun_name: the name of the user's function.
+          names: the expression for each result, such as ``output[0]`` or ``model.count``.
+          leaves: the arrays in the trace.
+          specs: the axis of each.
+        """
         super().check_outputs(fun_name, names, leaves, specs)
         lines = [
             f"  {name}, {type_text(leaf)}"
