@@ -3,8 +3,13 @@
 That is its code, defaults, closure, globals, and so on from there, depth first; ``fingerprint.py``
 says why. The list is one of hashable *tokens*: plain values, ids of codes, classes and objects, and
 for what was met before the number under which it was. Two functions with equal lists can read the
-same. *Stateless* libraries read nothing that may change. Whatever cannot be listed soundly raises
-:class:`NotListed`; then the function is traced at each call.
+same. A function that returns ``x * scale``, with a global ``scale = 2``, has
+
+    "function", id of its code, () of keyword defaults, () of attributes, (int, 2), True
+
+*Stateless* libraries read nothing that may change. Whatever cannot be listed soundly raises
+:class:`NotListed`; then the function is traced at each call. ``open_object`` takes an object apart:
+its kind (class, names of attributes, and ``detail`` of a built-in class), and its parts.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ _DESCRIPTORS = (
 )
 # Objects of JAX and NumPy that are compared by value, although they have attributes.
 _LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
-# A function of more is traced again: to list it would take as long.
+# Objects that are listed at most. To list a function of more would take as long as to trace it.
 _LIMIT = 4000
 
 
@@ -101,12 +106,12 @@ class Listing:
         self.weak: list[weakref.ref[Any]] = []  # to classes and other objects whose ids are in it
         # All objects that were listed, in their order, kept alive while listing goes on.
         self.met: list[Any] = []
-        self._number: dict[int, int] = {}  # of what was met, by id
-        self._modules: list[types.ModuleType] = []
+        self._number: dict[int, int] = {}  # the position in `met` of each object, by its id
+        self._modules: list[types.ModuleType] = []  # of the user, whose attributes code may read
         self._attributes: set[str] = set()  # the names of attributes that listed code reads
 
     def add(self, value: object) -> None:
-        """Adds the tokens of a value and of all that can be reached from it."""
+        """Adds the tokens of a value and of all that is reached from it; may raise `NotListed`."""
         cls = type(value)
         if cls in _PLAIN_TYPES:
             self.tokens.append((cls, value))
@@ -140,10 +145,10 @@ class Listing:
         while True:
             names = sorted(self._attributes)
             pairs = [(module, name) for module in self._modules for name in names]
-            pending = [(module, n) for module, n in pairs if (module.__name__, n) not in listed]
+            pending = [(module, x) for module, x in pairs if (module.__name__, x) not in listed]
             if not pending:
                 return
-            if "getattr" in self._attributes:  # which may read any name
+            if "getattr" in self._attributes:  # some code calls it, and may read any name
                 raise NotListed
             for module, name in pending:
                 listed.add((module.__name__, name))
@@ -156,7 +161,7 @@ class Listing:
             self.add(value)
 
     def _add_items(self, items: Mapping[str, Any]) -> None:
-        """Lists names and their values."""
+        """Lists the names of attributes, arguments or the like, then their values."""
         self.tokens.append((*items,))
         self._add_all(items.values())
 
@@ -185,25 +190,27 @@ class Listing:
 
         Attributes that it reads are noted, for ``add_module_attributes``.
         """
-        names = names_of(function.__code__)
+        names = names_of(function.__code__)  # of globals, attributes and imports in it
         self._attributes |= names.attributes
-        if not all(map(_is_stateless, names.imports)):
+        if not all(map(_is_stateless, names.imports)):  # what `import` in it gives is not known
             raise NotListed
         scope = function.__globals__
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
-                # Read as an attribute of NumPy, which is not opened.
+                # `np.random` is an attribute of a stateless module, which is not opened.
                 if scope[name] is np and "random" in names.attributes:
                     raise NotListed
             elif name in _STATEFUL_BUILTINS:
                 raise NotListed
             elif name == "getattr":
                 self._attributes.add(name)
-            # Other built-in functions are always there; what is missing may be defined later.
+            # Any other name is a built-in function, or is not defined. It may be defined later, so
+            # whether it is a global is part of the list.
             self.tokens.append(name in scope)
 
     def _add_cell(self, cell: types.CellType) -> None:
+        """Lists what a variable of an enclosing function holds."""
         try:
             content = cell.cell_contents
         except ValueError:  # not assigned yet
@@ -216,24 +223,24 @@ class Listing:
         if _is_stateless(cls.__module__):
             return
         self.weak.append(weakref.ref(cls))
-        if type(cls) is not type:
+        if type(cls) is not type:  # a metaclass of the user
             self.add(type(cls))
         self._add_all(cls.__bases__)
-        self._add_items({k: x for k, x in vars(cls).items() if k not in _NOT_READ})
+        self._add_items({name: x for name, x in vars(cls).items() if name not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:
-        """Lists a module itself; ``add_module_attributes`` lists its content later."""
+        """Lists a Python module; ``add_module_attributes`` lists later what code reads of it."""
         self.tokens.append(module.__name__)
         if module.__name__ in _STATEFUL_MODULES:
             raise NotListed
-        if not _is_stateless(module.__name__):
+        if not _is_stateless(module.__name__):  # of the user, or another like `random`
             if module.__name__.partition(".")[0] in sys.stdlib_module_names:
                 raise NotListed
             self._modules.append(module)
 
     def _add_builtin(self, function: types.BuiltinFunctionType) -> None:
         """Lists a function in C, or a method in C with the object that it is bound to."""
-        owner = function.__self__
+        owner = function.__self__  # of a function its module
         self.tokens.append(function.__qualname__)
         if owner is None or isinstance(owner, types.ModuleType):
             name = getattr(owner, "__name__", "builtins")
@@ -253,7 +260,12 @@ class Listing:
         self.add(variable.get(None))
 
     def _add_object(self, value: Any) -> None:
-        """Lists an object of any other type: by its content, its value or its identity."""
+        """Lists an object of any other type, by the strictest of these that can tell a change.
+
+        By its content, if Python shows all that it holds: its class and its parts. Otherwise by its
+        value, if it has a key that is equal for equal values. Some objects of libraries are listed
+        by identity, because what matters of them cannot change.
+        """
         cls = type(value)
         if holds_values(value):  # a trace has arrays as constants
             raise NotListed
@@ -270,16 +282,16 @@ class Listing:
             self._add_all([value.__wrapped__, *functions])
         elif issubclass(cls, _LIBRARY_VALUES):
             self._add_value(value)
-        elif is_builtin(cls) or not has_hidden_state(cls):  # Python shows all that it holds
+        elif is_builtin(cls) or not has_hidden_state(cls):
             self.add(cls)
-            static_kind, parts = open_object(value)
-            self.tokens.append((static_kind.detail, static_kind.names))
+            kind, parts = open_object(value)
+            self.tokens.append((kind.detail, kind.names))
             self._add_all(parts)
         else:
             self._add_value(value)
 
     def _add_identity(self, value: object) -> None:
-        """Lists an object that only has to be the same one."""
+        """Lists an object that only has to be the same one, by its id."""
         try:
             self.weak.append(weakref.ref(value))
         except TypeError:
@@ -305,6 +317,7 @@ def holds_values(value: Any) -> bool:
 
 
 def _is_wrapper(value: object) -> bool:
+    """Whether something is a library's object around a user's function, as from ``jax.jit``."""
     return _is_stateless(type(value).__module__) and callable(getattr(value, "__wrapped__", None))
 
 

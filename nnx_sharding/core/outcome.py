@@ -76,9 +76,12 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Outcome:
-    """The static part of what a call did to its graph; objects are named by their indices."""
+    """The static part of what a call did to its graph; objects are named by their indices.
 
-    # The graph after the call: first the input objects, and as its root the output of the function.
+    *Input* objects are those of the arguments. They come first in both structures.
+    """
+
+    # The graph after the call. Its root is the output of the function.
     structure: Structure
     sources: tuple[Source, ...]  # of its arrays, by slot
     values: tuple[int, ...]  # input Variables whose arrays changed
@@ -91,9 +94,19 @@ class Outcome:
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Arrays, groups: Sequence[OutputGroup]) -> list[Any]:
-        """Returns the arrays of ``structure``, by slot, from the inputs and outputs."""
+        """Returns the arrays of ``structure``, by slot, from the inputs and outputs.
+
+        With other things in place of arrays, such as shapes, it returns these.
+
+        Args:
+          inputs: the arrays before the call, by slot.
+          groups: what the program returned.
+        """
         outputs = [group.arrays for group in groups]
-        return [inputs[i] if group == INPUT else outputs[group][i] for group, i in self.sources]
+        return [
+            inputs[position] if group == INPUT else outputs[group][position]
+            for group, position in self.sources
+        ]
 
 
 jax.tree_util.register_pytree_node(
@@ -119,15 +132,15 @@ def pack(
       plan: the plan, with the graph before the call.
       fun_name: the name of the user's function, in messages.
       leaves: the arrays before the call, by slot.
-      after: the graph after the call.
-      specs: the final spec of each of its arrays.
-      names: the expression for each of them.
+      after: the graph after the call, flattened.
+      specs: the final spec of each array after the call, by slot.
+      names: the expression for each of these, such as ``model.kernel``.
 
     Returns:
       What the pure function returns: the groups of outputs, and last the outcome.
     """
     outcome, sources = _compare(plan, leaves, after, specs)  # sources: of unchanged arrays so far
-    group_of_spec = _group_numbers(plan, specs, names)
+    group_of_spec = _group_numbers(plan, specs, names)  # by spec
     outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
     output_names: list[list[str]] = [[] for _ in group_of_spec]
     input_slots = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
@@ -156,7 +169,11 @@ def _compare(
 ) -> tuple[Outcome, dict[int, Source]]:
     """Compares the objects of the arguments before and after the call.
 
-    ``leaves`` are the arrays before the call; ``specs`` those of the arrays ``after`` it, by slot.
+    Args:
+      plan: has the structure before the call, and the specs of its arrays.
+      leaves: the arrays before it, by slot.
+      after: the graph after it.
+      specs: the spec of each array after it, by slot.
 
     Returns:
       What changed, without sources, and the sources of the unchanged arrays, by slot after the
@@ -174,6 +191,7 @@ def _compare(
         if not slots and new == old:
             continue
         fresh = set(slots)  # the slots of arrays that are outputs
+        # For arrays in places that the object had before: the slot after the call and before it.
         for slot, old_slot in kept_places(plan.structure, after.structure, index).items():
             # A tracer that is still the same is an array that the function did not change. It is an
             # output all the same if its buffer is donated, or if it gets another sharding.
@@ -205,11 +223,15 @@ def _compare(
 
 
 def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> dict[Any, int]:
-    """Returns the number of the group of each spec; an error for specs that have none."""
+    """Returns the number of the group of outputs for each spec that an output can have.
+
+    Raises a ``ValueError`` if some of ``specs`` have none; ``names`` are those of their arrays.
+    """
     numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
     # JAX needs the specs before the trace, but the function in a prefix of `nnx.prefix` is asked
     # about new Variables only in it, and may return others.
-    lines = [f"  {names[s]}: {spec!r}" for s, spec in enumerate(specs) if spec not in numbers]
+    pairs = zip(names, specs, strict=True)
+    lines = [f"  {name}: {spec!r}" for name, spec in pairs if spec not in numbers]
     raise_listed(
         ValueError,
         f"{plan.transform.name}: nnx.prefix cannot shard Variables that the function creates, "
@@ -224,7 +246,11 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     """Returns one outcome for all branches of a ``cond`` or ``switch``.
 
     The structure after each branch is the same. Arrays that one of them changes are outputs of all,
-    in one group, in the order of their slots. ``before`` is the structure of the arguments.
+    in one group, in the order of their slots.
+
+    Args:
+      before: the structure of the arguments.
+      outcomes: what each branch did to them.
     """
     first = outcomes[0]
     structure = first.structure

@@ -247,8 +247,8 @@ def make_plan(
     arguments = _arguments(transform, parameters, call, structure)
     check_static_places(structure, named_parts(arguments), signature.static_names)
     locations = locate(structure, arguments)
-    names_found = enumerate(slot_names(len(leaves), locations))
-    names = [name or f"array {slot}" for slot, name in names_found]
+    expressions = enumerate(slot_names(len(leaves), locations))  # "" for an array without one
+    names = [expression or f"array {slot}" for slot, expression in expressions]
     if isinstance(transform, Sharded):
         if error := arguments_not_arrays(names, leaves):
             raise error
@@ -260,7 +260,7 @@ def make_plan(
     specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _array_attributes(structure, leaves) if graph and updates else {}
-    placed = _placed(transform, structure, shardings, attributes)  # what a call moves
+    placed = _placed(transform, structure, shardings, attributes)  # what a call moves, by slot
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
     return Plan(
         transform=transform,
@@ -291,11 +291,11 @@ def make_plan(
 def _arguments(
     transform: Transform, parameters: Parameters, call: SortedCall, structure: Structure
 ) -> list[Argument]:
-    """Returns the dynamic arguments, each with the spec that the user gave for it."""
-    names, option = call.signature.names, transform.in_name
-    prefixes = align_specs(transform.in_specs.tree, parameters, call.signature, option)
-    positional = [names[i] for i in call.signature.dynamic]
-    caller = f"{transform.name}: {option}"
+    """Returns the dynamic arguments, each with the specs that the user gave for its parts."""
+    signature, option = call.signature, transform.in_name
+    prefixes = align_specs(transform.in_specs.tree, parameters, signature, option)  # as `call.tree`
+    positional = [signature.names[position] for position in signature.dynamic]
+    caller = f"{transform.name}: {option}"  # for messages
     return split_arguments(structure, call.tree, prefixes, positional, caller)
 
 
@@ -306,7 +306,8 @@ def _donated_slots(
     locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
     """Returns the slots of the arrays in donated arguments."""
-    pairs = zip((*signature.dynamic, *signature.dynamic_keywords), arguments, strict=True)
+    keys = (*signature.dynamic, *signature.dynamic_keywords)  # positions, then names by keyword
+    pairs = zip(keys, arguments, strict=True)
     names = {argument.name for key, argument in pairs if key in signature.donated}
     in_donated = (place.location.slots for place in locations if place.argument.name in names)
     # JAX refuses to donate references, which a program changes in place anyway.
@@ -320,7 +321,7 @@ def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAt
         is_module = isinstance(entry, NodeEntry) and issubclass(entry.type, nnx.Pytree)
         if not is_module or not structure.slots[index]:
             continue
-        for name, (child, slots) in parts_by_key(structure, index).items():
+        for name, (child, slots) in parts_by_key(structure, index).items():  # its attributes
             if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct)):
                 attributes[slots[0]] = ArrayAttribute(index, name)
     return attributes

@@ -9,7 +9,10 @@ From other modules:
 
     assemble   makes the value that a child describes, with arrays from an iterator; objects of the
                graph are those in a list, by index
-    Flat       a flattened tree: its structure, its arrays by slot and its objects by index
+    atoms      what is in children apart from containers: indices of objects, ``LEAF`` for each
+               array, and static values
+    Flat       a flattened tree: ``structure``, ``leaves`` (arrays by slot), ``objects`` by index;
+               ``updatable`` says whether all objects belong to the current trace
 """
 
 from __future__ import annotations
@@ -36,18 +39,18 @@ from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_
 
 
 class NodeChange(NamedTuple):
-    """The attributes of one node that differ."""
+    """The attributes of one node (a module or the like) that differ from those before."""
 
     node: int  # its index
-    changed: tuple[tuple[Any, Part], ...]  # what it has now, by key
-    removed: tuple[Any, ...]  # keys
+    changed: tuple[tuple[Any, Part], ...]  # names of attributes, and what the node has there now
+    removed: tuple[Any, ...]  # names of attributes that it has no more
 
 
 class ArrayAttribute(NamedTuple):
     """A JAX array that is an attribute of a module, outside of Variables."""
 
     node: int  # the index of the module
-    name: Any
+    name: Any  # that of the attribute
 
 
 class Part(NamedTuple):
@@ -61,7 +64,9 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
     """Returns the attributes of a module, by name; of a Variable or ref, its ``"value"``.
 
     A structure has the slots of all arrays of an object in one tuple, in the order of its children.
-    So they are dealt out: to each child as many as there are leaves in it.
+    So they are dealt out: to each child as many as there are leaves in it. A module with an array
+    ``a``, a Variable ``w`` (object 3) and a list ``b`` of two arrays, and the slots ``(7, 8, 9)``,
+    has ``{"a": (LEAF, (7,)), "w": (3, ()), "b": (Container, (8, 9))}``.
     """
     entry = structure.entries[index]
     slots = structure.slots[index]
@@ -85,9 +90,14 @@ def kept_places(before: Structure, after: Structure, index: int) -> dict[int, in
     """Returns where an object's arrays were before a call: old slots, by the slots after it.
 
     Those in a part that has changed otherwise are left out, since nothing was in their places.
+
+    Args:
+      before: the structure of the graph before the call.
+      after: that after it.
+      index: the index of the object in both.
     """
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
-        return {after.slots[index][0]: before.slots[index][0]}  # nearly all have no parts
+        return {after.slots[index][0]: before.slots[index][0]}  # one array, as in nearly all
     old_parts = parts_by_key(before, index)
     old_slots: dict[int, int] = {}
     for key, part in parts_by_key(after, index).items():
@@ -108,21 +118,29 @@ def node_changes(
       after: the structure after the call.
       fresh: the slots of new arrays, which an entry does not show.
     """
-    old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
+    old_children = {} if before is None else dict(zip(before.keys, before.children, strict=True))
     parts = parts_by_key(after, index)
-    changed = tuple(
-        (key, part)
-        for key, part in parts.items()
-        if key not in old or old[key] != part.child or not fresh.isdisjoint(part.slots)
-    )
-    removed = tuple(key for key in old if key not in parts)
+
+    def is_changed(key: Any, part: Part) -> bool:
+        is_other = key not in old_children or old_children[key] != part.child
+        return is_other or not fresh.isdisjoint(part.slots)
+
+    changed = tuple((key, part) for key, part in parts.items() if is_changed(key, part))
+    removed = tuple(key for key in old_children if key not in parts)
     return NodeChange(index, changed, removed) if changed or removed else None
 
 
 def _node_operations(
     change: NodeChange, after: Structure, leaves: Arrays, objects: Objects
 ) -> list[Operation]:
-    """Returns the operations that change the attributes of one module."""
+    """Returns the operations that change the attributes of one module; none is run here.
+
+    Args:
+      change: the attributes that differ, as parts of ``after``.
+      after: describes the new state.
+      leaves: the arrays of the new state, by slot.
+      objects: the existing objects, by index.
+    """
     index = change.node
     attributes: list[tuple[Any, Any]] = []  # the new values, by key
     for key, part in change.changed:
@@ -130,7 +148,7 @@ def _node_operations(
         attributes.append((key, assemble(part.child, arrays, objects)))
 
     def all_attributes() -> list[tuple[Any, Any]]:
-        """Is called for a node type that has no way to set single attributes."""
+        """Returns all attributes, for a node type that has no way to set single ones."""
         entry: Any = after.entries[index]
         arrays = (leaves[slot] for slot in after.slots[index])
         return assemble_attributes(entry, arrays, objects)
@@ -196,10 +214,11 @@ def rebuild(
     """
     structure, objects = flat.structure, flat.objects
     fresh = {slot for slot, leaf in enumerate(leaves) if leaf is not flat.leaves[slot]}
-    changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
+    # The indices of the objects that hold one of these themselves.
+    changed = [index for index, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
     if not (foreign or flat.updatable):
-        stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
-        if stale:
+        refused = [objects[index] for index in changed if not _compat.can_update(objects[index])]
+        if stale := {type(obj).__name__ for obj in refused}:
             raise _compat.TraceContextError(
                 f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
                 "Pass the module as an argument of the function that is traced."
@@ -217,4 +236,5 @@ def rebuild(
     operations = update_operations(structure, leaves, objects, variables, nodes=changes)
     finish()
     perform(operations)
-    return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)
+    root_arrays = (leaves[slot] for slot in structure.root_slots)  # outside of objects
+    return assemble(structure.root, root_arrays, objects)

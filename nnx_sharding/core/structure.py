@@ -42,7 +42,7 @@ class Container(NamedTuple):
     """A plain pytree inside the graph."""
 
     treedef: PyTreeDef
-    children: tuple[Any, ...]  # its leaves
+    children: tuple[Any, ...]  # its leaves, in the order of the treedef
     aux: tuple[Any, ...] = ()  # its node data as children: the treedef compares it by ``==`` only
 
 
@@ -67,16 +67,16 @@ class NodeEntry(NamedTuple):
     """A module, or an object of another registered node type."""
 
     type: type
-    metadata: Any
-    keys: tuple[Any, ...]
-    children: tuple[Child, ...]
+    metadata: Any  # what Flax keeps for a node of this type
+    keys: tuple[Any, ...]  # the names of its attributes
+    children: tuple[Child, ...]  # what it has under each of these
 
 
 class VariableEntry(NamedTuple):
     """A Variable."""
 
     type: type
-    metadata: tuple[tuple[str, Child], ...]
+    metadata: tuple[tuple[str, Child], ...]  # names and settings
     value: Child  # a leaf, a pytree of leaves and objects, or the index of an object
 
 
@@ -90,20 +90,20 @@ Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry | StaticObject
 
 
 class Location(NamedTuple):
-    """Where arrays are in a graph."""
+    """Where arrays are in a graph: a Variable, a ``jax.Ref``, or an array outside of these."""
 
     path: Path
-    entry: int | None  # of the Variable or ref; None for a bare array
-    slots: tuple[int, ...]
+    entry: int | None  # the index of the Variable or ref; None for a bare array
+    slots: tuple[int, ...]  # of its arrays: one, unless a Variable holds a pytree
 
 
 class _Visit(NamedTuple):
-    """What a walk has to visit."""
+    """A child that a walk has to visit."""
 
     path: Path
     child: Child
-    slots: Iterator[int]  # of the arrays in the child that are in no object
-    variable: int | None  # the index of the Variable around it
+    slots: Iterator[int]  # of the object around it: each array outside of other objects takes one
+    variable: int | None  # the index of the Variable around it, if any
 
 
 @jax.tree_util.register_static  # a pytree without leaves, as a GraphDef is
@@ -142,7 +142,7 @@ class Structure:
         return len(self.root_slots) + sum(map(len, self.slots))
 
     def slots_of(self, kind: type) -> frozenset[int]:
-        """Returns the slots of the arrays that belong to entries of one kind."""
+        """Returns the slots of the arrays that belong to entries of one class, as `RefEntry`."""
         pairs = zip(self.entries, self.slots, strict=True)
         return frozenset(chain(*(slots for entry, slots in pairs if isinstance(entry, kind))))
 
@@ -166,31 +166,31 @@ class Structure:
         return self._unique
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
-        """Yields the place of every Variable, ``jax.Ref`` and bare array below ``child``.
+        """Yields where each Variable, ``jax.Ref`` and bare array below ``child`` is.
 
         The walk is depth first, with keys in order, as in Flax. A shared object is yielded once,
         under its first path. ``slots`` are those of the arrays of ``child`` outside of objects.
         """
-        seen: set[int] = set()  # the indices of objects
+        seen: set[int] = set()  # the indices of objects that were met
         stack = [_Visit((), child, slots, None)]  # no recursion: models may be nested deeply
         while stack:
             path, child, slots, variable = stack.pop()  # from the end, so parts are added reversed
-            parts: Iterable[tuple[Path, Child]] = ()  # what to visit below
-            if child is LEAF:
+            parts: Iterable[tuple[Path, Child]] = ()  # what to visit below, by path from here
+            if child is LEAF:  # in a container, a module, or a Variable that holds both
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
                 parts = parts_of(child).items() if child.children else ()
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry = self.entries[child]
-                variable, slots = None, iter(self.slots[child])
+                variable, slots = None, iter(self.slots[child])  # for arrays that it holds itself
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
                     parts = parts_of(entry).items()
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)  # the Variable stands for the ref that is its value
                     yield Location(path, child, self.slots[value])
-                elif isinstance(entry, VariableEntry) and holds_objects(entry):
+                elif isinstance(entry, VariableEntry) and holds_objects(entry):  # and maybe arrays
                     variable, parts = child, [((), entry.value)]
                 elif isinstance(entry, VariableEntry | RefEntry):  # nearly all: only arrays
                     yield Location(path, child, self.slots[child])
@@ -208,7 +208,7 @@ class Structure:
     def paths_to_objects(
         self, starts: Iterable[tuple[Path, Child]], limit: int = 1
     ) -> dict[int, list[Path]]:
-        """Finds up to ``limit`` paths to each object below ``starts``, by its index.
+        """Finds up to ``limit`` paths to each object below some children, by its index.
 
         Short paths come first. A path passes through no object twice, but may end at one of them.
         """
@@ -228,7 +228,7 @@ class Structure:
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
-        """Returns the expression for each object that is reachable from named ones."""
+        """Returns the expression for each object below named children, by index: ``model.up``."""
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
@@ -299,7 +299,7 @@ def count_links(structure: Structure, child: Child) -> Counter[int]:
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:
-    """Returns the children of an entry."""
+    """Returns the children of an entry: of a Variable, its value and its metadata."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
     return entry.children if isinstance(entry, (NodeEntry, StaticObject)) else ()
@@ -311,7 +311,7 @@ def is_leaf_variable(entry: object) -> TypeGuard[VariableEntry]:
 
 
 def atoms(children: Iterable[Child]) -> Iterator[Any]:
-    """Yields the indices, leaves and statics within children."""
+    """Yields what is in children apart from containers: indices, ``LEAF`` and statics."""
     for child in children:
         if isinstance(child, Container | StaticObject):
             yield from atoms(chain(child.children, getattr(child, "aux", ())))

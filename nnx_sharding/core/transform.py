@@ -100,7 +100,14 @@ class Transform:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> SortedCall:
-        """Sorts the arguments of a call by their roles, which a transform may refine."""
+        """Sorts the arguments of a call by their roles, which a transform may refine.
+
+        Args:
+          parameters: those of the user's function.
+          signature: the names and roles of the arguments of this call.
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+        """
         return sort_call(signature, args, kwargs)
 
     @property
@@ -141,6 +148,7 @@ class Transform:
         return self._key_without(self.untraced)
 
     def _key_without(self, names: Collection[str]) -> Hashable:
+        """Returns the class and the options except those with these names, in hashable form."""
         fields = (field.name for field in dataclasses.fields(self))
         return type(self), *(
             strict_key(getattr(self, name)) for name in fields if name not in names
@@ -151,19 +159,25 @@ class Transform:
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """Returns what a final spec may become where it does not divide a shape."""
+        """Returns what a final spec may become where it does not divide a shape.
+
+        ``on_indivisible`` is the option of a ``StateSharding``, which precedes the transform's.
+        """
         return []
 
     def input_specs(self, specs: list[Any], leaves: Arrays) -> list[Any]:
-        """Returns the specs of all inputs, including inputs for which the user gave none."""
+        """Returns the specs of all inputs, by slot; ``specs`` has None where the user gave none."""
         return specs
 
     def carried_objects(self, plan: Plan) -> frozenset[int]:
-        """Returns the objects of arguments that may be results even without graph updates."""
+        """Returns the indices of objects that may be results even without graph updates."""
         return frozenset()
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Any]:
-        """Returns specs other than declared, for arrays that the function wrote, by slot."""
+        """Returns specs other than declared, for arrays that the function wrote.
+
+        They are by slot after the call; ``after`` has the objects after it.
+        """
         return {}
 
     def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
@@ -171,7 +185,13 @@ class Transform:
         return None
 
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
-        """Returns arrays with the types that they have while the function runs."""
+        """Returns arrays with the types that they have while the function runs.
+
+        Args:
+          plan: the plan of the call.
+          leaves: the arrays, as JAX gives them to the trace.
+          nested: whether the trace is part of another one.
+        """
         return RetypedArrays.unchanged(leaves)
 
     def tracing(
@@ -186,7 +206,10 @@ class Transform:
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Arrays, specs: Sequence[Any]
     ) -> None:
-        """Raises an error for arrays that cannot be outputs with these specs."""
+        """Raises an error for arrays that cannot be outputs with these specs; by default for none.
+
+        ``names`` are the expressions for the arrays, such as ``output[0].kernel``.
+        """
 
     def make_program(self, plan: Plan, function: Callable[..., Any]) -> Program:
         """Transforms the pure function of a plan by JAX. Nothing is traced or compiled yet.
@@ -226,13 +249,14 @@ class Sharded(Transform):
 
     @property
     def _has_partition_spec(self) -> bool:
+        """Whether the user gave a spec that needs a mesh."""
         return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
 
     @property
     def reads_context(self) -> bool:
         """Whether a plan depends on the mesh in context."""
-        is_open = self._has_partition_spec or self.activation_shardings is not None
-        return self.mesh is None and is_open
+        needs_mesh = self._has_partition_spec or self.activation_shardings is not None
+        return self.mesh is None and needs_mesh
 
     @property
     def reads_shapes(self) -> bool:
@@ -247,8 +271,8 @@ class Sharded(Transform):
         if mesh is None and self._has_partition_spec:
             raise no_mesh(self.name)
         # Inside a trace the mesh is abstract; there JAX itself resolves specs.
-        given = mesh if isinstance(mesh, Mesh) else None
-        return dataclasses.replace(self, mesh=given, context=mesh)
+        concrete = mesh if isinstance(mesh, Mesh) else None
+        return dataclasses.replace(self, mesh=concrete, context=mesh)
 
     def spec_of(self, spec: Spec) -> Any:
         """Returns the final form: with the mesh."""
@@ -257,11 +281,12 @@ class Sharded(Transform):
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """Returns the parts of a spec that may be left of it."""
-        pair = spec_and_mesh(spec, self.context)
+        """Returns what may be left of a spec where it does not divide a shape."""
+        pair = spec_and_mesh(spec, self.context)  # None for a sharding without a spec
         if pair is None:
             return []
-        parts = possible_corrections(pair[0], on_indivisible or self.on_indivisible)
+        partition_spec, _ = pair
+        parts = possible_corrections(partition_spec, on_indivisible or self.on_indivisible)
         return [replace_spec(spec, part) for part in parts]
 
     def sharding_of(self, spec: Spec) -> jax.sharding.Sharding | None:
@@ -300,11 +325,15 @@ class Sharded(Transform):
     ) -> Callable[..., Any]:
         """Wraps a program with an abstract mesh, to raise a clear error if no devices are known.
 
-        ``from_arrays`` says whether JAX takes the devices from arrays on a concrete mesh.
+        Args:
+          mesh: the abstract mesh of the program.
+          call: the program.
+          from_arrays: whether JAX takes the devices from arrays on a concrete mesh; otherwise only
+            from a mesh in context.
         """
 
         def checked(*leaves: object) -> Any:
-            """Calls it with these arrays; a ``NoMeshError`` if neither they nor a mesh decide."""
+            """Calls it with these arrays; a ``NoMeshError`` if nothing says the devices."""
             have_devices = from_arrays and any(
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )

@@ -288,9 +288,8 @@ def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]
         path, part = stack.pop()
         # Not by indexing: a State wraps any dict in it, even one that is the value of a Variable.
         content = part.raw_mapping if isinstance(part, nnx.State) else part
-        # The empty group of an empty structure has the path of the root, which may be known.
-        is_empty_group = not (path or content)
-        if isinstance(content, Mapping) and (path not in known or is_empty_group):
+        # The root of an empty group is opened, although the path may be that of a root Variable.
+        if isinstance(content, Mapping) and (path not in known or not (path or content)):
             stack += [((*path, key), value) for key, value in reversed([*content.items()])]
         else:
             yield path, part

@@ -27,7 +27,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(function: F) -> F:
-    """Returns a method in C that tries the guards first, and calls the given one if none holds."""
+    """Returns a method in C that tries the guards first, and calls the given one if none holds.
+
+    ``function`` is a method of an object with the guards in its attribute ``_direct``; without the
+    extension it is returned as it is.
+    """
     if FastestWalk is PythonWalk:
         return function
     from . import _native
@@ -54,7 +58,10 @@ def _is_ready() -> bool:
 
 
 def _settle(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
-    """Delivers the signals that were deferred when a program was compiled in a guarded call."""
+    """Delivers the signals that were deferred when a program was compiled in a guarded call.
+
+    Also marks the program as one whose next calls need no Python code, if its outputs allow that.
+    """
     mark_direct(execute, outputs)
     deliver_signals()
 
@@ -70,6 +77,13 @@ def _complete(
 
     The extension calls this where it cannot do it: where more than arrays of Variables changed, or
     where Python has to put the output together.
+
+    Args:
+      plan: the plan of the call.
+      execute: the program.
+      objects: the caller's objects, by index.
+      leaves: the arrays of the arguments, by slot.
+      outputs: what the program returned.
     """
     try:
         flat = Flat(plan.structure, leaves, objects, updatable=True)

@@ -37,7 +37,7 @@ class Guard(NamedTuple):
     names: tuple[str, ...]  # of the keyword arguments
     plan: Plan
     key: Dependencies  # what the plan depends on besides the graph
-    donates: bool
+    donates: bool  # whether the program deletes some of the arrays that it is given
     # returns the mesh in context; None if it does not matter
     context_of: Callable[[], AnyMesh | None] | None
     context: AnyMesh | None  # that mesh
@@ -51,7 +51,13 @@ class Guard(NamedTuple):
 
 
 def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat | None:
-    """Returns the graph as ``flatten`` would, with this structure; None if it may have changed."""
+    """Returns the graph as ``flatten`` would, with this structure; None if it may have changed.
+
+    Args:
+      walk: how the graph was read when it had this structure.
+      structure: the structure then.
+      arguments: the graph: the arguments of a call, those by keyword last.
+    """
     try:
         followed = walk.follow(arguments)
     except Exception:  # a missing attribute or a comparison that raises is a change
@@ -65,7 +71,13 @@ def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat 
 def match(
     walk: Walk, structure: Structure, arguments: tuple[Any, ...]
 ) -> tuple[Flat, Recipe] | None:
-    """Returns another graph of this structure, with a recipe of its own; None if it differs."""
+    """Returns another graph of this structure, with a recipe of its own; None if it differs.
+
+    Args:
+      walk: how a graph that is built alike was read.
+      structure: its structure.
+      arguments: the other graph: the arguments of a call, those by keyword last.
+    """
     try:
         matched = walk.match(arguments)
     except Exception:  # as in `check`
@@ -73,8 +85,8 @@ def match(
     if matched is None:
         return None
     other = Matched(*matched)
-    # The recipe does not say to which trace another graph belongs: this call may only change those
-    # of the current one.
+    # A walk compares the trace that the recorded graph belongs to, but not that of another one. A
+    # call may only change objects of the current trace.
     if not _compat.are_current(other.traces):
         return None
     recipe = walk.recipe._replace(statics=other.statics, ids=other.ids)

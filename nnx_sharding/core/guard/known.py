@@ -2,6 +2,14 @@
 
 The structure is then the same object as last time. So what is looked up by it, such as a plan, is
 found without comparing all entries.
+
+From other modules:
+
+    Walk           reads the arrays and objects of a graph, in the order in which ``flatten`` once
+                   read them, and compares all else; the fastest one is in C
+    check          follows a walk: returns what ``flatten`` would, or None if the graph has changed
+    WalkRecorder   is told what ``flatten`` reads; ``make_walk`` makes a walk of it. ``identities``
+                   are the objects of which the walk has the ids alone
 """
 
 from __future__ import annotations
@@ -29,8 +37,9 @@ class _Known:
     """What is remembered of one model."""
 
     misses: int = 0  # the number of calls in which it was new or changed
-    # How to recognize it, and its structure then; None until a walk was recorded.
-    guard: tuple[Walk, Structure] | None = None
+    # What recognizes it, and its structure when that was recorded; both None before.
+    walk: Walk | None = None
+    structure: Structure | None = None
     references: tuple[weakref.ref[Any], ...] = ()  # weak ones, whose callbacks forget the model
 
     def is_worth_recording(self) -> bool:
@@ -55,8 +64,8 @@ def flatten_known(tree: object) -> Flat:
     The structure keeps no static object alive. Within a trace nothing is known, since the objects
     may hold its tracers.
     """
-    has_weak_references = bool(type(tree).__weakrefoffset__)  # else it could not be forgotten
-    if not (_compat.is_node(tree) and has_weak_references and _compat.trace_is_clean()):
+    can_be_forgotten = bool(type(tree).__weakrefoffset__)  # has weak references, with callbacks
+    if not (_compat.is_node(tree) and can_be_forgotten and _compat.trace_is_clean()):
         return flatten(tree)
     key = _compat.identity(tree)
     known = _MODELS.get(key)
@@ -64,29 +73,35 @@ def flatten_known(tree: object) -> Flat:
         known = _MODELS[key] = _Known()
         known.references = (*_watch((tree,), key),)
         make_room(_MODELS, _MAX_MODELS)
-    if known.guard is not None:
-        flat = check(*known.guard, (tree,))  # None if the model has changed
-        if flat is not None:
+    if known.walk is not None and known.structure is not None:
+        flat = check(known.walk, known.structure, arguments=(tree,))
+        if flat is not None:  # unchanged but for its arrays
             return flat
     return _flatten_recorded(tree, key, known) if known.is_worth_recording() else flatten(tree)
 
 
 def _flatten_recorded(tree: object, key: int, known: _Known) -> Flat:
-    """Flattens a module, and records how, so that it is recognized the next time."""
-    # The walk has one argument, which is dynamic, and no static ones.
+    """Flattens a module, and records how in ``known``, so that it is recognized the next time.
+
+    ``key`` is the id of the module.
+    """
+    # The recorder is for calls: here one argument, at position 0, that is flattened.
     recorder = WalkRecorder((tree,), dynamic=[0], static=[])
     flat = flatten(tree, keeps_alive=False, recorder=recorder)
     if not isinstance(flat.recorder, WalkRecorder):  # dropped: some of it cannot be compared
         return flat
-    walk = make_walk(flat.recorder, (tree,), type(tree).__name__)
+    walk = make_walk(flat.recorder, (tree,), name=type(tree).__name__)
     if walk is not None:
-        # The recipe has the ids alone of these objects, so it is void when one is collected.
+        # Another object may get the id of a collected one, so the walk is void when one is.
         by_identity = flat.recorder.identities.values()
         known.references = (*_watch((tree, *by_identity), key),)
-        known.guard = walk, flat.structure
+        known.walk, known.structure = walk, flat.structure
     return flat
 
 
 def _watch(objects: Iterable[object], key: int) -> Iterator[weakref.ref[Any]]:
-    """Yields weak references that forget a model when it, or a static of it, is collected."""
+    """Yields weak references that forget a model when one of the objects is collected.
+
+    ``key`` is the id of the model; the objects are the model and what its walk has the ids of.
+    """
     return watch(objects, lambda _: _MODELS.pop(key, None))

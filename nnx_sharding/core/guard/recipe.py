@@ -57,9 +57,9 @@ class Rule(enum.IntFlag):
 class Step(NamedTuple):
     """A row of ``Recipe.steps``."""
 
-    opcode: int
-    position: int  # that is opened
-    start: int  # the position of the first part
+    opcode: int  # an `Opcode`
+    position: int  # of the item that is opened
+    start: int  # the position of the first of its parts, which the step appends
 
 
 class Recipe(NamedTuple):

@@ -211,8 +211,13 @@ class WalkRecorder:
     ) -> range:
         """Adds a step that appends parts to the stream; returns their positions.
 
-        ``expected`` is what a walk compares first: names, keys, a length or a treedef. Without
-        ``comparisons``, each part is reported on its own, and is compared by no rule until then.
+        Args:
+          opcode: how a walk opens the item again.
+          position: the position of the item that was opened.
+          expected: what a walk compares first: names, keys, a length or a treedef.
+          parts: what the item holds.
+          comparisons: how each part is compared. If it is empty, each part is reported later on its
+            own, and is compared by no rule until then.
         """
         start = len(self._stream)
         self._stream += parts
@@ -224,7 +229,11 @@ class WalkRecorder:
     def _open_fields(
         self, fields: Sequence[_Field], position: int, values: Collection[Any]
     ) -> range:
-        """Adds a step for each field of the object at a position; returns those of the values."""
+        """Adds a step for each field of the object at ``position``.
+
+        Returns:
+          The positions of the ``values`` of the fields.
+        """
         start = len(self._stream)
         self._stream += values
         opened = range(start, len(self._stream))
@@ -280,9 +289,14 @@ class WalkRecorder:
     def _ordered_mentions(
         self, new_position: _IntArray, comparisons: _IntArray
     ) -> tuple[_IntArray, _IntArray]:
-        """Returns the positions of mentions, ascending, and the first mention of each one's object.
+        """Returns the positions of mentions, ascending, and for each the object's first mention.
 
-        The latter is a number among the mentions; -1 for an object that must stay the same.
+        The latter is a number among the mentions; -1 for an object that must stay the same. With
+        mentions of a, b, a at 2, 5, 7: ``[2, 5, 7], [0, 1, 0]``.
+
+        Args:
+          new_position: of each item of the stream, by its recorded position.
+          comparisons: how each item is compared, by its recorded position.
         """
         # A static that is compared by identity is not in the table of objects: its index is -1.
         statics = new_position[comparisons == Comparison.BY_IDENTITY]
@@ -330,6 +344,6 @@ class _Order(NamedTuple):
     """The steps in the order of a walk, and the stream that they make."""
 
     steps: _IntArray  # (steps, fields of a Step)
-    expected: list[Any]  # by step
+    expected: list[Any]  # by step: what a walk must find, such as names
     new_position: _IntArray  # of each item of the recorded stream, by its recorded position
-    stream: list[Any]
+    stream: list[Any]  # the items, by new position

@@ -69,17 +69,17 @@ class _Key(NamedTuple):
 def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
     """Returns what records how the arguments of a call are flattened."""
     signature = call.signature
-    keys = (*range(len(args)), *kwargs)  # in the order of the stream
-    position = {key: i for i, key in enumerate(keys)}
-    dynamic = [position[key] for key in (*signature.dynamic, *signature.dynamic_keywords)]
-    static = [position[key] for key in signature.static_keys]
+    keys = (*range(len(args)), *kwargs)  # of the arguments, in the order of the recorder
+    position_of = {key: position for position, key in enumerate(keys)}
+    dynamic = [position_of[key] for key in (*signature.dynamic, *signature.dynamic_keywords)]
+    static = [position_of[key] for key in signature.static_keys]
     return WalkRecorder((*args, *kwargs.values()), dynamic, static)
 
 
 def make_walk(recorder: WalkRecorder, arguments: tuple[Any, ...], name: str) -> Walk | None:
     """Returns the walk that was recorded; None if these arguments cannot be guarded.
 
-    If that is by an error, it is logged, with the name of the function.
+    If that is by an error, it is logged; ``name`` is that of the function.
     """
     try:
         recipe = recorder.recipe()

@@ -39,7 +39,7 @@ class Matched(NamedTuple):
     objects: Sequence[Any]  # by index
     statics: tuple[Any, ...]  # the pins that a recipe of this graph has, as ``Recipe.statics``
     ids: bytes  # likewise, as ``Recipe.ids``
-    traces: Sequence[Any]  # to which it says that it belongs
+    traces: Sequence[Any]  # to which its modules and Variables belong
 
 
 class Walk(Protocol):
@@ -88,7 +88,7 @@ class PythonWalk:
             return None
         statics = self._frozen_in(stream)
         pins = self.recipe.statics
-        are_same = all(map(operator.is_, statics, pins))  # nearly always, and fast
+        are_same = all(map(operator.is_, statics, pins))  # nearly always, and fast to find out
         if not are_same and not all(map(same_value, statics, pins)):
             return None
         if ids_of(self._mentions_in(stream)) != self.recipe.ids:
@@ -133,13 +133,17 @@ class PythonWalk:
             item = stream[position]
             if type(item) is not recorded_type:
                 return None
-            parts, names = open_item(item)
-            if names != expected:
+            parts, compared = open_item(item)  # `compared`: names, keys, a length or a treedef
+            if compared != expected:
                 return None
             stream += parts
         if not all(map(operator.is_, map(type, self._leaves_in(stream)), self._leaf_types)):
             return None
         return stream
+
+
+# Each opener returns what an item holds, and what is compared before that: names or keys in order,
+# a length, or a treedef.
 
 
 def _open_node(node: object) -> Opened:
@@ -171,12 +175,13 @@ def _open_sequence(sequence: Sequence[Any]) -> Opened:
 
 
 def _slot_opener(opcode: Opcode) -> Callable[[Any], Opened]:
+    """Returns the opener of an opcode that reads one field of an object of Flax, such as VALUE."""
     get = _compat.SLOTS[opcode.name].__get__
     return lambda item: ((get(item),), None)
 
 
 def open_tree(tree: object) -> tuple[list[Any], PyTreeDef]:
-    """Returns the leaves of a pytree and the data of its node types; its treedef."""
+    """Returns the leaves of a pytree followed by the data of its node types; and its treedef."""
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
     return [*leaves, *aux_of(treedef)], treedef
 
@@ -195,7 +200,7 @@ OPENERS |= {opcode: _slot_opener(opcode) for opcode in Opcode if opcode not in O
 
 
 def ids_of(objects: Iterable[Any]) -> bytes:
-    """Returns the ids of some objects, as in memory."""
+    """Returns the ids of some objects, one after the other, as an array of pointers in memory."""
     return np.fromiter(objects, object).tobytes()
 
 
