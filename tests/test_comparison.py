@@ -539,7 +539,7 @@ class ExampleTest(parameterized.TestCase):
 
 def test_failures_for_one_reason_take_one_slot(monkeypatch):
     """Of ten programs, eight do not fit: after the first, these take no slots of good ones."""
-    monkeypatch.setattr(compiling, "_WORKERS", range(1))
+    monkeypatch.setattr(compiling, "_NUM_WORKERS", 1)
     done = []
 
     def report(lowered, *_, **__):

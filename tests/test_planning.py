@@ -875,15 +875,15 @@ def test_no_time(tmp_path):
 
 def test_an_interrupted_search_keeps_what_was_compiled(monkeypatch):
     arguments, options = program("mlp"), {"devices": 8, "hardware": "TPU v5e", "most": 4}
-    finished = compiling._Workers.finished
+    wait = compiling._Workers.wait
     ends = itertools.count()
 
     def interrupted(workers, timeout):
         if next(ends) == 1:  # after the first time that programs ended
             raise KeyboardInterrupt
-        return finished(workers, timeout)
+        return wait(workers, timeout)
 
-    monkeypatch.setattr(compiling._Workers, "finished", interrupted)
+    monkeypatch.setattr(compiling._Workers, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         plan(train_step, *arguments, **options)
     found = caught.value.result

@@ -212,9 +212,12 @@ def is_eager_tracer(x: object) -> bool:
 
 
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
-    """Returns the devices of a sharding in their order; None if it has or shows none."""
+    """Returns the devices of a sharding in the order for which JAX compiles; None without any.
+
+    One on an abstract mesh has none, and those of other libraries may not show them.
+    """
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
-    if is_named and not isinstance(sharding.mesh, Mesh):
+    if is_named and not isinstance(sharding.mesh, Mesh):  # it would raise an error
         return None
     devices = getattr(sharding, "_device_assignment", None)
     return None if devices is None else tuple(devices)
@@ -227,7 +230,15 @@ def in_order_of(
 
     JAX compiles a program for devices in one order, and refuses arrays with another one. The result
     puts the same parts on the same devices: its mesh has them in the other order, and private ids
-    say which part each of them has. None if JAX cannot express it.
+    say which part each of them has. With devices [b, a] here and [a, b] in ``other``, the mesh is
+    [a, b] and the ids are (1, 0): the first part is on the second device of the mesh.
+
+    Args:
+      sharding: the sharding.
+      other: one over the same devices, in the order of the program.
+
+    Returns:
+      The sharding; None if JAX cannot express it.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None

@@ -11,6 +11,10 @@ result it cannot type. A strategy infers shardings, so its modules run with Auto
 New arrays are typed by what is declared for them. One with the shape and dtype of an input, such as
 a cache that is passed in and returned, is typed like that; others like the leading dimensions of
 the first input (:func:`output_spec`): those of the batch, which most methods keep.
+
+From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebuild` puts others
+into them; `AxisTypeChange` and `RetypedArrays` give arrays the types of other axes and back.
+`LEFT_AUTO_AXES` notes, for a function with Auto axes around, what such arrays were inside.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ def with_auto_axes(
         # The modules hold arrays of the Auto axes; a caller that catches the error uses them.
         rebuild(before._replace(leaves=arrays.inside), before.leaves, foreign=True)
         raise
-    leaves, untyped = arrays.leave(before.structure, after)
+    leaves, untyped = arrays.leave(before.structure, after)  # with old types; new arrays by slot
     left = LEFT_AUTO_AXES.get()
     for slot, x in untyped.items():
         leaves[slot] = retype(x)
@@ -142,17 +146,18 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
         if size != size_of_first:
             break
         leading.append(entry)
-    like = PartitionSpec(*leading)
+    like_first = PartitionSpec(*leading)
     if spec is None:
-        return like
-    # An axis can shard one dimension only.
-    free = keep_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
-    pairs = itertools.zip_longest(spec.partitions, free)
-    return PartitionSpec(*(new if old is OPEN else old for old, new in pairs))
+        return like_first
+    # An axis can shard one dimension only, so those of the known spec are left out.
+    free_axes = {*spec_axes(like_first)}.difference(spec_axes(spec))
+    entries = keep_axes(like_first, free_axes).partitions
+    pairs = itertools.zip_longest(spec.partitions, entries)
+    return PartitionSpec(*(entry if known is OPEN else known for known, entry in pairs))
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """Returns a spec that leaves dimensions without an axis open."""
+    """Returns a spec that leaves dimensions without an axis open; None for None."""
     return None if spec is None else PartitionSpec(*(x or OPEN for x in spec.partitions))
 
 
@@ -169,8 +174,8 @@ def input_like(x: jax.Array, inputs: object) -> jax.Array | None:
 
     Only inputs with a sharding over Explicit axes in their types count; None without any.
     """
-    typed = [each for each in arrays_in(inputs) if type_spec(each) is not None]
-    alike = (each for each in typed if each.shape == x.shape and each.dtype == x.dtype)
+    typed = [array for array in arrays_in(inputs) if type_spec(array) is not None]
+    alike = (array for array in typed if array.shape == x.shape and array.dtype == x.dtype)
     return next(alike, typed[0] if typed else None)
 
 

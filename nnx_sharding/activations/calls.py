@@ -5,6 +5,9 @@
     Calls     of a trace that is made for a report: one `ReturnedArray` for each output
     Recorder  makes such a trace, later, without the arrays of the call
 
+`LEFT_AUTO_AXES` is set in a function that runs with Auto axes within Explicit ones: it is told what
+the user declares for arrays that the function returns.
+
 The paths are also the name scopes of operations, which XLA keeps: so the compiled program says
 which module an operation is of.
 """
@@ -104,7 +107,7 @@ class Frame:
     """One call of a module that has not returned yet."""
 
     def __init__(self, tag: Tag, module: object, method: str):
-        """Starts the record of one call of a method of a module."""
+        """Starts the record of one call of a method, given by its name, of a module."""
         self.tag, self.module, self.method = tag, module, method
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self.is_strict = False  # whether it is an error if they do not fit
@@ -112,7 +115,8 @@ class Frame:
         self._outer = FRAME.get()  # the call of the module around it
         self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
-        # A list, since tracers have no hash; with the arrays, since ids of dead arrays are used
+        # Arrays with what was chosen for them here, or declared for them in calls within this one.
+        # Lists, since tracers have no hash; with the arrays, since ids of dead arrays are used
         # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
         self._declared_within: list[tuple[jax.Array, NamedSharding]] = []

@@ -2,6 +2,10 @@
 
 A loop over layers, such as a ``Stack``, gives its module a slice of each stacked array, so the spec
 of a slice is found from that of the whole array (:func:`spec_of_slice`).
+
+From other modules: the `Tag` of a module has its ``path``, the ``axes`` over which its parameters
+are gathered, and the ``specs`` of its Variables; `type_spec` returns the spec in the type of an
+array on Explicit axes, else None; `keep_axes` leaves out all other axes of a spec.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ def gathered_values(
 ) -> list[tuple[Variable, jax.Array]]:
     """Returns the module's own Variables that have another value while it runs, with the value.
 
-    A Variable has a new value if its array is gathered over the axes of the module's tag.
+    These are the ones whose arrays are gathered over the axes of the module's tag.
 
     Args:
       module: the module.
@@ -43,25 +47,32 @@ def gathered_values(
         value = _compat.get_value(variable)
         if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
             continue
-        new = _gathered(tag, path, variable, value, mesh, axes)
-        if new is value:
-            continue
-        changes.append((variable, new))
+        new = _gathered(value, variable, path, tag=tag, mesh=mesh, axes=axes)
+        if new is not value:
+            changes.append((variable, new))
     return changes
 
 
 def _gathered(
-    tag: Tag,
-    path: Path,
-    variable: Variable,
     value: jax.Array,
+    variable: Variable,
+    path: Path,
+    *,
+    tag: Tag,
     mesh: Mesh | AbstractMesh | None,
     axes: frozenset[AxisName],
 ) -> jax.Array:
     """Returns a Variable's value as its module uses it, whole over the axes of the tag.
 
-    On Explicit axes it is resharded, on Auto axes constrained. The same array if it is so
-    already. For the arguments see `gathered_values`; ``path`` is that of the Variable in it.
+    On Explicit axes it is resharded, on Auto axes constrained.
+
+    Args:
+      value: the value; it is returned itself if it is so already.
+      variable: the Variable.
+      path: its path in the module.
+      tag: that of the module.
+      mesh: the mesh of the trace, if there is one.
+      axes: its axes that are not manual.
     """
     spec = type_spec(value)
     if spec is not None:  # on Explicit axes
@@ -87,7 +98,12 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     """Returns the spec of a loop's slice of an array.
 
     Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
-    then leading ones.
+    then leading ones. ``P(None, "model")`` of shape (4, 8) becomes ``P("model")`` for (8,).
+
+    Args:
+      spec: that of the array, with an entry for each dimension.
+      shape: the shape of the array.
+      inner: the shape of the slice.
     """
     # Each choice is the dimensions of the array that the slice may have kept.
     choices = [

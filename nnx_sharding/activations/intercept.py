@@ -78,8 +78,9 @@ class Method:
 
         A decorator may have wrapped it after it was put into the class.
         """
-        owners = (base for base in type(module).__mro__ if self._name in vars(base))
-        method = vars(next(owners, type(module))).get(self._name)
+        classes_with_it = (cls for cls in type(module).__mro__ if self._name in vars(cls))
+        first_class = next(classes_with_it, type(module))
+        method = vars(first_class).get(self._name)
         while method is not None and type(method) is not Method:
             method = getattr(method, "__wrapped__", None)
         return method is self
@@ -154,14 +155,14 @@ def _module_types() -> Iterator[type]:
 
     At each trace, since classes may have been defined after the last one.
     """
-    kinds: set[type] = {nnx.Optimizer}
-    pending: list[Any] = [*_KINDS]
+    classes: set[type] = {nnx.Optimizer}
+    pending: list[Any] = [*_KINDS]  # whose subclasses are still to be listed
     while pending:
-        new = [cls for cls in pending.pop().__subclasses__() if cls not in kinds]
-        kinds.update(new)
+        new = [cls for cls in pending.pop().__subclasses__() if cls not in classes]
+        classes.update(new)
         pending += new
-    bases = {base for cls in kinds for base in cls.__mro__}.difference(nnx.Module.__mro__)
-    return (cls for cls in bases if not _is_foreign(cls))
+    with_bases = {base for cls in classes for base in cls.__mro__}.difference(nnx.Module.__mro__)
+    return (cls for cls in with_bases if not _is_foreign(cls))
 
 
 def _is_foreign(cls: type) -> bool:
@@ -172,7 +173,10 @@ def _is_foreign(cls: type) -> bool:
 
 
 def _is_method(name: str, value: object, named: Collection[str]) -> bool:
-    """Returns whether an attribute of a class is a method to intercept."""
+    """Returns whether an attribute of a class is a method to intercept.
+
+    That is ``__call__``, public functions that not every module has, and what is ``named``.
+    """
     if name == "__call__" or name in named:
         return hasattr(value, "__get__") and not isinstance(value, _NOT_METHODS)
     is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE

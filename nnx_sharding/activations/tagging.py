@@ -6,6 +6,9 @@ A tag has each twice: as the array is outside of its module (``outside``), and a
 
     outside   P("data", "model")
     inside    P(None, "model")
+
+*Sources* are what is declared for a module, by the user and by strategies: whether to gather its
+parameters, over which axes not (``kept``), and specs for its methods (``shardings``).
 """
 
 from __future__ import annotations
@@ -71,14 +74,18 @@ class Tagger:
                 variable_specs = self._variable_specs(variable, gathered, inside)
                 if variable_specs is not None:
                     specs[own_path] = variable_specs
-        return Tag(name, path, sources, gathered, specs, self.mesh)
+        return Tag(
+            name=name, path=path, sources=sources, axes=gathered, specs=specs, mesh=self.mesh
+        )
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> set[AxisName]:
-        """Returns the axes over which sources gather parameters while their module runs."""
-        batch = self.plan.batch_axes
+        """Returns the axes over which sources gather parameters while their module runs.
+
+        ``gather=True`` stands for the axes that shard the batch.
+        """
         gathered = set[AxisName]()
         for source in sources:
-            gathered.update(batch if source.gather is True else source.gather or ())
+            gathered.update(self.plan.batch_axes if source.gather is True else source.gather or ())
         return gathered.difference(*(source.kept for source in sources))
 
     def _variable_specs(

@@ -3,6 +3,11 @@
 A trace asks for them at each call of each module, so this reads ``__dict__`` directly, much faster
 than ``nnx.iter_graph``, and no hook of a class (``on_get_value``, ``__getattr__``) runs that the
 user's code would not have run.
+
+A *path* is the attributes, keys and indices that lead from a module to what it holds: ``("blocks",
+0, "up", "kernel")``. A *container* is a list, a tuple or a dict, of Python or of NNX; a *node* is
+what NNX looks into for Variables (modules, optimizers, `nnx.List` and `nnx.Dict`), here only if it
+has a ``__dict__``.
 """
 
 from __future__ import annotations
@@ -23,18 +28,20 @@ Variable: TypeAlias = "nnx.Variable[Any]"
 
 # The types of most attributes of modules, which hold nothing.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
-# Found among the base classes: isinstance with abstract base classes would dominate the run time.
+# Looked for among the base classes (``__mro__``): ``isinstance`` with abstract base classes would
+# dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
-# No layer computes with them as with parameters.
+# Types of Variables with which no layer computes as with parameters.
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
-    """Yields a module's own Variables by path, including Variables in its lists and dicts.
+    """Yields a module's own Variables, each after its path, also those in its lists and dicts.
 
-    Variables of submodules are not its own; random state and caches are not parameters.
+    Those of submodules are not its own. Random state and caches are left out.
     """
-    # In a trace, attributes are sorted: the last one first, so that kernels come before biases.
+    # In a trace, attributes are sorted by name. From the last one, so that kernels come before
+    # biases.
     for path, value in reversed([*_walk(module, into_modules=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
@@ -59,33 +66,37 @@ def is_layer(module: object) -> bool:
 
 
 def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
-    """Yields ``root`` and what it holds with paths, depth-first; modules only once.
+    """Yields ``root`` and what it holds, each after its path, depth-first.
 
-    It goes into containers, and into other modules than ``root`` if ``into_modules``; they are
-    yielded in either case. Plain values, such as numbers and functions, are left out.
+    It yields each module once, and goes into containers; into other modules than ``root`` only if
+    ``into_modules``. Variables and arrays are yielded as well, but not plain values, such as
+    numbers and functions.
     """
-    seen = set[int]()
-    stack: list[tuple[Path, object]] = [((), root)]
-    while stack:  # no recursion: models may be nested deeply
-        path, value = stack.pop()
-        if type(value) in _ATOMS or id(value) in seen:
+    seen_nodes = set[int]()  # by id
+    pending: list[tuple[Path, object]] = [((), root)]  # no recursion: models may be nested deeply
+    while pending:
+        path, value = pending.pop()
+        if type(value) in _ATOMS or id(value) in seen_nodes:
             continue
         if _is_node(value):
-            seen.add(id(value))  # modules may form cycles; lists and dicts in them do not
+            seen_nodes.add(id(value))  # modules may form cycles; lists and dicts in them do not
         yield path, value
         is_container = not _CONTAINERS.isdisjoint(type(value).__mro__)
         if value is root or into_modules or is_container:
-            # The last one is taken from the stack first.
-            stack += [((*path, key), part) for key, part in reversed([*_items(value)])]
+            # In reverse, as the last one is popped first.
+            pending += [((*path, key), part) for key, part in reversed([*_items(value)])]
 
 
 def _is_node(value: object) -> bool:
-    # Node types of other libraries may have no __dict__ to read.
+    """Tells whether NNX looks into a value; not for node types without a ``__dict__`` to read."""
     return _compat.is_node(value) and hasattr(value, "__dict__")
 
 
 def _items(value: object) -> Iterable[tuple[Any, object]]:
-    """Returns what a module or a container holds, by attribute, key or index."""
+    """Returns what a module or a container holds, each after its attribute, key or index.
+
+    Nothing for other values.
+    """
     if _is_node(value):
         attributes = vars(value).items()
         if isinstance(value, nnx.List):  # whose items are attributes named "0", "1", …
@@ -101,8 +112,9 @@ def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[No
     """Gives Variables other values within the block, such as gathered ones.
 
     Afterwards they have their old values again. What the block itself assigned stays, resharded
-    like the old value.
+    like the old value. ``values`` are pairs of a Variable and its value for the block.
     """
+    # (Variable, the value before the block, the value in it)
     replaced = [(variable, _compat.get_value(variable), new) for variable, new in values]
     for variable, _, new in replaced:
         _compat.set_value(variable, new)
@@ -110,14 +122,18 @@ def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[No
         yield
     finally:  # also after an error, which the function may catch
         for variable, old, new in replaced:
-            value = _compat.get_value(variable)
-            _compat.set_value(variable, old if value is new else reshard_like(value, old))
+            now = _compat.get_value(variable)
+            is_unassigned = now is new
+            _compat.set_value(variable, old if is_unassigned else reshard_like(now, old))
 
 
 def reshard_like(value: AnyArray, like: AnyArray) -> Any:
-    """Reshards an array like another one of its shape, if the type of that has a mesh."""
-    new, old = jax.typeof(value), jax.typeof(like)
-    sharding = getattr(old, "sharding", None)  # values of a hijax type have none
-    if sharding is None or sharding.mesh.empty or new.shape != old.shape:
+    """Returns an array with the sharding in the type of another one of the same shape.
+
+    Unchanged if the shapes differ, or that type has no mesh.
+    """
+    value_type, like_type = jax.typeof(value), jax.typeof(like)
+    sharding = getattr(like_type, "sharding", None)  # values of a hijax type have none
+    if sharding is None or sharding.mesh.empty or value_type.shape != like_type.shape:
         return value
-    return value if new.sharding == sharding else jax.sharding.reshard(value, sharding)
+    return value if value_type.sharding == sharding else jax.sharding.reshard(value, sharding)

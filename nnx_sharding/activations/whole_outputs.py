@@ -14,6 +14,10 @@ its heads.
 What the function only returns has no such operation. With a declared sharding it goes there right
 from the Auto axes (``core/retyping.py``), and nothing is gathered; without one it is whole, too,
 because callers index it.
+
+*Columns* are the last dimension of an array, such as the vocabulary of logits. A `Frame` is a call
+of a module, with its ``tag``; a tag has the ``specs`` of the module's Variables by path, each with
+the spec ``inside`` of the module and the ``shape``.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,18 +48,20 @@ from .variables import modules_in
 def column_axes(model: object, size: int) -> frozenset[AxisName]:
     """Returns the mesh axes over which a model shards all dimensions of its Variables of a size.
 
-    An output of this size is sharded like these: the logits of a model like its vocabulary.
+    An output of this size is sharded like these: the logits of a model like its vocabulary. Empty
+    if no Variable has such a dimension, or one of these is whole.
     """
     tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
-    variables = [variable for tag in tags if tag is not None for variable in tag.specs.values()]
-    entries = [axes for x in variables for axes in _axes_of_size(x.inside, x.shape, size)]
-    return frozenset[Any].intersection(*map(frozenset, entries)) if entries else frozenset()
-
-
-def _axes_of_size(spec: PartitionSpec, shape: Shape, size: int) -> list[tuple[AxisName, ...]]:
-    """Lists the axes of each dimension of a size."""
-    pairs = zip(pad_entries(spec, len(shape)), shape, strict=True)
-    return [axes_of(entry) for entry, length in pairs if length == size]
+    axes_of_dims: list[frozenset[AxisName]] = []  # of each dimension of this size
+    for tag in tags:
+        for variable in () if tag is None else tag.specs.values():
+            entries = pad_entries(variable.inside, len(variable.shape))
+            axes_of_dims += [
+                frozenset(axes_of(entry))
+                for entry, length in zip(entries, variable.shape, strict=True)
+                if length == size
+            ]
+    return frozenset.intersection(*axes_of_dims) if axes_of_dims else frozenset()
 
 
 class Heads(NamedTuple):
@@ -100,7 +106,14 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
 def _axes_of_heads(
     variable: VariableSpecs, heads: int, features: int, sizes: Mapping[AxisName, int]
 ) -> frozenset[AxisName] | None:
-    """Returns the axes that shard whole heads of a kernel; None if it is not one to these heads."""
+    """Returns the axes that shard whole heads of a kernel; None if it is not one to these heads.
+
+    Args:
+      variable: the kernel: (…, in, heads, features) or (…, in, heads * features).
+      heads: the number of heads.
+      features: the size of each.
+      sizes: the sizes of the axes that can shard heads.
+    """
     entries = pad_entries(variable.inside, len(variable.shape))
     if len(variable.shape) > 2 and variable.shape[-2:] == (heads, features):
         axes = axes_of(entries[-2])
@@ -144,7 +157,8 @@ class WholeOutputs:
 
     def __init__(self) -> None:
         self._gathered: list[_GatheredOutput] = []
-        self._caches: dict[str, list[_GatheredOutput]] = {}  # by how their specs are declared
+        # By the text that would declare their specs.
+        self._caches: dict[str, list[_GatheredOutput]] = {}
         # The last layer that ran: how many columns it has, and the axes that shard them.
         self._last_layer: tuple[int, frozenset[AxisName]] = 0, frozenset()
 
@@ -170,12 +184,11 @@ class WholeOutputs:
         """
         name, model = frame.tag.accessor, frame.module
         spec = jax.typeof(x).sharding.spec
-        # Tokens (batch, length) become (batch, length, columns).
-        is_integer = jnp.issubdtype(first.dtype, jnp.integer)
-        if x.ndim < max(2, first.ndim + is_integer) or x.shape == first.shape[: x.ndim]:
+        # The rank of activations: tokens (batch, length) become (batch, length, columns).
+        rank = first.ndim + int(jnp.issubdtype(first.dtype, jnp.integer))
+        if x.ndim < max(2, rank) or x.shape == first.shape[: x.ndim]:
             return
-        # More dimensions than activations have.
-        if x.ndim > max(3, first.ndim + is_integer) and self._add_cache(frame, x, first, sizes):
+        if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
             return
         axes = column_axes(model, x.shape[-1])
         columns, axes_of_layer = self._last_layer
@@ -183,14 +196,22 @@ class WholeOutputs:
             axes |= axes_of_layer
         axes = axes.difference(spec_axes(spec))  # these still shard it
         if gathered := sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str):
-            over = ", ".join(map(repr, gathered))
-            sharded = PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered))
-            self._gathered.append(_GatheredOutput(name, x, over, sharded, LEFT_AUTO_AXES.get()))
+            output = _GatheredOutput(
+                name=name,
+                array=x,
+                over=", ".join(map(repr, gathered)),
+                sharded=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered)),
+                left=LEFT_AUTO_AXES.get(),
+            )
+            self._gathered.append(output)
 
     def _add_cache(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
     ) -> bool:
-        """Records an output with heads that are gathered; returns whether it is one."""
+        """Records an output with heads that are gathered; returns whether it is one.
+
+        The arguments are those of :meth:`add`.
+        """
         match = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
         if match is None or not match.axes.isdisjoint(spec_axes(spec)):
@@ -205,18 +226,17 @@ class WholeOutputs:
                 entries[x.shape.index(first.shape[0])] = batch
             entries[match.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
-        pattern, over = exact_path(frame.tag.path), ", ".join(map(repr, names))
-        method = frame.method
-        declared = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
+        pattern, method = exact_path(frame.tag.path), frame.method
+        declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
         output = _GatheredOutput(
-            f"{frame.tag.accessor}.{method}",
-            x,
-            over,
-            sharded,
-            LEFT_AUTO_AXES.get(),
-            users_line(),
+            name=f"{frame.tag.accessor}.{method}",
+            array=x,
+            over=", ".join(map(repr, names)),
+            sharded=sharded,
+            left=LEFT_AUTO_AXES.get(),
+            at=users_line(),
         )
-        self._caches.setdefault(declared, []).append(output)
+        self._caches.setdefault(declaration, []).append(output)
         return True
 
     def warn(self, transform: Sharded, result: object) -> None:
@@ -247,7 +267,11 @@ class WholeOutputs:
 
 
 def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, anchor: str) -> None:
-    """Warns of a function, or raises an error where it is strict."""
+    """Warns of a function, or raises an error where it is strict.
+
+    The message is ``head``, the ``lines``, each once, and the ``remedy``; ``anchor`` is that of the
+    page on errors.
+    """
     head = f"{transform.name}: on Explicit axes, {head}"
     text = message(head, [*dict.fromkeys(lines)], remedy)
     warn_or_raise(UnshardedWarning, text, strict=transform.strict, anchor=anchor)

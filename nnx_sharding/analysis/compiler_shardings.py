@@ -5,6 +5,10 @@ XLA has two forms; both are read as the specs of the mesh that a program is for:
     {mesh['data'=2,'model'=4], [{'data'}, {}]}              P('data', None)
     {devices=[2,1,4]<=[8] last_tile_dim_replicate}          P('data', None) on a mesh 2 × 4
 
+The first lists the axes of each dimension. The second divides the array into *tiles*, 2 × 1, and
+says which devices hold each: [8] are the devices 0 to 7, as an array of shape (2, 1, 4), whose last
+dimension are those that hold the same tile.
+
 Where the compiler has to turn one sharding into another and knows no direct way, it gathers the
 whole array on each device, and writes "Involuntary full rematerialization" into its log.
 """
@@ -44,11 +48,13 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
     if written == "{replicated}":
         return PartitionSpec(*[None] * (rank or 0))
     named = _NAMED.match(written)
-    if named is not None:  # with the axes of each dimension; parts of axes have no spec
-        entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(named[1])]
-        is_whole = rank in (None, len(entries)) and "):(" not in written and ":(" not in named[1]
-        known = all(axis in sizes for axes in entries for axis in axes)
-        return _spec(entries) if is_whole and known else None
+    if named is not None:
+        axes_of_dims = named[1]
+        entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(axes_of_dims)]
+        has_parts = "):(" in written or ":(" in axes_of_dims  # of axes, which no spec can name
+        is_known = all(axis in sizes for axes in entries for axis in axes)
+        fits = rank in (None, len(entries)) and is_known and not has_parts
+        return _spec(entries) if fits else None
     tiled = _TILED.match(written)
     return None if tiled is None else _read_tiles(tiled, rank, sizes)
 
@@ -67,16 +73,20 @@ def _read_tiles(
 ) -> PartitionSpec | None:
     """Reads the form with devices: which mesh axes change along each dimension of the tiles.
 
-    ``match`` has the sizes of the tiles, and the order of the devices, as a transposed iota.
+    Args:
+      match: the number of tiles in each dimension, and the order of the devices as a transposed
+        iota: ``[1,8]<=[2,4]T(1,0)`` are the numbers 0 to 7 as (2, 4), transposed, as (1, 8).
+      rank: the number of dimensions of the array; None for that of the text.
+      sizes: the sizes of the mesh axes, in their order.
     """
     tiles = [int(size) for size in match["tiles"].split(",")]
     dims = [int(size) for size in match["dims"].split(",")]
     order = [int(x) for x in match["order"].split(",")] if match["order"] else range(len(dims))
-    is_known = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
+    is_of_mesh = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
     num_dimensions = len(tiles) - bool(match["replicas"])
-    if not is_known or rank not in (None, num_dimensions):
+    if not is_of_mesh or rank not in (None, num_dimensions):
         return None
-    # The position of each device along each mesh axis, in the order of the tiles.
+    # The position of each device along each mesh axis, in an array of the shape of the tiles.
     devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(tiles)
     positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
     entries = []
@@ -84,36 +94,41 @@ def _read_tiles(
         line = [0] * len(tiles)
         line[dimension] = slice(None)  # type: ignore[call-overload]  # along this dimension
         along = {axis: position[tuple(line)] for axis, position in positions.items()}
-        # By axis: the first place where it differs from its beginning. The last is the major one.
+        # Axis → the first place on this line where its position changes. An axis that changes later
+        # is a more major one.
         changes = {
             axis: int(np.argmax(x != x[0])) for axis, x in along.items() if np.any(x != x[0])
         }
-        axes = sorted(changes, key=lambda axis: -changes[axis])
-        entries.append(tuple(axes))
-        if math.prod(sizes[axis] for axis in axes) != tiles[dimension]:
-            return None  # a part of an axis
+        major_first = sorted(changes, key=lambda axis: -changes[axis])
+        entries.append(tuple(major_first))
+        if math.prod(sizes[axis] for axis in major_first) != tiles[dimension]:
+            return None  # it is over a part of an axis
     return _spec(entries)
 
 
 def _spec(entries: list[tuple[str, ...]]) -> PartitionSpec:
-    # One axis is written alone, and no axis as None.
+    """Makes a spec from the axes of each dimension: one is written alone, and none as None."""
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
 
 
 class Rematerialization(NamedTuple):
     """A remark of the compiler that it gathers an array in order to shard it in another way."""
 
-    operation: str
-    before: str
+    operation: str  # its name, such as ``jit(f)/up/dot_general``
+    before: str  # the sharding, as the compiler writes it
     after: str
 
     def told(self, report: ProgramReport) -> str:
-        """Says it in the names of the user's program, whose report has its line."""
+        """Says it in the names of the user's program, whose report has its line.
+
+        Such as ``dot_general in model.up (model.py:12): P('data') → P('model')``.
+        """
         sizes = {} if report.mesh is None else report.mesh.axes
-        specs = []
-        for written in (self.before, self.after):
+
+        def spec_of(written: str) -> str:
             spec = read_sharding(written, None, sizes)
-            specs.append(written if spec is None else spec_text(spec))
+            return written if spec is None else spec_text(spec)
+
         modules = {row.path for row in report.activations}
         module = module_of(self.operation, modules)
         collectives = report.collectives or Collectives()
@@ -121,7 +136,7 @@ class Rematerialization(NamedTuple):
         where = f" in {module}" if module else ""
         line = next((f" ({source})" for source in sources if source), "")
         name = self.operation.rpartition("/")[2]
-        return f"{name}{where}{line}: {specs[0]} → {specs[1]}"
+        return f"{name}{where}{line}: {spec_of(self.before)} → {spec_of(self.after)}"
 
 
 _REMARK = re.compile(

@@ -70,16 +70,20 @@ class Cost(Pictured):
         return self.flops / self.bytes_accessed
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        figures = [count_text(self.flops), bytes_text(self.bytes_accessed)]
-        rows = zip(_NAMES, [*figures, count_text(self.transcendentals)], strict=True)
-        yield table((f"cost {self.stage}", ""), rows, numbers=1)
+        """Yields what ``print`` shows: the figures, why some are unknown, copies to the host."""
+        texts = [
+            count_text(self.flops),
+            bytes_text(self.bytes_accessed),
+            count_text(self.transcendentals),
+        ]
+        yield table((f"cost {self.stage}", ""), zip(_NAMES, texts, strict=True), numbers=1)
         if self.why:
             yield text(f"unknown: {self.why}", "yellow")
         if self.host_bytes:
             yield text(f"copied between device and host in one call: {bytes_text(self.host_bytes)}")
 
 
-_NAMES = ("flops", "bytes accessed", "transcendentals")
+_NAMES = ("flops", "bytes accessed", "transcendentals")  # as XLA calls them
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:
@@ -92,8 +96,13 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
     if not isinstance(analysis, Mapping) or not analysis:
         return None
     flops, accessed, transcendentals = (_figure(analysis, name) for name in _NAMES)
-    own_estimate = _figure(analysis, "optimal_seconds") or None
-    return Cost(flops, accessed, transcendentals, stage, own_estimate)
+    return Cost(
+        flops=flops,
+        bytes_accessed=accessed,
+        transcendentals=transcendentals,
+        stage=stage,
+        optimal_seconds=_figure(analysis, "optimal_seconds") or None,  # 0 if it makes none
+    )
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

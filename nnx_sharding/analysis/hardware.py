@@ -80,22 +80,26 @@ class Hardware(JsonForm):
             )
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: the name, and each figure with its unit and source."""
         yield text(self.name, "bold")
         rows = []
         for name in _FIGURES:
             figure, source = getattr(self, name), self.sources.get(name, "")
             if figure is not None or source:  # what was to be measured, but was not, says so
-                shown = _SHOWN.get(name.rpartition("_")[2], str)
-                rows.append((name, UNKNOWN if figure is None else shown(figure), source))
+                to_text = _TO_TEXT.get(name.rpartition("_")[2], str)
+                rows.append((name, UNKNOWN if figure is None else to_text(figure), source))
         yield table(("figure", "value", "source"), rows)
 
     def _parts(self) -> dict[str, Any]:
-        own = self.interconnect_bandwidth
-        return super()._parts() | {"interconnect_bandwidth": None if own == math.inf else own}
+        """Returns the data for JSON, which has no infinity: None stands for it."""
+        bandwidth = self.interconnect_bandwidth
+        written = None if bandwidth == math.inf else bandwidth
+        return super()._parts() | {"interconnect_bandwidth": written}
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Hardware:
-        if parts.get("interconnect_bandwidth", 0) is None:
+        """Reads what `_parts` returned."""
+        if parts.get("interconnect_bandwidth", 0) is None:  # a missing one is an error below
             parts["interconnect_bandwidth"] = math.inf
         return super()._of_parts(parts)
 
@@ -111,8 +115,8 @@ _FIGURES = tuple(
 )
 
 
-# By the last word of their names.
-_SHOWN: dict[str, Callable[[float], str]] = {
+# How figures are written, by the last word of their names.
+_TO_TEXT: dict[str, Callable[[float], str]] = {
     "flops": lambda x: f"{count_text(x)}FLOP/s",
     "bytes": bytes_text,
     "bandwidth": lambda x: "unlimited" if x == math.inf else f"{count_text(x)}B/s",
@@ -137,8 +141,8 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
     keys = {key.lower(): key for key in HARDWARE}
     if hardware.lower() not in keys:
         names = {key.lower(): key for key in _BY_NAME}
-        # One hint, or none that misleads.
-        close = difflib.get_close_matches(hardware.lower(), names, 1, 0.75)
+        # One hint, and only for a name that is close, as another would mislead.
+        close = difflib.get_close_matches(hardware.lower(), names, n=1, cutoff=0.75)
         hint = f" Did you mean {names[close[0]]!r}?" if close else ""
         known = ", ".join(map(repr, _BY_NAME))
         raise ValueError(
@@ -158,11 +162,12 @@ _BOOK = "https://jax-ml.github.io/scaling-book/"
 
 
 def _sources(page: str, **others: str) -> dict[str, str]:
-    """Returns one page for all figures but some."""
+    """Returns the source of each figure: one page for all but ``others``."""
     return dict.fromkeys(_FIGURES, page) | others
 
 
 def _gpu(page: str, network: str = _BOOK + "gpus/") -> dict[str, str]:
+    """Returns the source of each figure of a GPU: NVIDIA's page, but for how GPUs are connected."""
     return _sources(_NVIDIA + page, domain=_BOOK + "gpus/", network_bandwidth=network)
 
 

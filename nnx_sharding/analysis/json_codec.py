@@ -2,7 +2,8 @@
 
 Reports consist of frozen dataclasses, whose annotations say how to read them: there is no second
 description of the format. A release reads the version that it writes; of other data it says what is
-wrong.
+wrong. A `PartitionSpec` is the list of its entries, `P("data", ("x", "y"))` as
+``["data", ["x", "y"]]``; one with sums that are not computed yet (``unreduced``) is a dictionary.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 def unique_json(text: str | bytes) -> Any:
     """Reads JSON; a ValueError if an object has a key twice, which readers treat differently."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+    def checked_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        by_key = dict(pairs)
+        if len(by_key) < len(pairs):
+            twice = next(key for key in by_key if sum(key == other for other, _ in pairs) > 1)
             raise ValueError(f"{twice!r} is there twice")
-        return found
+        return by_key
 
-    return json.loads(text, object_pairs_hook=unique)
+    return json.loads(text, object_pairs_hook=checked_dict)
 
 
 def json_text(data: Any) -> str:
@@ -66,67 +67,89 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, Mapping):
         return {str(key): as_data(part, other) for key, part in value.items()}
     if isinstance(value, PartitionSpec):
-        sums = {kind: sorted(map(str, getattr(value, kind))) for kind in ("unreduced", "reduced")}
-        # One for each dimension.
-        entries = [
-            [*map(str, x)] if isinstance(x, tuple) else x if x is None else str(x)
-            for x in value.partitions
-        ]
-        kind = getattr(getattr(value, "unreduced_kind", None), "name", "sum")  # new in JAX 0.12
-        others = {} if kind == "sum" else {"unreduced_kind": kind}
-        return {"partitions": entries, **sums, **others} if any(sums.values()) else entries
+        return _spec_data(value)
     if isinstance(value, Sequence):
         return [as_data(part, other) for part in value]
     return value if other is None else as_data(other(value), other)
 
 
-def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
-    """Makes a dataclass, ``what`` in messages, from what :func:`as_data` returned, and ``made``."""
+def _spec_data(spec: PartitionSpec) -> list[Any] | dict[str, Any]:
+    """Returns a spec as data for JSON: its entries, or a dictionary if it has open sums."""
+    entries = [
+        [*map(str, entry)] if isinstance(entry, tuple) else entry if entry is None else str(entry)
+        for entry in spec.partitions
+    ]
+    sums = {name: sorted(map(str, getattr(spec, name))) for name in ("unreduced", "reduced")}
+    if not any(sums.values()):
+        return entries
+    kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")  # new in JAX 0.12
+    others = {} if kind == "sum" else {"unreduced_kind": kind}
+    return {"partitions": entries, **sums, **others}
+
+
+def read(kind: type[T], data: Any, what: str, **unwritten: Any) -> T:
+    """Makes a dataclass from what :func:`as_data` returned.
+
+    Args:
+      kind: the class.
+      data: the data.
+      what: what it is, in messages.
+      **unwritten: fields that are not in the data.
+    """
     try:
-        return typing.cast(T, _made(kind, data, made))
+        return typing.cast(T, _read_value(kind, data, unwritten))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"not a valid {what}: {error}. It may be damaged, or written by another program."
         ) from None
 
 
-def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
-    """Returns a value of a type (an annotation) from JSON data.
+def _read_value(
+    kind: Any, data: Any, unwritten: Mapping[str, Any] = types.MappingProxyType({})
+) -> Any:
+    """Reads a value of a type from JSON data; raises an error for data of another form.
 
-    ``made`` are fields of a dataclass that are not in the data. Raises errors for data of another
-    form.
+    Args:
+      kind: the type, as an annotation: a dataclass, ``tuple[X, ...]``, ``Mapping[str, X]``,
+        ``PartitionSpec``, a plain type, or a union of these.
+      data: the data.
+      unwritten: fields of a dataclass that are not in the data.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.
         structured = [kind for kind in arguments if kind not in _PLAIN]
         if structured and isinstance(data, list | dict):
-            return _made(structured[0], data)
-        return _checked(arguments, data)
+            return _read_value(structured[0], data)
+        return _read_plain(arguments, data)
     if kind is PartitionSpec:
-        return _made_spec(data)
+        return _read_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = _fields(kind)
         # Every field has to be there: a default may have another meaning later.
-        given = {**made, **data}
+        given = {**unwritten, **data}
         if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")
-        return kind(**made, **{name: _made(fields[name], value) for name, value in data.items()})
+        values = {name: _read_value(fields[name], value) for name, value in data.items()}
+        return kind(**unwritten, **values)
     # `tuple[X, ...]`, or a class with the base `Sequence[X]`.
     for base in (kind, *getattr(kind, "__orig_bases__", ())):
         if typing.get_origin(base) in (tuple, Sequence):
-            parts = tuple(_made(typing.get_args(base)[0], item) for item in data)
+            parts = tuple(_read_value(typing.get_args(base)[0], item) for item in data)
             return parts if origin is tuple else kind(parts)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _made(arguments[1], value) for key, value in data.items()}
-    return _checked((kind,), data)
+        return {key: _read_value(arguments[1], value) for key, value in data.items()}
+    return _read_plain((kind,), data)
 
 
-def _checked(kinds: Sequence[Any], data: Any) -> Any:
-    """Returns a value if it has one of these types; where there are others than plain ones, any."""
+def _read_plain(kinds: Sequence[Any], data: Any) -> Any:
+    """Returns a value if it has one of these types; where there are others than plain ones, any.
+
+    Integers count as floats, and floats such as 8e10 as integers.
+    """
     if float in kinds and type(data) in (int, float):
         return float(data) if int not in kinds else data
-    if int in kinds and isinstance(data, float) and data.is_integer():  # 8e10, written by hand
+    if int in kinds and isinstance(data, float) and data.is_integer():  # as written by hand
         return int(data)
     if type(data) not in kinds and not {*kinds}.difference(_PLAIN):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -137,7 +160,8 @@ def _checked(kinds: Sequence[Any], data: Any) -> Any:
 _PLAIN = (str, int, float, bool, types.NoneType)
 
 
-def _made_spec(data: Any) -> PartitionSpec:
+def _read_spec(data: Any) -> PartitionSpec:
+    """Reads what `_spec_data` returned."""
     parts = {"partitions": data} if isinstance(data, list) else dict(data)
     entries = [tuple(x) if isinstance(x, list) else x for x in parts.pop("partitions")]
     if kind := parts.pop("unreduced_kind", None):  # JAX 0.12 has others than sums
@@ -148,7 +172,7 @@ def _made_spec(data: Any) -> PartitionSpec:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """Returns the fields that are written, with their types."""
+    """Returns the fields of a dataclass that are written, with their types, by name."""
     hints = typing.get_type_hints(kind)
     written = (f.name for f in dataclasses.fields(kind) if f.metadata.get("written", True))
     return {name: hints[name] for name in written}

@@ -6,7 +6,8 @@ instructions that call nothing but fused computations count.
 
 From other modules:
 
-    Module   the HLO program, whose instructions have a name; ``homes`` is where each of them is
+    Module   the HLO program. ``homes`` is the computation of each instruction by its name,
+             ``within`` are the instructions of each computation by name
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Profile: TypeAlias = "jax.profiler.ProfileData | str | os.PathLike[str]"
 class Event(NamedTuple):
     """One run of an operation on a device."""
 
-    operation: str
-    run: tuple[Any, Any]  # the call, and the device
+    operation: str  # the name of the instruction
+    run: tuple[Any, Any]  # the call of the program, and the device
     seconds: float
 
 
@@ -47,7 +48,9 @@ def read_profile(profile: Profile) -> jax.profiler.ProfileData:
 
 
 def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
-    """Returns the mean time of each instruction of a program, in one call on one device.
+    """Returns the seconds of each instruction of a program by its name, in one call on one device.
+
+    They are means over all calls and devices.
 
     Raises:
       ValueError: the profile has no call of this program.
@@ -74,17 +77,26 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
 
 
 def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
-    """Yields the operations of a program of this name, on CPUs and GPUs, else on TPUs."""
+    """Yields the operations that devices ran.
+
+    On CPUs and GPUs events name their program, so only those of this ``name`` count. On TPUs they
+    do not: all count, and an event is called like the text of its instruction. A profile has a
+    *plane* for each device, and in it *lines* of events.
+    """
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 stats = {key: value for key, value in event.stats if key in _STATS}
                 if stats.get("hlo_module") == name:
-                    run = stats.get("run_id"), stats.get("device_ordinal", plane.name)
-                    yield Event(str(stats.get("hlo_op")), run, event.duration_ns * 1e-9)
+                    operation = str(stats.get("hlo_op"))
+                    device = stats.get("device_ordinal", plane.name)
                 elif line.name == "XLA Ops" and (match := _TPU_OPERATION.match(event.name)):
-                    run = stats.get("run_id"), plane.name
-                    yield Event(match[1], run, event.duration_ns * 1e-9)
+                    operation, device = match[1], plane.name
+                else:
+                    continue
+                yield Event(
+                    operation, run=(stats.get("run_id"), device), seconds=event.duration_ns * 1e-9
+                )
 
 
 _STATS = {"hlo_op", "hlo_module", "run_id", "device_ordinal"}

@@ -65,10 +65,11 @@ class Memory(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a bar for each figure, and what holds the peak."""
+        # All fields but the last two, which are no sizes.
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-2]}
-        # Most programs have nothing on the host.
+        # Most programs have nothing on the host, so zeros there are left out.
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
-        most = max(known.values(), default=0) or 1
+        most = max(known.values(), default=0) or 1  # the length of a full bar
         rows = [
             (name.replace("_", " "), text("█" * round(24 * size / most), "blue"), bytes_text(size))
             for name, size in known.items()
@@ -92,18 +93,18 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
         for host in ("", "host_")
         for ours, theirs in _NAMES.items()
     }
-    names = ("arguments", "outputs", "temporaries", "generated_code", "aliased")
     peak = None
-    if None not in (parts := [sizes[name] for name in names]):
-        held = parts[0] + parts[1] - parts[4]  # arguments and outputs, donated ones once
+    if None not in [sizes[name] for name in _NAMES]:
+        held = sizes["arguments"] + sizes["outputs"] - sizes["aliased"]  # donated ones count once
         # The size of temporaries that the TPU compiler reports counts the gaps between them twice.
         allocated = _size(getattr(analysis, "total_allocation_bytes", None)) or 0
-        if held <= allocated < held + parts[2]:
+        if held <= allocated < held + sizes["temporaries"]:
             sizes["temporaries"] = allocated - held
-        peak = held + sizes["temporaries"] + parts[3]
+        peak = held + sizes["temporaries"] + sizes["generated_code"]
     return Memory(**sizes, peak=peak, by_path=dict(by_path or {}))
 
 
+# Our names of figures → the words in JAX's.
 _NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
 _NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
 
@@ -115,11 +116,12 @@ def _size(value: Any) -> int | None:
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Counts the bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
-    return -(-math.prod(shape) * _bits(dtype) // 8)
+    return -(-math.prod(shape) * _bits(dtype) // 8)  # rounded up
 
 
 @functools.cache  # the description of a dtype takes ten times as long as the product of a shape
 def _bits(dtype: Any) -> int:
+    """Returns the bits of an element: 4 for ``int4``, which takes a byte in NumPy."""
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):
             return int(info(dtype).bits)

@@ -37,15 +37,22 @@ class MeshDescription:
         if isinstance(mesh, Mesh):
             ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
             coordinates = _coordinates(list(mesh.devices.flat))
-        axes = dict(zip(names, mesh.axis_sizes, strict=True))
-        return cls(axes, dict(zip(names, types, strict=True)), ids, coordinates)
+        return cls(
+            axes=dict(zip(names, mesh.axis_sizes, strict=True)),
+            axis_types=dict(zip(names, types, strict=True)),
+            device_ids=ids,
+            coordinates=coordinates,
+        )
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
 
 
 def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """Returns where devices are, by dimension; without dimensions in which they do not differ."""
+    """Returns where devices are, by dimension: ``{"slice": (0, 0), "x": (0, 1)}`` for two TPUs.
+
+    Without dimensions in which they do not differ, but for the slice; empty if they do not say.
+    """
     if devices[0].platform == "tpu":  # a topology of one slice has no slice_index
         rows = [(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices]
     elif hasattr(devices[0], "slice_index"):

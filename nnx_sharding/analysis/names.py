@@ -23,7 +23,7 @@ def folded(path: str) -> str:
 
 
 def is_within(path: str, module: str) -> bool:
-    """Tells whether a path is that of a module, or below it."""
+    """Tells whether a path is that of a module, or below it: ``model.up`` is within ``model``."""
     return (path + ".").startswith((module + ".", module + "["))
 
 
@@ -41,15 +41,19 @@ def operations(operation: str) -> list[str]:
     """Lists what XLA merged to one operation, which it names ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
     merged = []
     for name in operation.split(";"):
+        # Where the brackets begin, after the common part ``f/``.
         start = 0 if name.startswith("(") else name.find("/(") + 1
-        is_joined = name.endswith(")") and (start > 0 or name.startswith("("))
-        parts = name[start + 1 : -1].split(":") if is_joined else [name[start:]]
+        has_brackets = name.endswith(")") and (start > 0 or name.startswith("("))
+        parts = name[start + 1 : -1].split(":") if has_brackets else [name[start:]]
         merged += [name[:start] + part for part in parts]
     return merged
 
 
 def module_of(operation: str, known: Collection[str]) -> str | None:
-    """Returns the path of the innermost known module in the name of an operation."""
+    """Returns the path of the innermost known module in the name of an operation; None for none.
+
+    The example at the top of this file takes the scopes ``model``, ``blocks[0]`` and ``up``.
+    """
     module: str | None = None
     for scope in operation.split("/")[:-1]:  # the last is the operation itself
         if scope.startswith(("jit(", "pjit(")):  # functions, which may be called as modules are

@@ -1,4 +1,9 @@
-"""Tables of text, drawn by rich (a dependency of Flax), which is imported on first use."""
+"""Tables of text, drawn by rich (a dependency of Flax), which is imported on first use.
+
+A report is `Pictured`: it yields *pictures* (texts, tables, and others like it), which rich draws
+on consoles and in notebooks. ``str`` and ``print`` do not wait for rich, which takes long for large
+tables: `drawn` lays them out itself, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +108,19 @@ class Table:
         footer: Sequence[Cell] | None,
         most: int | None,
     ):
-        """Keeps the first ``most`` rows, and counts the others in one more.
+        """Keeps what is shown.
 
-        The last ``numbers`` columns are aligned to the right.
+        Args:
+          header: the titles of the columns.
+          rows: the cells of each row.
+          numbers: how many of the last columns are aligned to the right.
+          footer: a row of sums below a rule; None for none.
+          most: how many rows are shown; one more counts the others. None for all.
         """
-        every = [*rows]
-        self._header, self._rows, self._footer = header, every[:most], footer
-        if most is not None and len(every) > most:
-            more = f"… and {len(every) - most} more"
+        all_rows = [*rows]
+        self._header, self._rows, self._footer = header, all_rows[:most], footer
+        if most is not None and len(all_rows) > most:
+            more = f"… and {len(all_rows) - most} more"
             self._rows.append((more, *[""] * (len(header) - 1)))
         self._is_number = [i >= len(header) - numbers for i in range(len(header))]
 
@@ -141,16 +151,20 @@ class Table:
 
     def lines(self) -> list[str]:
         """Lays out the table in full width, with the same result as by rich."""
-        parts = [[self._header], self._rows, [] if self._footer is None else [self._footer]]
-        texts = [[[_plain(cell) for cell in row] for row in part] for part in parts]
-        every = [row for part in texts for row in part]
-        widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
+        footers = [] if self._footer is None else [self._footer]
+        header, *rows = [
+            [_plain(cell) for cell in row] for row in (self._header, *self._rows, *footers)
+        ]
+        widths = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
         # rich keeps one column between the cells, and one to the right of each but the last.
         rule = " ".join(["-" * (width + 1) for width in widths[:-1]] + ["-" * max(widths[-1], 1)])
-        header, rows, footer = ([self._line(row, widths) for row in part] for part in texts)
-        return [*header, rule, *rows, *([rule, *footer] if footer else [])]
+        first, *lines = [self._line(row, widths) for row in (header, *rows)]
+        if footers:
+            lines.insert(-1, rule)
+        return [first, rule, *lines]
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        """Joins the cells of a row, each filled up to the width of its column."""
         cells = []
         for cell, width, is_number in zip(row, widths, self._is_number, strict=True):
             shown = cell.rstrip()  # though its width counts all of it
@@ -167,7 +181,7 @@ def table(
     footer: Sequence[Cell] | None = None,
     most: int | None = None,
 ) -> Table:
-    """Makes a table, whose last columns may be numbers, with the first ``most`` rows."""
+    """Makes a table; the arguments are those of :class:`Table`."""
     return Table(header, rows, numbers, footer, most)
 
 

@@ -30,7 +30,12 @@ def time_text(seconds: float | None) -> str:
 
 
 def read_bytes(limit: int | str) -> int:
-    """The bytes of a size: a number, or text such as ``16 GiB`` (1024³) or ``16 GB`` (1000³)."""
+    """Returns the bytes of a size: a number, or text such as ``16 GiB`` (1024³), ``16 GB`` (1000³).
+
+    Raises:
+      TypeError: it is neither a number nor a text.
+      ValueError: the text is not a size.
+    """
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f"a size must be a number of bytes or like '16 GiB', got {limit!r}.")
     size = _SIZE.fullmatch(str(limit))
@@ -49,7 +54,13 @@ _SIZE = re.compile(
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    """Text with control characters escaped, but those ``kept``: names may contain anything."""
+    """Returns a text with control characters escaped, as names may contain anything.
+
+    Args:
+      text: the text, or what is converted to one.
+      kept: control characters that stay.
+      escape: returns the text for a character; as Python writes it by default.
+    """
 
     def shown(char: re.Match[str]) -> str:
         return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
@@ -70,6 +81,10 @@ def all_known(figures: Iterable[float | None]) -> list[float] | None:
 
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:
+    """Writes a number in the largest unit that is not larger; each is ``base`` of the one before.
+
+    Numbers of the first unit are exact, others have three digits: ``12 B``, ``1.50 KiB``.
+    """
     power = 0
     while abs(n) >= base * 0.9995 and power < len(units) - 1:  # what would be rounded to 1000
         n, power = n / base, power + 1

@@ -162,19 +162,23 @@ class PlanningResult(Pictured):
             yield f"  {name}: {why}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
+        """Yields what ``print`` shows: the table of candidates, and the summary below it."""
         first, *others = self.summary()
         yield from self.comparison._pictures(width)
         yield from (text(first, "bold"), *map(text, others))
 
 
 def _seconds(figures: Mapping[Column, float | None]) -> float | None:
-    """Returns the time of a step: measured, or else estimated."""
+    """Returns the seconds of a step: measured, or else estimated; None if neither is known."""
     measured = figures["measured"]
     return figures["roofline"] if measured is None else measured
 
 
 def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
-    """Says by how much a candidate is worse than the best, by the first figure that differs."""
+    """Says by how much a candidate is worse than the best, by the first figure that differs.
+
+    Such as ``takes 12 ms, not 10 ms (+20.0 %)``. Figures are those of ``Comparison.figures``.
+    """
     if figures["measured"] is None and best.get("measured") is not None:
         return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
     verbs: dict[Column, str] = {"bytes_sent": "sends", "peak": "needs"}
@@ -386,7 +390,10 @@ def plan(
 
 
 def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
-    """Runs the first candidates that fit; returns the comparison with their times."""
+    """Runs the first ``count`` candidates that fit; returns the comparison with their times.
+
+    One that fails while it runs gets the reason in place of its report.
+    """
     runners = {}
     for name in found.fitting[:count]:
         entry = search.entries[name]
@@ -430,19 +437,23 @@ def prepare(
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
     if maximize not in (None, "batch"):
         raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
-    every = variants_of(step, args, variants or {}, options)
-    named, functions = Axes.of(axes), _strategies(strategies)
+    step_variants = variants_of(step, args, variants or {}, options)
+    named_axes, functions = Axes.of(axes), _strategies(strategies)
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
         available = len(topology_devices(*target)) if target else jax.device_count()
         count = devices or available
-        arguments = Arguments(every[0].args, every[0].names)
+        arguments = Arguments(step_variants[0].args, step_variants[0].names)
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
-            pairs = _all_pairs(functions, count, num_slices, named, arguments)
+            pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
         else:
-            pairs = _given_pairs(functions, [*meshes], devices, named)
-    pairs = [(s, m) for s, m in pairs if functions[s] is not None or applies(s, m.shape, named)]
+            pairs = _given_pairs(functions, [*meshes], devices, named_axes)
+    pairs = [
+        (strategy, mesh)
+        for strategy, mesh in pairs
+        if functions[strategy] is not None or applies(strategy, mesh.shape, named_axes)
+    ]
     if not pairs:
         raise ValueError(
             f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
@@ -458,11 +469,20 @@ def prepare(
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
-    search = Search(every, functions, named, peak, limit, most, maximize is not None, num_slices)
+    search = Search(
+        variants=step_variants,
+        functions=functions,
+        axes=named_axes,
+        hardware=peak,
+        limit=limit,
+        most=most,
+        maximize=maximize is not None,
+        num_slices=num_slices,
+    )
     predicting = progress("plan: predicting", len(pairs), quiet=quiet)
     with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:
-            for index in range(len(every)):
+            for index in range(len(step_variants)):
                 search.add(strategy, mesh, index)
             advance(strategy)
     if not search.programs:
@@ -511,15 +531,23 @@ def _all_pairs(
 def _given_pairs(
     functions: Mapping[str, Any], meshes: Sequence[AnyMesh], devices: int | None, axes: Axes
 ) -> list[tuple[str, Mesh]]:
-    """Pairs each strategy with each mesh of the user."""
-    sizes_of = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
-    check_meshes(sizes_of, devices, axes, are_ours=None in functions.values())
+    """Pairs each strategy with each mesh of the user.
+
+    Args:
+      functions: as for :func:`_all_pairs`.
+      meshes: the meshes, or the sizes of their axes.
+      devices: how many the user named, which each mesh must have; None for any number.
+      axes: the names of the axes that strategies of this library use.
+    """
+    sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
+    check_meshes(sizes, devices, axes, are_ours=None in functions.values())
     return [*itertools.product(functions, map(planning_mesh, meshes))]
 
 
 def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueError:
     """Makes the error for a step that no candidate could be traced for: it is at fault itself."""
-    # Which of equal failures ended first is a matter of time.
+    # Candidates that were left out because others failed have their reason, and which of these
+    # ended first is a matter of time: so a message without them is always the same.
     others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
     reasons = {name: failure.error for name, failure in failures.items()} | others
     error = ValueError(_listed_once("plan: no candidate can be lowered:", reasons))
@@ -528,7 +556,10 @@ def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueErro
 
 
 def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
-    """Returns the sort key of a candidate; unknown figures come last."""
+    """Returns the sort key of a candidate: whether it does not fit, then its figures.
+
+    Unknown figures come last.
+    """
     figures = found.figures.get(name, {})
     if not found.fits(name):
         return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
@@ -558,20 +589,22 @@ def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult
     untimed = [x for x in ranked.compiled if ranked.fits(x) is not False and x not in timed]
     # How fast a candidate without a time can be at best: the time of its matrix products alone.
     bounds = [entries[name].least for name in left + untimed]
-    bound = None
+    least = None
     if not search.maximize and search.hardware is not None and None not in bounds:
-        bound = min((least or 0.0 for least in bounds), default=math.inf)
-    product_seconds = {
+        least = min((bound or 0.0 for bound in bounds), default=math.inf)
+    predicted = {  # if all communication is hidden, and if none is
         name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
         for name, entry in entries.items()
         if entry.least is not None  # the products and the hardware are known
     }
     return PlanningResult(
-        dataclasses.replace(ranked, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)),
-        {name: entries[name].candidate for name in reports},
-        bound,
-        product_seconds,
-        () if ranked.fitting else tuple(remedies(search, reports)),
+        comparison=dataclasses.replace(
+            ranked, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)
+        ),
+        candidates={name: entries[name].candidate for name in reports},
+        least=least,
+        predicted=predicted,
+        remedies=() if ranked.fitting else tuple(remedies(search, reports)),
     )
 
 
@@ -612,10 +645,14 @@ def _strategies(
 
 
 def _listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:
-    """Writes a message with each reason once, after the candidates that it holds for."""
-    names = names_by_value(reasons)
+    """Writes a message with each reason once, after the candidates that it holds for.
+
+    ``reasons`` are by the name of the candidate; a single one is written without names.
+    """
+    candidates_by_reason = names_by_value(reasons)
+    is_single = len(candidates_by_reason) < 2
     lines = [
-        f"  {'; '.join(candidates)}: {reason}" if len(names) > 1 else f"  {reason}"
-        for reason, candidates in names.items()
+        f"  {reason}" if is_single else f"  {'; '.join(candidates)}: {reason}"
+        for reason, candidates in candidates_by_reason.items()
     ]
     return message(head, lines, remedy)

@@ -7,7 +7,11 @@ process has, or for a TPU topology, is compiled in a process of each thread (`Co
 which also survives a crash of the compiler.
 
 A *program* is a lowered function and its mesh. One *worker* is a thread, with its process if there
-is one. With ``ruled_out``, programs that lower to the same text are compiled once.
+is one. With ``ruled_out``, programs that lower to the same text are compiled once. Of ``most``
+programs each takes a *slot* when it is lowered (`_Slots`).
+
+From other modules: a `Failure` has the text of an error in place of a report; a `Comparison` has
+the reports by name; `Lowered` is a traced and lowered function, as of ``jax.jit``.
 """
 
 from __future__ import annotations
@@ -78,11 +82,12 @@ def compile_all(
     by_module: bool = False,
     quiet: bool = False,
 ) -> Comparison:
-    """Compiles programs.
+    """Compiles programs, and compares their reports.
 
     Args:
       title: of the bar that shows progress.
-      programs: what makes each, by name; removed when it is started. ``pick`` may add others.
+      programs: functions that lower each program, by name; each is removed when it is started.
+        ``pick`` may add others.
       pick: chooses the next one; None for the order of ``programs``.
       most: how many to compile at most; those that cannot be lowered do not count, nor those that
         fail for the reason of another one, but for as many again.
@@ -103,13 +108,12 @@ def compile_all(
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
     total = len(programs) if most is None else most
-    figures: dict[str, Any] = {"memory_limit": memory_limit, "hardware": hardware}
     try:
         with (
             _Workers(devices, cache, by_module=by_module) as workers,
             progress(title, total, quiet=quiet) as advance,
         ):
-            while (left := end - time.monotonic()) > 0:
+            while (seconds_left := end - time.monotonic()) > 0:
                 # As long as a worker is free, this thread lowers a program for it; else it waits.
                 name = None
                 if workers.is_free and run.slots.is_free:
@@ -119,23 +123,30 @@ def compile_all(
                 elif not workers.running:  # nothing is left to do
                     break
                 else:
-                    for finished in workers.finished(left):
+                    for finished in workers.wait(seconds_left):
                         run.note(finished, hardware)
                         advance(finished.name)
     except KeyboardInterrupt:
-        unfinished = dict.fromkeys(run.unfinished(), INTERRUPTED)
-        raise SearchInterrupted(run.comparison(unfinished).judged(**figures)) from None
+        ruled_out_now = dict.fromkeys(run.unfinished(), INTERRUPTED)
+        result = run.comparison(ruled_out_now)
+        result = result.judged(memory_limit=memory_limit, hardware=hardware)
+        raise SearchInterrupted(result) from None
     # A comparison is not empty: without reports, it says why there are none.
     late = () if run.reports else run.unfinished()
-    why_not = dict.fromkeys(late, "not compiled within the time limit")
-    return run.comparison(why_not).judged(**figures)
+    result = run.comparison(dict.fromkeys(late, "not compiled within the time limit"))
+    return result.judged(memory_limit=memory_limit, hardware=hardware)
 
 
 INTERRUPTED = "not compiled before the interruption"
 
 
 class _Run:
-    """The programs of one call that were started, and the reports of those that ended."""
+    """The programs of one call that were started, and the reports of those that ended.
+
+    Attributes:
+      reports: by the name of the program.
+      slots: how many programs may still be lowered to be compiled.
+    """
 
     def __init__(
         self,
@@ -143,14 +154,22 @@ class _Run:
         slots: _Slots,
         ruled_out: MutableMapping[str, str] | None,
     ):
-        """Takes programs, slots and ``ruled_out`` as `compile_all` has them; starts none."""
+        """Starts no program yet.
+
+        Args:
+          programs: functions that lower each program, by name; each is removed when it is started,
+            and others may be added.
+          slots: all of them free.
+          ruled_out: gets the names of programs that equal one that was started, and why; None if
+            programs are not compared.
+        """
         self.reports: dict[str, ProgramReport | Failure] = {}
         self.slots = slots
         self._programs, self._ruled_out = programs, ruled_out
-        self._names = [*programs]  # ``pick`` may add others to these later
-        self._seconds: dict[str, float] = {}
-        # The names of what was started by the digest of the program, or if programs are not
-        # compared, by the name; in order.
+        self._names = [*programs]  # of those that are there now, in order
+        self._seconds: dict[str, float] = {}  # to trace, lower and compile, by name
+        # Digest of a program → the name under which it was started, in order; where programs are
+        # not compared, or could not be lowered, the key is the name, too.
         self._started: dict[str, str] = {}
 
     def start(self, name: str, workers: _Workers) -> None:
@@ -161,14 +180,13 @@ class _Run:
         if self._ruled_out is None or isinstance(program, Failure):
             self._started[name] = name
         else:
-            # Returns the name that was there, if any.
-            first = self._started.setdefault(_digest(program), name)
+            first = self._started.setdefault(_digest(program), name)  # its own name if it is new
             if first != name:
                 self._ruled_out[name] = f"compiles to the program of {first}"
                 return
         if not isinstance(program, Failure):
             self.slots.taken.add(name)
-        workers.start(name, program, seconds)
+        workers.start(name, program, lowering_seconds=seconds)
 
     def note(self, finished: _Finished, hardware: Hardware | None) -> None:
         """Notes what came of a program, with the roofline of ``hardware`` if it is given."""
@@ -177,7 +195,8 @@ class _Run:
             report = report.with_roofline(hardware)
         if isinstance(report, Failure):
             self.slots.note_failure(name, report)
-        self.reports[name], self._seconds[name] = report, round(seconds, 3)
+        self.reports[name] = report
+        self._seconds[name] = round(seconds, 3)
 
     def unfinished(self) -> list[str]:
         """Lists the programs that have no report, and are not equal to another one."""
@@ -186,10 +205,15 @@ class _Run:
         return [name for name in names if name not in known]
 
     def comparison(self, why_not: Mapping[str, str]) -> Comparison:
-        """Returns the reports in the order in which programs were started."""
+        """Returns the reports in the order in which programs were started.
+
+        ``why_not`` says why other programs, by name, were not compiled.
+        """
         started = self._started.values()
         in_order = {name: self.reports[name] for name in started if name in self.reports}
-        return Comparison(in_order, None, self._seconds, why_not)
+        return Comparison(
+            reports=in_order, memory_limit=None, seconds=self._seconds, ruled_out=why_not
+        )
 
 
 _NUMBER = re.compile(r"\d+")
@@ -203,8 +227,9 @@ class _Slots:
     """
 
     def __init__(self, most: int | None):
-        self.taken: set[str] = set()  # by the names of programs
-        self._most, self._num_returned = most, 0
+        self.taken: set[str] = set()  # by the programs of these names
+        self._most = most  # None for any number
+        self._num_returned = 0  # slots of programs that failed as others had
         self._reasons: set[str] = set()  # why programs failed, without numbers
 
     @property
@@ -225,14 +250,28 @@ class _Slots:
 
 
 class _Workers:
-    """Threads that compile, each with a process if there are devices to compile for."""
+    """Threads that compile, each with a process if there are devices to compile for.
+
+    Attributes:
+      running: what the threads are to return.
+    """
 
     def __init__(self, devices: Devices | None, cache: Path | None, *, by_module: bool):
+        """Starts no thread and no process before there is a program for it.
+
+        Args:
+          devices: what processes compile for; None to compile in this process.
+          cache: the folder for reports; None for none.
+          by_module: whether reports have memory and cost by module.
+        """
         self.running: set[concurrent.futures.Future[_Finished]] = set()
         self._cache, self._by_module = cache, by_module
-        self._processes = [] if devices is None else [CompilerProcess(devices) for _ in _WORKERS]
-        self._free: list[CompilerProcess | None] = [*self._processes] or [None for _ in _WORKERS]
-        self._executor = concurrent.futures.ThreadPoolExecutor(len(_WORKERS))
+        self._processes: list[CompilerProcess] = []
+        if devices is not None:
+            self._processes = [CompilerProcess(devices) for _ in range(_NUM_WORKERS)]
+        # Those that no thread uses now; None stands for this process.
+        self._free: list[CompilerProcess | None] = [*self._processes] or [None] * _NUM_WORKERS
+        self._executor = concurrent.futures.ThreadPoolExecutor(_NUM_WORKERS)
 
     def __enter__(self) -> _Workers:
         return self
@@ -245,33 +284,33 @@ class _Workers:
     @property
     def is_free(self) -> bool:
         """Whether a thread has nothing to do."""
-        return len(self.running) < len(_WORKERS)
+        return len(self.running) < _NUM_WORKERS
 
-    def start(self, name: str, program: Program | Failure, seconds: float) -> None:
-        """Compiles a program in a thread; it took some seconds to lower it."""
-        self.running.add(self._executor.submit(self._compile, name, program, seconds))
+    def start(self, name: str, program: Program | Failure, *, lowering_seconds: float) -> None:
+        """Compiles a program in a thread; what could not be lowered ends there at once."""
+        self.running.add(self._executor.submit(self._compile, name, program, lowering_seconds))
 
-    def finished(self, timeout: float) -> Iterator[_Finished]:
-        """Waits until at least one program is compiled, or for some time."""
+    def wait(self, timeout: float) -> Iterator[_Finished]:
+        """Waits until at least one program is compiled, or for so many seconds; yields all done."""
         limit = None if timeout == math.inf else timeout
         for future in concurrent.futures.wait(self.running, limit, "FIRST_COMPLETED").done:
             self.running.remove(future)
             yield future.result()
 
-    def _compile(self, name: str, program: Program | Failure, seconds: float) -> _Finished:
+    def _compile(self, name: str, program: Program | Failure, lowering_seconds: float) -> _Finished:
         """Runs in a thread: compiles a program, in a process that no other thread uses."""
         if isinstance(program, Failure):
-            return _Finished(name, program, seconds)
+            return _Finished(name, program, lowering_seconds)
         start = time.perf_counter()
         process = self._free.pop()  # never empty: there are as many as threads
         lowered, mesh = program
         make = partial(_report, lowered, mesh, process, self._cache, by_module=self._by_module)
         report = attempt(make)
         self._free.append(process)
-        return _Finished(name, report, seconds + time.perf_counter() - start)
+        return _Finished(name, report, lowering_seconds + time.perf_counter() - start)
 
 
-_WORKERS = range(min(os.cpu_count() or 1, 4))  # more need gigabytes of memory for little time
+_NUM_WORKERS = min(os.cpu_count() or 1, 4)  # more need gigabytes of memory for little time
 
 
 def _report(
@@ -282,9 +321,15 @@ def _report(
     *,
     by_module: bool,
 ) -> ProgramReport:
-    """Compiles a program in a process, None for this one, and reports on it.
+    """Compiles a program and reports on it.
 
-    If ``cache`` is a folder with earlier reports, one of the same program is read from there.
+    Args:
+      lowered: the lowered function.
+      mesh: the mesh that it is for; None for none.
+      process: where to compile; None for this process.
+      cache: a folder for reports. If it has one of the same program, that is returned. None for no
+        folder.
+      by_module: whether the report has memory and cost by module.
     """
     path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
     if path is not None:
@@ -316,7 +361,10 @@ def attempt(make: Callable[[], T]) -> T | Failure:
 
 
 def _digest(program: Program) -> str:
-    """Digests what is compiled: candidates may declare different shardings of the same arrays."""
+    """Digests what is compiled: programs of equal digests are the same, but for their names.
+
+    Candidates of a plan may declare different shardings that come to the same for their arrays.
+    """
     lowered, mesh = program
     parts = None if mesh is None else MeshDescription.of(mesh), lowered.as_text()
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -361,9 +409,12 @@ class CompilerProcess:
         self._lock, self._is_closed = threading.Lock(), False
 
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
-        """Compiles a program for its figures; it cannot be called."""
+        """Compiles a program for its figures; the result cannot be called.
 
-        # With more options, it is called again for tables by module.
+        ``options`` are those of the compiler, as for ``jax.stages.Lowered.compile``.
+        """
+
+        # `Compiled` calls this again, with more options, when it is asked for tables by module.
         def compile_with(stage: jax.stages.Lowered, more: Mapping[str, Any]) -> Any:
             return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
 
@@ -391,7 +442,7 @@ class CompilerProcess:
             if self._is_closed:
                 raise CompilerCrash("the search had ended")
             if self._process is None:
-                self._process = self._started()
+                self._process = self._start()
             process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -405,9 +456,9 @@ class CompilerProcess:
             raise jax.errors.JaxRuntimeError(answer)
         return answer
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         """Starts the process, which runs `serve`."""
-        # The number of devices is set by `serve`.
+        # `serve` sets the number of devices, which a flag of this process would override.
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}

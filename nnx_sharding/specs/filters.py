@@ -3,6 +3,10 @@
 A *filter* of NNX chooses Variables: by type, by tag or by exact path; its *predicate* is a function
 ``(path, variable) -> bool``. Here are filters by pattern, and what messages need to know of any
 filter: whether it depends on paths or on values, and which words of it may be misspelt.
+
+A path is a tuple of keys, ``("blocks", 3, "up")``; patterns see it as text, ``blocks/3/up``
+(`path_string`). `suggestion` returns the end of a message, such as ``; did you mean 'kernel'?``,
+if one of some names is close to a word.
 """
 
 from __future__ import annotations
@@ -37,9 +41,13 @@ def to_predicate(filter_: Any) -> Predicate:
 
 
 def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """Returns the pairs of filters and what they choose, from a mapping or pairs."""
+    """Returns the pairs of filters and what they choose, from a mapping or pairs.
+
+    ``name`` is that of what takes them, for the message.
+    """
+    items = getattr(given, "items", lambda: given)  # of a mapping, or pairs as they are
     try:
-        return [(x, chosen) for x, chosen in getattr(given, "items", lambda: given)()]
+        return [(filter_, chosen) for filter_, chosen in items()]
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} takes a mapping from filters, or pairs of a filter and what it chooses, not "
@@ -61,7 +69,7 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     """
     names = list(map(str, keys))
     words = _words(filter_)
-    # A glob is a valid regular expression nearly always, but matches other paths.
+    # Nearly every glob is a valid regular expression, too, but one for other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
         return f".{hint.removesuffix('.')}"
     suggestions = [suggestion(word, names) for word in words if word not in names]
@@ -73,7 +81,7 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
 
 
 def _words(filter_: object) -> list[str]:
-    """Returns the keys that a filter for paths names."""
+    """Returns the keys that a filter for paths names: ``blocks`` and ``up`` of ``blocks/*/up``."""
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
     if isinstance(filter_, str | PathPattern):
@@ -86,10 +94,14 @@ def _words(filter_: object) -> list[str]:
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Returns the filters that never match first, each with the earlier ones that do.
 
-    ``matches`` has, for each Variable or module, the numbers of the filters that match it.
+    Of two filters and matches [[0], [0, 1]], it returns {1: (0,)}: 1 matches only what 0 does. A
+    filter that matches nothing has no earlier ones.
+
+    Args:
+      count: the number of filters.
+      matches: for each Variable or module, the numbers of the filters that match it, in order.
     """
-    # For each filter, the filters that decide where it matches.
-    deciding: dict[int, set[int]] = {number: set() for number in range(count)}
+    deciding: dict[int, set[int]] = {number: set() for number in range(count)}  # where it matches
     for numbers in matches:
         for number in numbers:
             deciding[number].add(numbers[0])
@@ -229,10 +241,12 @@ class PathGlob(PathPattern):
         """
         if not isinstance(self.pattern, str):
             raise TypeError(f"PathGlob takes a string, not {self.pattern!r}.")
-        # A slash separates keys; there is none before the first, and ``**`` matches its own.
-        regex, slash = "", ""
+        regex = ""
+        slash = ""  # what comes before the next key: nothing before the first one
         for key in self.pattern.removesuffix("$").split("/"):
-            if key == "**":
+            if (
+                key == "**"
+            ):  # any keys with their slashes: after those before it, or else after each
                 regex += "(?:/.*)?" if slash else "(?:.*/)?"
             elif not key or "**" in key:
                 raise ValueError(f"{self!r}: write keys and `**` like a/b/**/c.")
@@ -241,7 +255,8 @@ class PathGlob(PathPattern):
                 slash = "/"
         if not slash:  # only `**`, which matches everything
             return ""
-        return rf"(?s)\A(?=.){regex}\Z"  # the full path, which is not empty
+        # The full path (\A to \Z), which is not empty; (?s): a dot matches line breaks, too.
+        return rf"(?s)\A(?=.){regex}\Z"
 
 
 def glob_hint(text: str) -> str:
@@ -250,20 +265,28 @@ def glob_hint(text: str) -> str:
     return f" For globs, pass PathGlob({text!r})." if is_glob else ""
 
 
-_GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)
+# One part of a key: `*`, `?`, characters in brackets, or any other character.
+_GLOB_PART = re.compile(
+    r"(?P<star>\*)|\?|\[(?P<negated>!?)(?P<characters>\]?[^\]]*)\]|(?P<other>.)", re.DOTALL
+)
 
 
 def _part_regex(part: re.Match[str]) -> str:
-    """Returns the regular expression for one part of a key, as ``_GLOB_PART`` matches it."""
-    any_number, negated, inside, literal = part.groups()
-    if inside is not None:  # between brackets, where these have a meaning in regular expressions
-        inside = re.sub(r"([\\\[\]^&|~])", r"\\\1", inside)
-        return f"(?!/)[{'^' if negated else ''}{inside}]"
-    if literal == "[":
+    """Translates one part of a key, as ``_GLOB_PART`` matches it, to a regular expression.
+
+    ``*`` becomes ``[^/]*``, ``?`` becomes ``[^/]``, ``[!ab]`` becomes ``(?!/)[^ab]``, and other
+    characters are escaped.
+    """
+    star, negated, characters, other = part.group("star", "negated", "characters", "other")
+    if characters is not None:
+        # These characters have a meaning between the brackets of regular expressions.
+        escaped = re.sub(r"([\\\[\]^&|~])", r"\\\1", characters)
+        return f"(?!/)[{'^' if negated else ''}{escaped}]"
+    if other == "[":
         raise ValueError(f"PathGlob: `[` is not closed in {part.string!r}; write `[[]` for `[`.")
-    if literal:
-        return re.escape(literal)
-    return "[^/]*" if any_number else "[^/]"
+    if other:
+        return re.escape(other)
+    return "[^/]*" if star else "[^/]"
 
 
 _TYPE = (nnx.WithTag, nnx.OfType, nnx.Everything, nnx.Nothing)
