@@ -180,7 +180,7 @@ class LaunchTest(Case):
             "HOME": "/home",
         }
         with mock.patch.dict(os.environ, inherited):
-            environment = launcher._environment(1, 2, 4, "cpu", "127.0.0.1:1")
+            environment = launcher._environment(1, 2, 4, platform="cpu", coordinator="127.0.0.1:1")
         flags = ["--xla_a=1", "--xla_b=2", "--xla_force_host_platform_device_count=4"]
         assert environment["XLA_FLAGS"].split() == flags
         assert environment["JAX_LOCAL_DEVICE_IDS"] == "4,5,6,7"

@@ -309,8 +309,12 @@ def _fact(text: str, part: Any) -> Fact:
     if isinstance(part, StaticObject):
         if part.identity is None:
             return Fact(text, _origin(part.type), rest=part.kind)
-        why = f"{part.type.__name__} defines no __eq__"
-        return Fact(text, _origin(part.type), None, (part.kind, _identity(part.identity)), why)
+        return Fact(
+            text,
+            _origin(part.type),
+            rest=(part.kind, _identity(part.identity)),
+            by_identity=f"{part.type.__name__} defines no __eq__",
+        )
     return Fact(text, _origin(part.type), rest=getattr(part, "metadata", None))
 
 
@@ -395,9 +399,13 @@ def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, F
         why = f"{cls.__name__} defines no __eq__"
         if cast(Any, cls).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"
-        # The text of one with parts repeats theirs, so it is compared only without.
-        content = None if part.parts else text
-        facts[part.suffix] = Fact(text, _origin(part.value), content, None, why)
+        facts[part.suffix] = Fact(
+            text,
+            _origin(part.value),
+            # The text of one with parts repeats theirs, so it is compared only without.
+            content=None if part.parts else text,
+            by_identity=why,
+        )
     return facts
 
 

@@ -227,9 +227,14 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
     traces, cache = log.traces(), dict[Side, Facts]()
     for index, trace in enumerate(traces):
         closest = nearest(trace, traces[:index], cache)
-        number = None if closest is None else closest.trace.number
-        differences = () if closest is None else tuple(closest.differences)
-        yield Retrace(name, "trace", trace.number, number, differences, trace.nested)
+        yield Retrace(
+            function=name,
+            kind="trace",
+            number=trace.number,
+            compared_to=None if closest is None else closest.trace.number,
+            differences=() if closest is None else tuple(closest.differences),
+            nested=trace.nested,
+        )
 
 
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
@@ -255,7 +260,13 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
             continue
         # Of equally similar ones the latest, which `min` meets first.
         changes = min((_reshardings(old, new) for old in reversed(same_trace)), key=len)
-        yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
+        yield Retrace(
+            function=name,
+            kind="compilation",
+            number=new.number,
+            compared_to=new.number,
+            differences=tuple(changes),
+        )
 
 
 def _reshardings(old: Compilation, new: Compilation) -> list[str]:
@@ -275,19 +286,20 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     Args:
       new: the new trace.
       earlier: all traces before it; only the latest are compared.
-      cache: the facts of traces that were compared before; new ones are added.
+      cache: the facts of traces that were compared before, by the signature and the structure of
+        their arguments; new ones are added.
 
     Returns:
       The trace and a line for each difference. None if there is no earlier trace.
     """
     # The latest first: training loops change one thing at a time.
     candidates = [*reversed(earlier[-MAX_COMPARED:])]
-    # Structures are hashed once; to compare keys of large models takes longer.
+    # Structures keep their hash; to compare the keys of large models takes longer.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
-    same = [old for old in alike if old.key == new.key]
-    if same:  # then only what they capture can differ
-        closest = [_Closest(old, _captured(old, new)) for old in same]
-        return min(closest, key=lambda old: len(old.differences))
+    with_same_key = [old for old in alike if old.key == new.key]
+    if with_same_key:  # then only what they capture can differ
+        closest = [_Closest(old, _captured(old, new)) for old in with_same_key]
+        return min(closest, key=lambda pair: len(pair.differences))
     best: _Closest | None = None
     for old in candidates:
         lines = _other_differences(old, new)

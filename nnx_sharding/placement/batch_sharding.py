@@ -143,8 +143,9 @@ def _of_rows(sharding: Sharding) -> Sharding:
 
 def _parts(sharding: Sharding) -> int:
     """Returns the number of parts into which the rows are sharded."""
-    count = sharding.num_devices
-    return count // int(_of_rows(sharding).shard_shape((count,))[0])
+    num_rows = sharding.num_devices  # which every spec divides
+    rows_of_part = int(_of_rows(sharding).shard_shape((num_rows,))[0])
+    return num_rows // rows_of_part
 
 
 def _axes(sharding: Sharding) -> str:
@@ -443,8 +444,13 @@ def _assigned(
 ) -> list[Sharding | None]:
     """Returns the sharding of each array of an abstract tree; None where the spec is None.
 
-    ``caller`` and ``name`` are the user's function and its argument, in messages. ``adapt`` changes
-    the spec of an array (its other argument) before it has to fit.
+    Args:
+      caller: the function that the user called, in messages.
+      name: the argument of that, in messages.
+      tree: the arrays.
+      specs: a prefix of the tree.
+      mesh: the mesh of each ``PartitionSpec``; None for the one in context.
+      adapt: takes a spec and its array, and returns the spec that has to fit.
     """
     # ``whole``: the compiler is not there to choose the sharding of a dimension.
     options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}

@@ -117,7 +117,15 @@ def shard_batches(
             f"{_NAME}: with several processes, uneven='pad' needs batch_size=..., the number of "
             "rows of a full batch of all of them, since the first batch of one may be short."
         )
-    options = BatchOptions(specs, onto, is_alone, uneven, batch_size, prefetch, copy)
+    options = BatchOptions(
+        specs=specs,
+        mesh=onto,
+        is_alone=is_alone,
+        uneven=uneven,
+        batch_size=batch_size,
+        prefetch=prefetch,
+        copy=copy,
+    )
     return ShardedBatches(batches, options)
 
 

@@ -290,11 +290,21 @@ def _rows_of(
     mesh: Mesh | AbstractMesh | None,
     on_indivisible: OnIndivisible | None,
 ) -> Iterator[_CheckedRow]:
-    """Yields a row for each array of a model; the arguments are those of `_rows`."""
+    """Yields a row for each array of a model.
+
+    Args:
+      flat: the model.
+      decisions: which rules match at each of its locations.
+      sharding: the rules.
+      rules: their filters as texts.
+      mesh: the mesh of partition specs.
+      on_indivisible: what to do with a spec that does not divide an array; None for what
+        ``sharding`` says.
+    """
     action = on_indivisible or sharding.on_indivisible or "error"
     # What is refused is shown with the part of its spec that fits.
     shown: OnIndivisible = "drop" if action == "error" else action
-    # Layers that are alike have few specs and shapes.
+    # Kept by spec and shape, of which layers that are alike have few.
     fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
     for decision in decisions:
         yield from _rows(flat, decision, sharding, rules, fit, strict=action == "error")
@@ -311,12 +321,17 @@ def _rows(
 ) -> Iterator[_CheckedRow]:
     """Yields a row of the report for each array of a Variable.
 
-    ``rules`` are the filters of ``sharding`` as texts. ``fit`` finds what of a sharding fits a
-    shape; with ``strict``, a spec that does not divide its array is a fault, not a correction.
+    Args:
+      flat: the model.
+      decision: which rules match the Variable; the first one decides.
+      sharding: the rules.
+      rules: their filters as texts.
+      fit: returns what of a sharding fits a shape.
+      strict: whether a spec that does not divide its array is a fault, not a correction.
     """
     rule = decision.matches[0] if decision.matches else None
     declared = None if rule is None else sharding.shardings[rule]
-    # A number needs no rule.
+    # An array that no rule matches is a fault; a number needs no rule.
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
     # Filters of strategies say why they leave an array as it is.
     note = None if rule is None else getattr(sharding.filters[rule], "note", None)
@@ -403,6 +418,10 @@ def _rule_warnings(
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:
+    """Returns the texts of a row: its rule, and those of a table of parameters.
+
+    A spec of which only a part fits is written as ``P('model') → P()``.
+    """
     path, shape, dtype, spec, *rest = parameters.cells(row)
     changed = f"{describe(row.declared)} → {spec}" if row.why and row.declared is not None else spec
     return ("-" if row.rule is None else str(row.rule), path, shape, dtype, changed, *rest)

@@ -113,7 +113,10 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
 def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
     """Draws a cell for each slice, in rows and columns.
 
-    ``split`` lists the dimensions that are partitioned: rows and columns, columns only, or none.
+    Args:
+      cells: what is drawn for each slice.
+      split: the dimensions that are partitioned: rows and columns, columns only, or none.
+      is_matrix: whether the array has more than one dimension.
     """
     from rich.table import Table
 
@@ -165,7 +168,10 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 def _positions(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Spans, list[str]]]:
-    """Yields each slice of an array on an abstract mesh, with its position: ``data=0, model=1``."""
+    """Yields each slice of an array on an abstract mesh, with its position: ``data=0, model=1``.
+
+    ``sizes`` are those of the mesh axes. Without any axis in the spec, the position is ``all``.
+    """
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for indices in itertools.product(*(range(sizes[axis]) for axis in used)):
         position = dict(zip(used, indices, strict=True))  # the index along each axis

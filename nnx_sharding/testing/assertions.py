@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -120,7 +120,7 @@ def assert_collectives(
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
-        wanted[kind, _checked(report, axes)] += count
+        wanted[kind, _axis_set(report, axes)] += count
     # Also for those that are wanted and not there.
     actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
     for collective in collectives:
@@ -396,7 +396,10 @@ def _replicated_rows(
 ) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
     """Returns a row for each array of a model, or argument of a program, and those replicated.
 
-    ``sharding``, if not None, is checked in place of the shardings that the arrays have.
+    Args:
+      model: as for :func:`assert_sharded`.
+      sharding: rules to check in place of the shardings that the arrays have; None for none.
+      mesh: the mesh of these rules.
     """
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)
@@ -429,12 +432,8 @@ def _report(program: object) -> ProgramReport:
     )
 
 
-def _collectives(
-    program: object, axes: Axes | None
-) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """Returns a program's report, axes as a set, and the collectives that may run over them.
-
-    Without ``axes``, the set is None, and the collectives are all.
+def _collectives(program: object, axes: Axes | None) -> _Collectives:
+    """Finds the collectives of a program that may run over some axes; all if these are None.
 
     Raises:
       ValueError: collectives cannot be read from the program, or the mesh has no such axis.
@@ -445,17 +444,25 @@ def _collectives(
         why = f"these parts of the program are not understood:{unread}\nReport this"
         why = why if report.hlo else "the backend has no text of the compiled program"
         raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
-    wanted = None if axes is None else _checked(report, axes)
+    wanted = None if axes is None else _axis_set(report, axes)
     # Those over unknown axes may run over these.
     collectives = [
         collective
         for collective in report.collectives
         if wanted is None or collective.axes is None or wanted.intersection(collective.axes)
     ]
-    return report, wanted, Collectives(collectives)
+    return _Collectives(report, wanted, Collectives(collectives))
 
 
-def _checked(report: ProgramReport, axes: Axes) -> frozenset[str]:
+class _Collectives(NamedTuple):
+    """What an assertion about collectives asks for."""
+
+    report: ProgramReport  # of the program
+    axes: frozenset[str] | None  # the wanted ones; None for any
+    collectives: Collectives  # those that may run over one of these axes
+
+
+def _axis_set(report: ProgramReport, axes: Axes) -> frozenset[str]:
     """Returns axes as a set; a ValueError if the mesh of the program does not have them."""
     wanted = frozenset([axes] if isinstance(axes, str) else axes)
     names = {} if report.mesh is None else report.mesh.axes
@@ -470,6 +477,11 @@ def _not_allowed(
     items: Sequence[T], allowed: str | Iterable[str], name: Callable[[T], str]
 ) -> list[T]:
     """Returns the items whose names no regular expression matches.
+
+    Args:
+      items: the items.
+      allowed: the regular expressions, which are searched in the names.
+      name: returns the name of an item.
 
     Raises:
       ValueError: an expression is invalid, or matches no item, so nobody would notice a typo.
@@ -497,7 +509,7 @@ def _not_allowed(
 
 
 def _over(axes: frozenset[str] | None) -> str:
-    """Says over which axes: `` over 'data', 'model'``."""
+    """Says over which axes: `` over 'data', 'model'``; empty for any."""
     return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
 
 

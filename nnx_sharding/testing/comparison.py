@@ -313,22 +313,25 @@ class Comparison:
                 continue
             inputs = self._on_mesh.values[number - 1, False]  # recorded right before the mask
             for device, other in itertools.combinations(masks, 2):
-                indices = zip(site.axes, device, other, strict=True)
+                indices = zip(site.axes, device, other, strict=True)  # along the Manual axes
                 yield _MaskPair(
-                    site.module,
-                    [axis for axis, i, j in indices if i != j],
-                    (np.array(masks[device]), np.array(masks[other])),
-                    np.array_equal(inputs[device], inputs[other]),
+                    module=site.module,
+                    axes=[axis for axis, i, j in indices if i != j],
+                    masks=(np.array(masks[device]), np.array(masks[other])),
+                    has_equal_inputs=np.array_equal(inputs[device], inputs[other]),
                 )
 
 
 def _shards_of(array: jax.Array) -> list[_Shard]:
-    """Returns all shards of an array, replicas as well."""
+    """Returns all shards of an array, replicas as well, each after its index in the array."""
     return [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
 
 
 def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> str:
-    """Says so, if devices differ by more than a limit in the same part of an array; else empty."""
+    """Says so, if devices differ by more than a limit in the same part of an array; else empty.
+
+    Such as ``; its replicas over 'data' are not equal``, the end of a line about the array.
+    """
     # By index as text, as slices have a hash from Python 3.12 on only; of replicas the first stays.
     first = {str(index): shard for index, shard in reversed(shards)}
     distance = max(largest_difference(shard, first[str(index)]) for index, shard in shards)
@@ -344,7 +347,13 @@ def _multiple(
 ) -> str:
     """Says so, if a wrong array is the right one times, or over, the sizes of mesh axes; or empty.
 
-    ``limit`` is by how much it may differ from that.
+    Such as ``; 4 times as large: summed once too often over 'model'``.
+
+    Args:
+      x: the wrong array.
+      expected: the right one.
+      limit: by how much they may differ.
+      mesh: the mesh.
     """
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
         return ""

@@ -75,9 +75,11 @@ def launch(
         address = f"127.0.0.1:{port.getsockname()[1]}"
         try:
             for rank in range(processes):
-                variables = _environment(rank, processes, devices_per_process, platform, address)
+                variables = _environment(
+                    rank, processes, devices_per_process, platform=platform, coordinator=address
+                )
                 group = workers[0].pid if workers else 0  # of its own, so only we receive Ctrl-C
-                worker = _started(program, variables, group)
+                worker = _start(program, variables, group)
                 workers.append(worker)
                 readers.append(_thread(_copy, rank, worker.stdout, sys.stdout))
                 readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
@@ -103,10 +105,13 @@ def launch(
     return code if code >= 0 else 128 - code
 
 
-def _started(program: Sequence[str], variables: dict[str, str], group: int) -> Worker:
+def _start(program: Sequence[str], variables: dict[str, str], group: int) -> Worker:
     """Starts one process, which ends when its standard input is closed.
 
-    ``group`` is the process group that it joins; 0 for a new one.
+    Args:
+      program: a script or a module, and its arguments.
+      variables: the environment.
+      group: the process group that it joins; 0 for a new one.
     """
     return subprocess.Popen(
         [sys.executable, __file__, *program],
@@ -127,14 +132,24 @@ def _reason(code: int) -> str:
     return f"signal {-code} ({signal.Signals(-code).name})"
 
 
-def _environment(rank: int, processes: int, devices: int, platform: str, at: str) -> dict[str, str]:
-    """Returns the environment of one process as in a Slurm step, where JAX finds rank and size."""
+def _environment(
+    rank: int, processes: int, devices: int, *, platform: str, coordinator: str
+) -> dict[str, str]:
+    """Returns the environment of one process as in a Slurm step, where JAX finds rank and size.
+
+    Args:
+      rank: the number of the process, from 0.
+      processes: how many there are.
+      devices: how many devices each of them has.
+      platform: the platform of JAX.
+      coordinator: the address at which the first process waits for the others.
+    """
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return {"SLURM_JOB_ID": "0", **kept} | {
-        "JAX_COORDINATOR_ADDRESS": at,
-        "JAX_COORDINATOR_BIND_ADDRESS": at,  # without it, JAX listens on all interfaces
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # without it, JAX listens on all interfaces
         "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
         "JAX_PLATFORMS": platform,
         "PYTHONUNBUFFERED": "1",

@@ -86,7 +86,7 @@ class RecordedStep:
             handler = functools.partial(self._record_call, handler_of_jit)
             return with_handler(handler, (), step, *args)
 
-        self._parameters, self._mesh = inspect.signature(step), mesh
+        self._signature, self._mesh = inspect.signature(step), mesh
         self._is_dropping = is_dropping
         # While the mesh has one device, what every record is changed by.
         self._rounding: Rounding | None = None
@@ -115,7 +115,7 @@ class RecordedStep:
         self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns all arrays in the arguments, and in ``more``, by expressions for them."""
-        return arrays_of({**(more or {}), **self._parameters.bind(*args).arguments})
+        return arrays_of({**(more or {}), **self._signature.bind(*args).arguments})
 
     def _record_call(
         self,
@@ -158,8 +158,14 @@ class RecordedStep:
         frame: Any = FRAME.get()  # of this call
         path_of_module = frame.tag.accessor
         name = path_of_module if method == "__call__" else f"{path_of_module}.{method}"
-        label = f"{name} ({type(module).__name__})"
-        site = Site(label, "input", axes, len(self._sites), [], [])
+        site = Site(
+            module=f"{name} ({type(module).__name__})",
+            side="input",
+            axes=axes,
+            start=len(self._sites),
+            inputs=[],
+            states=[],
+        )
         for x in arrays_in((args, kwargs)):
             _add_input(site, "", x)
         for path, variable in own_variables(module):
@@ -230,9 +236,8 @@ class RecordedStep:
 def _add_input(site: Site, label: str, x: Any) -> None:
     """Adds the type of an array to ``site.inputs``: ``kernel: f32[8,16] P('data')``.
 
-    What is not an array is left out; ``label`` is put in front.
-
-    On Auto axes, the compiler decides the spec: it is added when the program is compiled.
+    What is not an array is left out; ``label`` is put in front. On Auto axes, the compiler decides
+    the spec: it is added when the program is compiled.
     """
     if not isinstance(x, jax.Array):
         return
