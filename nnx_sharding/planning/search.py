@@ -130,20 +130,28 @@ class Search:
                 continue
             if self.smallest is None or prediction.arguments < self.smallest.arguments:
                 self.smallest = Needs(candidate, index, prediction.arguments, rest=0)
-            # Equal shardings compile to equal programs.
-            key = variant.text, variant.lines, candidate.rows, prediction.key
-            same = self._seen.setdefault(key, candidate.name)
-            if same != candidate.name:
-                self.ruled_out[candidate.name] = f"shards everything like {same}"
-            elif self.limit is not None and prediction.arguments > self.limit:
-                taken = bytes_text(prediction.arguments)
-                self.ruled_out[candidate.name] = f"the arguments take {taken} on each device"
-            else:
-                products = self._products_of(index)
-                if products is not None:
-                    products = products.times(growth)
-                self._add_predicted(candidate, args, index, prediction, products)
-                names.append(candidate.name)
+            why_not = self._why_not(candidate, prediction, variant)
+            if why_not is not None:
+                self.ruled_out[candidate.name] = why_not
+                continue
+            products = self._products_of(index)
+            if products is not None:
+                products = products.times(growth)
+            self._add_predicted(candidate, args, index, prediction, products)
+            names.append(candidate.name)
+
+    def _why_not(
+        self, candidate: Candidate, prediction: Prediction, variant: Variant
+    ) -> str | None:
+        """Says why a candidate need not be compiled, by its prediction; None if it may be."""
+        # Equal shardings compile to equal programs. The first candidate with them has its own name.
+        key = variant.text, variant.lines, candidate.rows, prediction.key
+        first = self._seen.setdefault(key, candidate.name)
+        if first != candidate.name:
+            return f"shards everything like {first}"
+        if self.limit is not None and prediction.arguments > self.limit:
+            return f"the arguments take {bytes_text(prediction.arguments)} on each device"
+        return None
 
     def _add_predicted(
         self,
