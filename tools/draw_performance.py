@@ -38,11 +38,9 @@ OTHERS = {
     "configured_frozen_dataclass": "32 blocks, each with a frozen dataclass",
     "deep_320_bare": "320 blocks, 1,921 Variables",
     "deep_1280_bare": "1,280 blocks, 7,681 Variables",
-    "predicate32": "8 devices, specs by a predicate on shapes",
     "new_models": "another model of the same structure at each call",
     "lowering_training64": "trace and lower a training step of 64 blocks",
-    "first_call_32": "the first call of a function that does nearly nothing, 193 Variables",
-    "first_call": "the same, 7,681 Variables",
+    "first_call": "the first call of a function that does nearly nothing, 7,681 Variables",
     "pure_python_32": "without the C extension: 32 blocks",
 }
 PEERS = {"forward32": "o", "forward1": "s", "train8": "D", "sharded32": "^"}
