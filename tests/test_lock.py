@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, value_and_grad
+from nnx_sharding import jit, tensor_parallel, value_and_grad
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_unchanged
-from nnx_sharding.testing.lock import _HEAD, lock_text
+from nnx_sharding.testing.lock import _HEAD, lock_text, report_with_rules
 
 WIDTH, ROWS = 16, 32
 
@@ -79,7 +79,7 @@ def test_text(report):
     # 3 kernels of 16 × 64 float32, over 4 devices.
     size = 3 * WIDTH * 4 * WIDTH * 4 // 4
     kernel = "model.layers[*].up.kernel | float32[16,64] P(None, 'data')"
-    assert f"{kernel} | rule fsdp | {size:,} bytes | 3 arrays" in text
+    assert f"{kernel} | rule fsdp over dimension 1 | {size:,} bytes | 3 arrays" in text
     # A gather of each sends 3 quarters of it.
     gathered = "all-gather over data for parameter of model.layers[*].up.kernel | "
     assert f"{gathered}{3 * WIDTH * 4 * WIDTH * 4 * 3 // 4:,} bytes" in text
@@ -135,12 +135,14 @@ def test_rules(tmp_path):
     strategy = fsdp(model, mesh=mesh, min_size=0)
     assert_unchanged(step(strategy), path, update=True)
     text = path.read_text()
-    kernel = "model.layers[*].up.kernel | float32[16,64] P(None, 'data') | rule fsdp | "
+    kernel = (
+        "model.layers[*].up.kernel | float32[16,64] P(None, 'data') | rule fsdp over dimension 1 | "
+    )
     assert kernel in text and "x | float32[32,16] P('data', None) | rule in_shardings | " in text
     same = override(strategy, {"up/kernel$": P(None, "data")})
     with pytest.raises(AssertionError) as error:
         assert_unchanged(step(same), path)
-    changed = "  model.layers[*].up.kernel: rule: fsdp → PathRegex('up/kernel$')"
+    changed = "  model.layers[*].up.kernel: rule: fsdp over dimension 1 → PathRegex('up/kernel$')"
     assert f"\narguments\n{changed}\n" in str(error.value)
     assert str(error.value).count("→") == 1
     # A report without reasons says nothing of rules.
@@ -149,7 +151,29 @@ def test_rules(tmp_path):
     assert_unchanged(step(both), path, update=True)
     text = path.read_text()
     assert "up.kernel | float32[16,64] P('data', None) | rule PathRegex('up/kernel$') | " in text
-    assert "down.kernel | float32[64,16] P('data', None) | rule fsdp | " in text
+    assert "down.kernel | float32[64,16] P('data', None) | rule fsdp over dimension 0 | " in text
+
+
+ROLES = {
+    "up.kernel": "float32[16,64] P('data', 'model') | rule column of tensor_parallel, fsdp over "
+    "dimension 0",
+    "up.bias": "float32[64] P(('model', 'data')) | rule column of tensor_parallel, fsdp over "
+    "dimension 0",
+    "down.kernel": "float32[64,16] P('model', 'data') | rule row of tensor_parallel, fsdp over "
+    "dimension 1",
+    "down.bias": "float32[16] P('data') | rule fsdp over dimension 0",
+}
+
+
+def test_what_strategies_shard():
+    mesh = make_mesh({"data": 2, "model": 2}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
+    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0)))
+    sharding = fsdp(model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh))
+    fun = jit(loss, in_shardings=(sharding, P("data")), mesh=mesh)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    text = lock_text(report_with_rules(fun.lower(model, x).compile()))
+    for name, line in ROLES.items():
+        assert f"model.layers[*].{name} | {line} | " in text, text
 
 
 def test_tolerance(report, lock):

@@ -140,6 +140,8 @@ class TensorParallelTest(parameterized.TestCase):
             return nnx.Dict({name: nnx.List([nnx.LoRA(8, 4, 8, base_module=layer, rngs=rngs)])})
 
         self.check(plain, {f"{name}/{part}": spec for part, spec in specs.items()})
+        filters = tensor_parallel(plain(nnx.Rngs(0)), mesh=MESH).filters
+        self.assertEqual({x.strategy for x in filters}, {f"{role} of tensor_parallel"})
         adapter = ("lora_b", P(None, "model")) if role == "column" else ("lora_a", P("model", None))
         base = {f"{name}/0/base_module/{part}": spec for part, spec in specs.items()}
         self.check(wrapped, base | {f"{name}/0/{adapter[0]}": adapter[1]})

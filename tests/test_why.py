@@ -18,6 +18,7 @@ from nnx_sharding import StateSharding, _compat, jit, tensor_parallel, value_and
 from nnx_sharding.analysis.compiler_shardings import read_sharding
 from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.cli.main import main
+from nnx_sharding.filters import Paths
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 
 WIDTH = 32
@@ -56,17 +57,39 @@ def by_columns(model, mesh):
     return StateSharding(rules, on_indivisible="drop")
 
 
+def by_rows_and_fsdp(model, mesh):
+    return fsdp(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), min_size=64)
+
+
 CASES = {
+    "by two strategies": (
+        by_rows_and_fsdp,
+        "model.block.down.kernel",
+        ["row of tensor_parallel, fsdp over dimension 1 decides: P('model', 'data')"],
+        "P()",
+    ),
+    "added to a sum": (
+        lambda model, mesh: tensor_parallel(model, mesh=mesh),
+        "model.block.down.bias",
+        ["row of tensor_parallel leaves it replicated: added to sums over 'model'"],
+        "{r\"block/down/bias$\": P('data')}",
+    ),
+    "by paths of the user": (
+        StateSharding({Paths([("block", "up", "bias")]): P("data"), ...: P()}),
+        "model.block.up.bias",
+        ["Rule 0, Paths(block/up/bias), decides: P('data')"],
+        "P()",
+    ),
     "by a strategy": (
         by_fsdp,
         "model.block.up.kernel",
-        ["P(None, 'data'), (32,64) of (32,128)", "The strategy, which lists this path, decides"],
+        ["P(None, 'data'), (32,64) of (32,128)", "fsdp over dimension 1 decides"],
         'override(sharding, {r"block/up/kernel$": P()})',
     ),
     "too small": (
         by_fsdp,
         "model.block.down.bias",
-        ["replicated, 128 B", "fewer than min_size=64", "'model' (4) would divide dimension 0"],
+        ["128 B", "fsdp leaves it replicated: fewer than", "'model' (4) would divide dimension 0"],
         "{r\"block/down/bias$\": P('data')}",
     ),
     "indivisible": (
@@ -92,7 +115,7 @@ CASES = {
         "model.block.up.kernel",
         [
             "Rule 0, PathRegex('up/kernel$'), decides: P()",
-            "The strategy, which lists this path, says P(None, 'data'), and is overridden",
+            "fsdp over dimension 1 says P(None, 'data'), and is overridden",
         ],
         "",
     ),
@@ -137,7 +160,7 @@ def test_a_gathered_parameter():
     collective, reason = reason_of(compiled(by_fsdp), "all-gather", "parameter")
     shown = str(reason)
     assert f"It gathers {collective.parameters[0]}: P(" in shown
-    assert "The strategy, which lists this path, decides" in shown
+    assert re.search(r"fsdp over dimension \d decides", shown)
     assert re.search(r"Used.* on each device, by \w+ in model\.block\.(up|down) \(test_why", shown)
     assert "FSDP" in reason.instead
 
@@ -193,7 +216,7 @@ def test_a_module():
     bias, kernel = reason.facts
     assert bias.startswith("model.block.up.bias: P('data'), (64) of (128)")
     assert kernel.startswith("model.block.up.kernel: P(None, 'data')")
-    assert kernel.endswith("The strategy, which lists this path, decides: P(None, 'data').")
+    assert kernel.endswith("fsdp over dimension 1 decides: P(None, 'data').")
 
 
 def test_report_has_the_reasons():

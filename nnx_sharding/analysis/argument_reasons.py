@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
-from ..specs.filters import Paths, to_predicate
+from ..specs.filters import to_predicate
 from ..specs.fitting import OnIndivisible, describe, fit_sharding
 from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
@@ -103,8 +103,10 @@ class ArgumentReasons:
         facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
         if note := getattr(rules.filters[first], "note", ""):
             is_whole = isinstance(declared, PartitionSpec) and not any(declared.partitions)
-            does = "leaves it replicated" if is_whole else "notes"
-            facts = [*([] if is_whole else facts), f"The strategy {does}: {note}."]
+            if is_whole:
+                facts = [f"{_rule_text(rules, first)} leaves it replicated: {note}."]
+            else:
+                facts.append(f"Its note: {note}.")
         overridden = [
             number
             for number in range(first + 1, len(rules.filters))
@@ -115,10 +117,8 @@ class ArgumentReasons:
         for number in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[number])
             facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
-        decides = rules.filters[first]
-        rule = without_address(rules.names[first])
-        if isinstance(decides, Paths):  # its paths are of no interest
-            rule = decides.strategy or "strategy"
+        # Which paths a strategy lists is of no interest.
+        rule = _strategy(rules, first) or without_address(rules.names[first])
         return _Declared(declared, rule, facts)
 
 
@@ -135,9 +135,12 @@ def _spec_text(declared: Any) -> str:
 
 
 def _rule_text(rules: StateSharding, index: int) -> str:
-    if isinstance(rules.filters[index], Paths):
-        return "The strategy, which lists this path,"
-    return f"Rule {index}, {rules.names[index]},"
+    return _strategy(rules, index) or f"Rule {index}, {rules.names[index]},"
+
+
+def _strategy(rules: StateSharding, index: int) -> str:
+    """Returns the strategies that made a rule, and what they shard; empty for one of the user."""
+    return getattr(rules.filters[index], "strategy", "")
 
 
 def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:

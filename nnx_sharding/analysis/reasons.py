@@ -17,9 +17,9 @@ class Reason(Pictured):
       subject: what it is about, and how it is sharded or what it sends.
       facts: why, one sentence each.
       instead: what to write for another result; empty if nothing is known.
-      rule: what shards an argument: the filter of a rule, the strategies that list its path, such
-        as ``tensor_parallel, fsdp``, or the option that has its spec. Empty for what is not
-        declared, and for collectives.
+      rule: what shards an argument: the filter of a rule, the strategies that list its path with
+        what they shard, such as ``column of tensor_parallel, fsdp over dimension 0``, or the option
+        that has its spec. Empty for what is not declared, and for collectives.
     """
 
     subject: str

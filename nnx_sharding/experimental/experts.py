@@ -106,7 +106,7 @@ def expert_parallel(
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
     activations = activations_of(base).extended(kept=axes)
-    remarks = remarks_on(specs, "expert_parallel", base, parameters)
+    remarks = remarks_on(specs, "expert_parallel", base, parameters, axes)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 

@@ -29,16 +29,23 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from flax import nnx
 
 from ..specs.paths import Path
 from .variables import NamedVariable, Shape
 
-# The sharded dimension of each parameter of one layer, by the path in the layer; counted from the
-# end, None for none. The first parameter decides whether the style can be used.
-Style: TypeAlias = Mapping[str, "int | None"]
+
+class Style(NamedTuple):
+    """One way to shard a layer."""
+
+    # What a device has of it, for reports: ``column``, ``row``, … Empty where it is not known.
+    role: str
+    # The sharded dimension of each parameter, by the path in the layer; counted from the end, None
+    # for none. The first parameter decides whether the style can be used.
+    dimensions: Mapping[str, int | None]
+
 
 # What tells inputs and outputs apart: their number, or those of their dimensions and features.
 _Size = TypeVar("_Size", int, tuple[int, int])
@@ -47,21 +54,24 @@ _Size = TypeVar("_Size", int, tuple[int, int])
 Rule: TypeAlias = "Sequence[Style] | Callable[[Any, str], Sequence[Style]]"
 
 
-def _style_of(layers: str, **dimensions: int | None) -> dict[str, int | None]:
-    """Returns a style with these dimensions of parameters in each of several inner layers."""
+def _in_each(layers: str, **dimensions: int | None) -> dict[str, int | None]:
+    """Returns these dimensions of parameters in each of several inner layers."""
     return {f"{layer}/{name}": d for layer in layers.split() for name, d in dimensions.items()}
 
 
-COLUMN: Style = {"kernel": -1, "bias": -1}
-ROW: Style = {"kernel": -2, "bias": None}
-HEADS: Style = {
-    **_style_of("query key value", kernel=-2, bias=-2),
-    **_style_of("out", kernel=-3, bias=None),
-    "cached_key": -2,
-    "cached_value": -2,
-}
-GATES: Style = _style_of("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1)
-FUSED_GATES: Style = _style_of("dense_h dense_i", kernel=-1, bias=-1)
+COLUMN = Style("column", {"kernel": -1, "bias": -1})
+ROW = Style("row", {"kernel": -2, "bias": None})
+HEADS = Style(
+    "heads",
+    {
+        **_in_each("query key value", kernel=-2, bias=-2),
+        **_in_each("out", kernel=-3, bias=None),
+        "cached_key": -2,
+        "cached_value": -2,
+    },
+)
+GATES = Style("gates", _in_each("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1))
+FUSED_GATES = Style("gates", _in_each("dense_h dense_i", kernel=-1, bias=-1))
 
 # The names of layers whose outputs are sharded, and of those whose inputs are.
 _COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
@@ -91,19 +101,19 @@ def _linear(layer: Any, name: str) -> list[Style]:
 
 def _lora(layer: Any, name: str) -> list[Style]:
     """Shards the factor that has the sharded features of the adapted layer."""
-    columns: list[Style] = [{"lora_b": -1, "lora_a": None}]
-    rows: list[Style] = [{"lora_a": -2, "lora_b": None}]
-    return _order_styles(name, layer.in_features, layer.out_features, columns, rows)
+    column = Style("column", {"lora_b": -1, "lora_a": None})
+    row = Style("row", {"lora_a": -2, "lora_b": None})
+    return _order_styles(name, layer.in_features, layer.out_features, [column], [row])
 
 
 def _linear_general(layer: Any, name: str) -> list[Style]:
     """Offers each output or input dimension: heads, which come first, before features."""
     inputs, outputs = layer.in_features, layer.out_features  # kernel: (*inputs, *outputs)
     rank = len(inputs) + len(outputs)
-    columns: list[Style] = [{"kernel": d, "bias": d} for d in range(-len(outputs), 0)]
+    columns = [Style("column", {"kernel": d, "bias": d}) for d in range(-len(outputs), 0)]
     if len(outputs) > 1 and _TO_HEADS.fullmatch(name):
         return columns[:1]
-    rows: list[Style] = [{"kernel": d, "bias": None} for d in range(-rank, -len(outputs))]
+    rows = [Style("row", {"kernel": d, "bias": None}) for d in range(-rank, -len(outputs))]
     return _order_styles(name, math.prod(inputs), math.prod(outputs), columns, rows)
 
 
@@ -127,7 +137,7 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     inputs, _, kernel = operands.partition(",")
     rank = len(shape)
     if len(kernel) != rank or "." in kernel:  # which dimension is for what is not known
-        return [{parameter: d, "bias": None} for d in range(-1, -rank - 1, -1)]
+        return [Style("", {parameter: d, "bias": None}) for d in range(-1, -rank - 1, -1)]
     dimensions = {letter: d - rank for d, letter in enumerate(kernel)}  # counted from the end
     summed = [letter for letter in kernel if letter not in result]
     kept = [letter for letter in result if letter in dimensions]  # the dimensions of the bias
@@ -138,13 +148,13 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
         # in front of the inputs, as the 3 of a fused q, k and v, comes after other features.
         return letter in inputs, result.index(letter) < first_input
 
-    columns: list[Style] = [
-        {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)}
+    columns = [
+        Style("column", {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)})
         for letter in sorted(kept, key=preference)
     ]
     if len(columns) > 1 and _TO_HEADS.fullmatch(name):
         return columns[:1]
-    rows: list[Style] = [{parameter: dimensions[letter], "bias": None} for letter in summed]
+    rows = [Style("row", {parameter: dimensions[letter], "bias": None}) for letter in summed]
     features = [letter for letter in kept if letter not in inputs]
 
     def size(letters: Sequence[str]) -> int:
@@ -159,7 +169,8 @@ def _conv_transpose(layer: Any, name: str) -> list[Style]:
     # Transposed kernels have the output features before the input features.
     if not layer.transpose_kernel:
         return [COLUMN, ROW]
-    return [{"kernel": -2, "bias": -1}, {"kernel": -1, "bias": None}]
+    column, row = {"kernel": -2, "bias": -1}, {"kernel": -1, "bias": None}
+    return [Style("column", column), Style("row", row)]
 
 
 # Subclasses follow the same rule unless they have their own. A layer has priority over the layers
@@ -171,7 +182,7 @@ RULES: dict[type, Rule] = {
     nnx.LoRA: _lora,
     nnx.Conv: (COLUMN, ROW),
     nnx.ConvTranspose: _conv_transpose,
-    nnx.Embed: ({"embedding": -2}, {"embedding": -1}),
+    nnx.Embed: (Style("vocabulary", {"embedding": -2}), Style("features", {"embedding": -1})),
     nnx.MultiHeadAttention: (HEADS,),
     nnx.LSTMCell: (GATES,),
     nnx.OptimizedLSTMCell: (FUSED_GATES,),
@@ -221,9 +232,12 @@ def _rules_of_user_class(
     if len(subscripts) == 1 and (rule := _rule_of_einsum(subscripts[0], attributes, shapes)):
         yield rule
         return
-    paired = _style_of_pairs(shapes)
+    columns, rows = _pairs(shapes)
+    paired = [*columns, *rows]
+    # One size is sharded in all of them, so that either both rules apply or none.
     if paired:
-        yield [paired]
+        yield [Style("column", dict.fromkeys(columns, -1))]
+        yield [Style("row", dict.fromkeys(rows, -2))]
     if subscripts:
         return  # names and shapes would say less than these, which nothing is known to fit
     matrices = {
@@ -240,7 +254,8 @@ def _rules_of_user_class(
         if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
             # (words, features) or (features, words): the words are more, and are sharded first.
             words_first = shape[0] >= shape[1]
-            yield [{name: -2}, {name: -1}] if words_first else [{name: -1}, {name: -2}]
+            words, features = (-2, -1) if words_first else (-1, -2)
+            yield [Style("vocabulary", {name: words}), Style("features", {name: features})]
             continue
         if is_alone and not has_modules and not _POSITIONS.search(name):
             biases = {other: size for other, size in shapes.items() if other != name and size}
@@ -280,14 +295,14 @@ def _rule_of_einsum(
     return lambda _, name: _einsum_styles(subscripts, parameter, inner_shape, name)
 
 
-def _style_of_pairs(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
-    """Returns a style for the matrices of an MLP, by the shapes (a, b) and (b, a) of two of them.
+def _pairs(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
+    """Returns the columns and the rows among matrices with the shapes (a, b) and (b, a).
 
-    They lead into hidden features and back. Both shard these, the larger size: of up (8, 32) and
-    down (32, 8), the style is ``{"up": -1, "down": -2}``. Dimensions of experts in front are equal.
-    It is empty if no two matrices have such shapes.
+    As in an MLP, they lead into hidden features and back. Both shard these, the larger size: of up
+    (8, 32) and down (32, 8), up is a column and down is a row. Dimensions of experts in front are
+    equal. Without such shapes there are none.
     """
-    style: dict[str, int | None] = {}
+    columns, rows = list[str](), list[str]()
     for name, shape in shapes.items():
         if len(shape) < 2:
             continue
@@ -297,8 +312,8 @@ def _style_of_pairs(shapes: Mapping[str, Shape]) -> dict[str, int | None]:
             continue
         # The second matrix, from the hidden features back, is a row: the hidden ones are more.
         is_row = name in _ROWS or (num_inputs > num_outputs and name not in _COLUMNS)
-        style[name] = -2 if is_row else -1
-    return style
+        (rows if is_row else columns).append(name)
+    return columns, rows
 
 
 def _is_table(parameter: str, class_name: str) -> bool:
@@ -327,16 +342,16 @@ def _kernel_styles(
     """
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):
         head_biases = [bias for bias, size in biases.items() if size == shape[1:]]
-        return [{parameter: -2, **dict.fromkeys(head_biases, -2)}]
+        return [Style("heads", {parameter: -2, **dict.fromkeys(head_biases, -2)})]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):
-        return [{parameter: -3}, {parameter: -2}]
+        return [Style("heads", {parameter: -3}), Style("row", {parameter: -2})]
     vectors = {bias: size[0] for bias, size in biases.items() if len(size) == 1}
     # The size of a bias is the number of outputs, which tells (out, in) from (in, out).
     is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
     inputs, outputs = (-1, -2) if is_transposed else (-2, -1)
     added = [bias for bias, size in vectors.items() if size == shape[outputs] and "bias" in bias]
-    column: Style = {parameter: outputs, **dict.fromkeys(added, -1)}
-    row: Style = {parameter: inputs, **dict.fromkeys(added, None)}
+    column = Style("column", {parameter: outputs, **dict.fromkeys(added, -1)})
+    row = Style("row", {parameter: inputs, **dict.fromkeys(added, None)})
     return _order_styles(name, shape[inputs], shape[outputs], [column], [row])
 
 

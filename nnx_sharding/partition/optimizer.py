@@ -83,7 +83,8 @@ def optimizer_sharding(
       P(None, 'model')
     """
     parameters = None if model is None else variables(model)
-    return from_paths(optimizer_specs(optimizer, sharding, parameters))
+    specs = optimizer_specs(optimizer, sharding, parameters)
+    return from_paths(specs, by="optimizer_sharding")
 
 
 def optimizer_specs(
@@ -273,9 +274,7 @@ def with_optimizer(
     if optimizer is not None:
         state = optimizer_specs(optimizer, from_paths(specs), parameters)
         specs = union(specs, state)
-        strategies = dict.fromkeys(state, "optimizer_sharding") | remarks.strategies
-        remarks = remarks._replace(strategies=strategies)
-    return from_paths(specs, activations, remarks)
+    return from_paths(specs, activations, remarks, by="optimizer_sharding")
 
 
 def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:

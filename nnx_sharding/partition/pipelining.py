@@ -191,7 +191,7 @@ def pipeline(
         called = [(*path, number) for number in range(blocks)] or [path]
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
-    remarks = remarks_on(specs, "pipeline", base, parameters)
+    remarks = remarks_on(specs, "pipeline", base, parameters, [axis])
     return with_optimizer(specs, parameters, optimizer, activations.extended(filters), remarks)
 
 

@@ -151,7 +151,7 @@ def from_arrays(model: object) -> StateSharding:
         # A spec is for all arrays of a Variable, so they have to agree.
         shardings = {_committed_sharding(array) for array in variable.arrays}
         specs[variable.path] = shardings.pop() if len(shardings) == 1 else None
-    return from_paths(specs)
+    return from_paths(specs, by="from_arrays")
 
 
 def _committed_sharding(array: object) -> Sharding | None:
@@ -354,8 +354,8 @@ def from_logical(
     def spec_of(variable: NamedVariable, names: Any) -> PartitionSpec:
         return rules._spec(names, variable.shape, mesh)
 
-    head = "from_logical: these names give no spec:"
-    sharding = _from_names(head, model, names_of, spec_of, rules._hint)
+    fault = "these names give no spec"
+    sharding = _from_names("from_logical", fault, model, names_of, spec_of, rules._hint)
     unused = [filter_ for index, (filter_, _) in enumerate(pairs) if index not in deciding]
     if unused:
         # A glob such as `blocks/*/up` is a regular expression as well, of another meaning.
@@ -392,13 +392,14 @@ def from_metadata(
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    head = "from_metadata: this metadata gives no sharding:"
+    fault = "this metadata gives no sharding"
     spec_of = functools.partial(_spec_of_annotation, rules, mesh)
-    return _from_names(head, model, lambda variable: variable.annotation, spec_of)
+    return _from_names("from_metadata", fault, model, lambda named: named.annotation, spec_of)
 
 
 def _from_names(
-    head: str,
+    name: str,
+    fault: str,
     model: object,
     names_of: Callable[[NamedVariable], object],
     spec_of: Callable[[NamedVariable, object], PartitionSpec],
@@ -407,7 +408,8 @@ def _from_names(
     """Returns the shardings of a model by names; raises the errors of all Variables as one.
 
     Args:
-      head: the first line of the error.
+      name: the function of the user.
+      fault: what is wrong, for the first line of the error.
       model: the model.
       names_of: returns the names for a Variable, its sharding, or None to replicate it.
       spec_of: returns the spec for a Variable and these names; raises an error if they give none.
@@ -424,8 +426,8 @@ def _from_names(
                 specs[variable.path] = spec_of(variable, names)
         except (TypeError, ValueError) as error:
             lines.append(f"  {variable.name}, shape {variable.shape}, {names!r}: {error}")
-    raise_listed(ValueError, head, lines, hint)
-    return from_paths(specs)
+    raise_listed(ValueError, f"{name}: {fault}:", lines, hint)
+    return from_paths(specs, by=name)
 
 
 def _spec_of_annotation(

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -146,7 +147,7 @@ def fsdp(
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
     own = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
-    remarks = remarks_on(specs, "fsdp", base, parameters)
+    remarks = remarks_on(specs, "fsdp", base, parameters, axes)
     remarks.notes.update(own)
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
@@ -203,7 +204,7 @@ def zero1(
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     own = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
-    remarks = remarks_on({**state_specs, **specs}, "zero1", base, parameters)
+    remarks = remarks_on({**state_specs, **specs}, "zero1", base, parameters, axes)
     remarks.notes.update(own)
     return from_paths(union(specs, state_specs), activations_of(base), remarks)
 
@@ -296,6 +297,8 @@ def remarks_on(
     name: str,
     base: StateSharding | None,
     parameters: Iterable[NamedVariable],
+    axes: Sequence[AxisName] = (),
+    roles: Mapping[Path, str] = MappingProxyType({}),
 ) -> Remarks:
     """Returns what reports say of the specs of a strategy, with what still holds of ``base``.
 
@@ -307,8 +310,22 @@ def remarks_on(
       name: the strategy.
       base: what it adds to; its strategies count where it has sharded an array.
       parameters: the Variables of the model.
+      axes: the mesh axes that the strategy shards over.
+      roles: by path, what a device has of an array, such as a ``column``; empty if that is only
+        known as a dimension.
     """
-    remarks = Remarks({}, dict.fromkeys(specs, name))
+
+    def chosen_by(path: Path) -> str:
+        """Writes the strategy, and what it shards: ``column of tensor_parallel``."""
+        if roles.get(path):
+            return f"{roles[path]} of {name}"
+        entries = getattr(specs[path], "partitions", ())  # a NamedSharding stays as it is
+        for dimension, entry in enumerate(entries):
+            if not set(axes).isdisjoint(axes_of(entry)):
+                return f"{name} over dimension {dimension}"
+        return name
+
+    remarks = Remarks({}, {path: chosen_by(path) for path in specs})
     for path, variable, *_ in parameters if base is not None else ():
         assert base is not None
         number, before = base.find(path, variable)
@@ -321,7 +338,7 @@ def remarks_on(
             remarks.notes[path] = note
         if was_sharded:
             earlier = getattr(base.filters[number], "strategy", "") or base.names[number]
-            remarks.strategies[path] = earlier if is_kept else f"{earlier}, {name}"
+            remarks.strategies[path] = earlier if is_kept else f"{earlier}, {chosen_by(path)}"
     return remarks
 
 

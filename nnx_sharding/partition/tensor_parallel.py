@@ -123,21 +123,24 @@ def tensor_parallel(
     covered = set[Path]()  # the parameters of all layers that have a rule
     size = math.prod(mesh.shape[each] for each in axes)
     undivided = dict[Path, set[int]]()  # by parameter: sizes that the axes do not divide
+    roles = dict[Path, str]()  # by parameter: what a device has of it, such as a column
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for layer in _layers(listing, known):
         parameters = _parameters_of(layer, listing, known)
         styles = layer.styles()
         styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
         specs.update(styled)
-        if not style:
+        roles.update(dict.fromkeys(styled, "" if style is None else style.role))
+        if style is None:
             sizes = {tried for tried in _sizes_tried(styles, parameters) if tried % size}
             undivided.update({x.path: sizes for x in parameters.values() if sizes})
         for key, variable in parameters.items():
             # A rule for a user's class is only for the parameters in its styles.
-            if layer.attributes is None or any(key in style for style in styles):
+            if layer.attributes is None or any(key in each.dimensions for each in styles):
                 covered.add(variable.path)
         # A bias is added once to a sum, so in such layers it is not sharded.
-        biases = [key for key, dim in style.items() if key.endswith("bias") and dim is None]
+        dimensions = {} if style is None else style.dimensions
+        biases = [key for key, dim in dimensions.items() if key.endswith("bias") and dim is None]
         row_layers += [(*layer.path, *key.split("/")[:-1]) for key in biases]
     activations = activations_of(base)
     if sequence:
@@ -150,7 +153,7 @@ def tensor_parallel(
     if size > 1:
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    remarks = remarks_on(specs, "tensor_parallel", base, every)._replace(notes=notes)
+    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, roles)._replace(notes=notes)
     return with_optimizer(specs, every, optimizer, activations, remarks)
 
 
@@ -289,7 +292,7 @@ def _apply_first_style(
     before: SpecsByPath,
     axes: Sequence[AxisName],
     mesh: AnyMesh,
-) -> tuple[SpecsByPath, Style]:
+) -> tuple[SpecsByPath, Style | None]:
     """Shards the parameters of a layer in the first style that its sizes allow.
 
     The first parameter in a style decides whether it can be used. The others, such as a bias, keep
@@ -304,7 +307,7 @@ def _apply_first_style(
 
     Returns:
       The specs by the path in the model, and the style. If none fits, the specs of ``before``,
-      which replace those that a rule for a layer inside of this one has chosen, and an empty style.
+      which replace those that a rule for a layer inside of this one has chosen, and None.
     """
 
     def shard(
@@ -320,30 +323,30 @@ def _apply_first_style(
         for style in usable:
             sharded = {
                 key: shard(parameters[key], index, axes[:count])
-                for key, index in style.items()
+                for key, index in style.dimensions.items()
                 if key in parameters
             }
-            if sharded[next(iter(style))] is None:
+            if sharded[next(iter(style.dimensions))] is None:
                 continue
             specs: SpecsByPath = {}
             for key, spec in sharded.items():
                 path = parameters[key].path
                 specs[path] = before[path] if spec is None else spec
             return specs, style
-    keys = {key for style in usable for key in style if key in parameters}
-    return {parameters[key].path: before[parameters[key].path] for key in keys}, {}
+    keys = {key for style in usable for key in style.dimensions if key in parameters}
+    return {parameters[key].path: before[parameters[key].path] for key in keys}, None
 
 
 def _usable(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> list[Style]:
     """Returns the styles whose first parameter, which decides, is in the layer."""
-    return [style for style in styles if next(iter(style)) in parameters]
+    return [style for style in styles if next(iter(style.dimensions)) in parameters]
 
 
 def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> set[int]:
     """Returns the sizes of the dimensions that the styles of a layer shard."""
     sizes = set()
     for style in _usable(styles, parameters):
-        name, index = next(iter(style.items()))
+        name, index = next(iter(style.dimensions.items()))
         parameter = parameters[name]
         dimension = None if index is None else parameter.dimension(index)
         if dimension is not None and parameter.shape is not None:

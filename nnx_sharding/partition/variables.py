@@ -264,7 +264,8 @@ class Remarks(NamedTuple):
     """What reports say of the arrays of a model, by path."""
 
     notes: dict[Path, str]  # why one stays replicated, or what its spec costs
-    strategies: dict[Path, str]  # those that chose its spec: ``tensor_parallel, fsdp``
+    # What chose its spec: ``column of tensor_parallel, fsdp over dimension 0``.
+    strategies: dict[Path, str]
 
 
 NO_REMARKS = Remarks({}, {})
@@ -274,6 +275,7 @@ def from_paths(
     specs: SpecsByPath,
     activations: ActivationSharding = FOLLOWING,
     remarks: Remarks = NO_REMARKS,
+    by: str = "",
 ) -> StateSharding:
     """Makes the result of a strategy: a ``StateSharding`` from one sharding for each path.
 
@@ -281,11 +283,12 @@ def from_paths(
       specs: the sharding of each path.
       activations: how activations are sharded.
       remarks: what ``check_sharding`` and lock files say of the arrays.
+      by: what chose the specs of paths for which ``remarks`` has nothing.
     """
     # One filter for all paths with the same spec: models have thousands of paths, and few specs.
     groups: dict[tuple[Any, str, str], list[Path]] = {}
     for path, spec in specs.items():
-        key = spec, remarks.notes.get(path, ""), remarks.strategies.get(path, "")
+        key = spec, remarks.notes.get(path, ""), remarks.strategies.get(path, by)
         groups.setdefault(key, []).append(path)
     rules = [(Paths(paths, *texts), spec) for (spec, *texts), paths in groups.items()]
     return StateSharding(rules, activations=activations)

@@ -148,7 +148,7 @@ class Paths(nnx.filterlib.PathIn):
     Args:
       paths: the paths, each the keys from the argument to a Variable.
       note: why they have their sharding, for reports.
-      strategy: the strategy that chose it, for reports.
+      strategy: what chose it, for reports: ``column of tensor_parallel, fsdp over dimension 0``.
 
     Example:
       >>> from nnx_sharding import filters

@@ -3,7 +3,7 @@
 A lock has a line for each figure of the program, modules and arrays in lists folded:
 
     [arguments]
-    model.layers[*].up.bias | float32[64] P('model') | rule tensor_parallel | 768 bytes | 3 arrays
+    model.up.bias | float32[64] P('model') | rule column of tensor_parallel | 64 bytes | 1 array
     x | float32[8,32] P('data', None) | rule in_shardings | 512 bytes | 1 array
 
     [collectives]

@@ -83,7 +83,7 @@ def offload(
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
     # As rules, a filter and a sharding for each, which have priority over those of ``sharding``.
-    on_host = from_paths(chosen)
+    on_host = from_paths(chosen, by="offload")
     return override(sharding, zip(on_host.filters, on_host.shardings, strict=True))
 
 

@@ -651,7 +651,7 @@ class Compiled(Stage):
           >>> compiled = fun.lower(model, jax.ShapeDtypeStruct((8, 8), "float32")).compile()
           >>> print(compiled.why("model.bias"))
           model.bias: replicated, 64 B on each device
-            The strategy leaves it replicated: fewer than min_size=32.
+            fsdp leaves it replicated: fewer than min_size=32.
             'data' (8) would divide dimension 0.
             instead: nnx_sharding.partition.override(sharding, {r"bias$": P('data')})
         """
