@@ -487,7 +487,7 @@ UNREADABLE = {
     ),
     "several files without an index": (
         lambda folder: [(folder / f"model-{i}-of-2.safetensors").touch() for i in (1, 2)],
-        r"has model-1-of-2.safetensors, model-2-of-2.safetensors\. Several files need the index",
+        r"has model-1-of-2.safetensors, model-2-of-2.safetensors\.",
     ),
     "a pointer of Git LFS": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github"),

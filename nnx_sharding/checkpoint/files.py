@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from contextvars import copy_context
@@ -32,17 +32,9 @@ from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import raise_listed
 from ..specs.fitting import without_reductions
-from . import stored
+from . import names, stored
 from .checksums import checksums
-from .names import (
-    NamedArray,
-    check_unique,
-    digest,
-    is_reference,
-    is_storable,
-    kind_of,
-    named_arrays,
-)
+from .names import NamedArray
 from .restore import restore_into
 from .stored import FilePath
 
@@ -89,7 +81,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
         if operation.is_first:
             stored.check_replaceable(folder, overwrite)
             if not stored.is_in_bucket(folder):
-                draft = operation.enter(Draft(Path(folder), _is_of_draft))
+                is_ours = lambda path: stored.is_of_orbax(path.removeprefix(_IN_DRAFT))  # noqa: E731
+                draft = operation.enter(Draft(Path(folder), is_ours))
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
             stored.as_folder(new / "array_metadatas").mkdir(parents=True)
@@ -106,10 +99,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
 _IN_DRAFT = "checkpoint/"
 
 
-def _is_of_draft(path: str) -> bool:
-    return stored.is_of_orbax(path.removeprefix(_IN_DRAFT))
-
-
 @_compat.api_boundary
 def restore(
     path: str | os.PathLike[str],
@@ -119,9 +108,8 @@ def restore(
     *,
     only: Any = None,
     cast: bool = False,
-    rename: Mapping[str, str] | None = None,
 ) -> Any:
-    r"""Reads a checkpoint into a model, an optimizer or any pytree of them and of arrays.
+    """Reads a checkpoint into a model, an optimizer or any pytree of them and of arrays.
 
     Each array is read directly into its sharding: each process reads its own shards, whatever mesh
     and number of processes wrote it. The checkpoint may be one of :func:`save`, whose checksums are
@@ -131,7 +119,8 @@ def restore(
       path: the directory of the checkpoint, or of one step of several.
       tree: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
         Modules and Variables are changed in place: all of them or, after an error, none. NumPy
-        arrays and numbers remain NumPy arrays and numbers.
+        arrays and numbers remain NumPy arrays and numbers. A module with another name than in the
+        checkpoint is in a dict with the old one: ``{"encoder": model.body}``.
       sharding: where to place arrays: anything that
         :func:`~nnx_sharding.partition.with_sharding_constraint` takes. None is the sharding of the
         array in ``tree``; an array without one goes to the default device.
@@ -142,10 +131,6 @@ def restore(
         None restores all of both: what is in one of them only is an error.
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
-      rename: the paths that arrays of the checkpoint have in ``tree``, if they differ: rules
-        ``{pattern: replacement}``. The first regular expression that is found in a path, as
-        :func:`contents` lists it, replaces that part, as ``re.sub`` does:
-        ``{r"^encoder/": "body/"}``.
 
     Returns:
       ``tree``, with arrays outside of modules and Variables in new containers.
@@ -155,26 +140,16 @@ def restore(
       CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
         either side, different shapes and dtypes, integers that ``cast`` would wrap, all in one
         message.
-      ValueError: shardings do not fit or have no devices; ``only`` or a rule of ``rename`` matches
-        nothing, or rules give several arrays the same path.
+      ValueError: shardings do not fit or have no devices, or ``only`` matches nothing.
 
     Example:
-      >>> import tempfile
-      >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.checkpoint import restore, save
-      >>> from nnx_sharding.partition import make_mesh
-      >>> folder = tempfile.mkdtemp() + "/model"
-      >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-      >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
-      P('model',)
+      See :func:`save`.
     """
     with Operation("restore", path) as operation:
         folder = stored.item_folder("restore", path)
         operation.agree(path=str(folder))
         with progress(f"restore {folder.name}"):
-            return restore_into(folder, ModelRestore(tree, sharding, mesh, only, cast, rename))
+            return restore_into(folder, ModelRestore(tree, sharding, mesh, only, cast))
 
 
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -184,7 +159,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         """Starts to write the arrays of a :class:`ModelSave`."""
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
-            operation.agree(arrays=lambda: digest(arrays))  # from here on, devices compute together
+            operation.agree(arrays=lambda: names.digest(arrays))  # before devices compute together
             standard = operation.wait_for(lambda: _standard_args(flat, arrays))
             # In a mesh, JAX 0.10 refuses to slice single shards, as Orbax does.
             with _writing(directory), jax.set_mesh(Mesh(np.empty((), object), ())):
@@ -283,7 +258,6 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     mesh: Mesh | None = None
     only: Any = None
     cast: bool = False
-    rename: Mapping[str, str] | None = None
 
 
 def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
@@ -313,24 +287,24 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     Errors list what is no array or number, was deleted, or has the name of another.
     """
     flat = flatten(tree)
-    arrays = named_arrays(flat)
+    arrays = names.named_arrays(flat)
     wrong, deleted = [], []
     for array in arrays:
         leaf, path = array.leaf, array.path
-        if isinstance(leaf, jax.ShapeDtypeStruct) or not is_storable(leaf):
-            wrong.append(f"  {path}: {kind_of(leaf)}")
-        elif isinstance(leaf, jax.Array) and not is_reference(leaf) and leaf.is_deleted():
+        if isinstance(leaf, jax.ShapeDtypeStruct) or not names.is_storable(leaf):
+            wrong.append(f"  {path}: {names.kind_of(leaf)}")
+        elif isinstance(leaf, jax.Array) and not names.is_reference(leaf) and leaf.is_deleted():
             deleted.append(f"  {path}")
     head = "save: these are not arrays or numbers with a value:"
     raise_listed(TypeError, head, wrong)
     raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
-    check_unique("save", arrays)
+    names.check_unique("save", arrays)
     return flat, arrays
 
 
 def _content(leaf: Any) -> Any:
     """Returns what is written for an array: a NumPy array unless it is global."""
-    value = leaf[...] if is_reference(leaf) else leaf
+    value = leaf[...] if names.is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
         return np.asarray(value) if isinstance(value, complex | np.generic) else value
     # Of several processes, Orbax refuses arrays that one of them alone has.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from .. import _compat
 from ..analysis.parameters import keys_inside
@@ -175,12 +175,6 @@ def kind_of(x: object) -> str:
 def suggestions(count: int) -> Callable[[str, Iterable[str]], str]:
     """Returns ``suggestion``, or for so many names that comparing all takes too long, no hints."""
     return suggestion if count < _MOST else lambda name, names: ""
-
-
-def on_auto_axes(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding in the default memory, on Auto axes, where any operation is possible."""
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return NamedSharding(mesh, sharding.spec)
 
 
 def is_castable(there: np.dtype[Any] | str, here: np.dtype[Any] | str, cast: bool) -> bool:

@@ -1,6 +1,6 @@
 """Reading a checkpoint into a tree: all of it or, after an error, nothing.
 
-    find      where each array of the model is in the checkpoint: under its name, or a new one
+    find      where each array of the model is in the checkpoint
     check     shapes and dtypes, before anything is read; one error lists all that does not fit
     load      with the model's shardings, so that each process reads its own shards
     convert   cast and place, one array after the other
@@ -12,8 +12,7 @@ A *target* is an array of the model, its *leaf* there, with the name that it has
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
@@ -58,11 +57,13 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         shardings = _shardings(given, flat, arrays)
         # Where it is in the checkpoint, and whether it fits.
         stored = opened("restore", folder)
-        stored_names = _stored_names(stored, given.rename or {})
+        # Orbax alone may have stored plain names, as `nnx.to_pure_dict` makes them.
+        by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
         targets = []
         for array in arrays:
-            plain_name = stored_names.get(array.plain_name, array.plain_name)
-            name = stored_names.get(array.name, plain_name)
+            name = array.name
+            if name not in stored.entries:
+                name = by_plain_name.get(array.plain_name, array.plain_name)
             targets.append(_Target(array, shardings[array.slot], name))
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         operation.agree(arrays=lambda: names.digest(arrays))  # before anything is read
@@ -74,13 +75,10 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
 def _shardings(
     given: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
 ) -> dict[int, Sharding | None]:
-    """Decides where each array goes: by the user's shardings, else by those that the model has.
+    """Returns the sharding of each array by its slot: the user's, else that which the model has.
 
     A ``mesh`` without a ``sharding`` replaces the mesh of the model's shardings, whose specs stay.
-
-    Returns:
-      The sharding of each, by its index in ``flat.leaves``; None for one that goes to the default
-      device, or stays a NumPy array or a number.
+    None is for the default device, and for what stays a NumPy array or a number.
     """
     declared: list[Any] = [None] * len(flat.leaves)
     if given.sharding is not None:
@@ -118,35 +116,6 @@ class _Target(NamedTuple):
     array: NamedArray
     sharding: Sharding | None  # None for the default device, and for the host
     name: Name  # in the checkpoint, which may lack it
-
-
-def _stored_names(stored: Stored, rename: Mapping[str, str]) -> dict[Name, Name]:
-    """Returns the names under which a model looks for arrays, each with that in the checkpoint.
-
-    Raises:
-      ValueError: a rule of ``rename`` matches nothing, or two arrays get the same path.
-    """
-    stored_names = dict[Name, Name]()
-    used_rules = set[str]()
-    old_paths: dict[str, list[str]] = {}  # by new path
-    for name, entry in stored.entries.items():
-        path = entry.array.path
-        rule = next((rule for rule in rename if re.search(rule, path)), None)
-        if rule is None:
-            stored_names[name] = name
-            stored_names.setdefault(entry.plain_name, name)  # as in `nnx.to_pure_dict`
-        else:
-            used_rules.add(rule)
-            path = re.sub(rule, rename[rule], path, count=1)
-            stored_names[tuple(path.split("/"))] = name
-        old_paths.setdefault(path, []).append(entry.array.path)
-    if rename:  # without it, Orbax alone may have stored equal paths
-        same = [f"  {new}: {', '.join(old)}" for new, old in old_paths.items() if len(old) > 1]
-        raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
-    unused = [f"  {rule!r}" for rule in rename if rule not in used_rules]
-    head = f"restore: these rules of rename match no path in {stored.folder}:"
-    raise_listed(ValueError, head, unused)
-    return stored_names
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:

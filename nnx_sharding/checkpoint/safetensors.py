@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,6 +34,7 @@ from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
 from ..specs.fitting import without_reductions
+from ..specs.types import AnyArray
 from . import names, tensor_files
 from .names import NamedArray
 from .stored import as_folder, is_in_bucket
@@ -50,6 +51,7 @@ _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 WEIGHTS = nnx.Not(nnx.RngState)
 
 _CHUNK = 2**24  # bytes
+_SHORT = 2**26  # bytes, below which no progress is shown: its thread takes 0.6 ms
 
 # What fills an array: tensors, and where each belongs in it.
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
@@ -124,7 +126,8 @@ def load_safetensors(
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
         with tensor_files.open_tensors(_LOAD, path) as tensors:
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
-            operation.agree(path=str(as_folder(path)), arrays=lambda: names.digest(arrays.values()))
+            digest = functools.partial(names.digest, arrays.values())
+            operation.agree(path=lambda: str(as_folder(path)), arrays=digest)
             values = _load_arrays(arrays, filled_by, tensors)
         operation.agree()  # from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
@@ -140,7 +143,8 @@ def _load_arrays(
     overflows = []
     on_host: list[int] = []  # the indices of values that still have to be put on a device
     pending_bytes = 0  # the size of these
-    with progress(_LOAD, len(arrays)) as advance:
+    leaves = [array.leaf for array in arrays.values()]
+    with progress(_LOAD, len(arrays), quiet=_num_bytes(leaves) < _SHORT) as advance:
         for path, array in arrays.items():
             misfits: set[str] = set()
             parts = [(placement, tensors[name]) for placement, name in filled_by[path]]
@@ -160,6 +164,10 @@ def _load_arrays(
     head = f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:"
     raise_listed(CheckpointError, head, overflows, "Use a larger dtype in the model.")
     return values
+
+
+def _num_bytes(arrays: Iterable[AnyArray]) -> int:
+    return sum(array_bytes(x.shape, x.dtype) for x in arrays)
 
 
 def _put_on_device(values: list[Array], on_host: list[int]) -> None:
@@ -328,7 +336,8 @@ def save_safetensors(
             _create_files(release, groups, tensors)
             sent = [str(release.draft.folder), release.files]
         local, files = operation.agree(sent)
-        with progress(_SAVE, len(tensors)) as advance:
+        is_short = _num_bytes(tensors.values()) < _SHORT
+        with progress(_SAVE, len(tensors), quiet=is_short) as advance:
             for name, group in zip(files, groups, strict=True):
                 _fill_file(Path(local, name), {x: tensors[x] for x in group}, advance)
         operation.agree()
@@ -345,8 +354,7 @@ def _create_files(
         tensor_files.create(release.draft.folder / name, {x: tensors[x] for x in group})
         located.update(dict.fromkeys(group, name))
     if len(groups) > 1:
-        size = sum(array_bytes(x.shape, x.dtype) for x in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": located}
+        index = {"metadata": {"total_size": _num_bytes(tensors.values())}, "weight_map": located}
         (release.draft.folder / tensor_files.INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
@@ -359,21 +367,14 @@ def _fill_file(
         writer = tensor_files.Writer(file)
         for name, tensor in tensors.items():
             for placement, value in tensor.parts:
-                _write(writer, stored[name], placement, value)
+                for bounds, data in _shards(value):
+                    for box, values in _boxes_in_region(placement, bounds, data):
+                        writer.add(stored[name], box, values)
+                    if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
+                        writer.flush()
             advance(name)
         writer.flush()
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
-
-
-def _write(
-    writer: tensor_files.Writer, tensor: StoredTensor, placement: Placement, value: Array
-) -> None:
-    """Writes what this process holds of an array, which is a part of a tensor."""
-    for bounds, data in _shards(value):
-        for box, values in _boxes_in_region(placement, bounds, data):
-            writer.add(tensor, box, values)
-        if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
-            writer.flush()
 
 
 class NewTensor(NamedTuple):

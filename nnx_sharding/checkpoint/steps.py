@@ -228,10 +228,7 @@ class Checkpoints:
             return restored.step
 
     def _restored(self, step: int | None, args: ModelRestore, data: Any) -> _Restored | None:
-        """Restores a step, None for the last one, the same on all processes.
-
-        Returns None if no step is stored. The arguments and errors are those of :meth:`restore`.
-        """
+        """Restores a step as :meth:`restore` does, the same on all processes; None without any."""
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()
             steps = sorted(self.manager.all_steps())

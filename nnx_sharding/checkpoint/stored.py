@@ -214,12 +214,7 @@ def is_of_orbax(path: str) -> bool:
 
 
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
-    """Finds the folder with the arrays: the given one, or the item of a step in it.
-
-    Raises:
-      NoCheckpointError: the folder does not exist, or was not written completely.
-      CheckpointError: it is no checkpoint, or has several.
-    """
+    """Finds the folder with the arrays: the given one, or the item of a step in it."""
     folder = as_folder(path)
     if _UNFINISHED in folder.name:  # Orbax renames complete ones
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
@@ -263,9 +258,6 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
 
     Those that Orbax stored come first, in the order of its tree; then those without elements, which
     only the manifest has. The metadata are Orbax's, of a type that it does not export.
-
-    Raises:
-      CheckpointError: a later release wrote the manifest.
     """
     manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})  # Orbax alone writes none
     version = manifest.get("version", _VERSION)
@@ -335,8 +327,7 @@ def load(
 ) -> dict[Name, Any]:
     """Reads arrays by name, with these shardings or to the host, and compares their checksums.
 
-    Each process reads its own shards. PRNG keys are their words. A CheckpointError if arrays are
-    damaged, or another job replaced the checkpoint meanwhile.
+    Each process reads its own shards. PRNG keys are their words.
     """
     arrays = _read(stored, wanted)
     # Orbax opens files one after the other, so it may have read some of either checkpoint.

@@ -19,7 +19,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,8 @@ import numpy as np
 from ..analysis.json_codec import unique_json
 from ..analysis.memory import array_bytes
 from ..core.publishing import drafts
-from ..errors import CheckpointError, NoCheckpointError, raise_listed
+from ..errors import CheckpointError, NoCheckpointError, raise_listed, shortened
+from ..specs.types import AnyArray
 from .stored import FilePath, as_folder, is_in_bucket, version_of
 
 INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -58,18 +59,6 @@ _AT_ONCE = 2**24
 
 # A range of each dimension: where it begins and ends.
 Region: TypeAlias = Sequence[tuple[int, int]]
-
-
-class HasShape(Protocol):
-    """What has the shape and dtype of an array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dimension."""
-
-    @property
-    def dtype(self) -> np.dtype[Any] | str:
-        """The dtype of its numbers; the name in the file if NumPy has no such dtype."""
 
 
 class StoredTensor(NamedTuple):
@@ -145,25 +134,15 @@ def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tens
         )
         return read_header(caller, path, opened)
     except OSError as error:
-        hint = _other_weights(path)
-        if not is_in_bucket(path) and drafts(Path(path.parent, MODEL_FILE)):
-            hint = " Files were begun there, but not written completely."
+        hint = ""
+        if not is_in_bucket(path) and path.parent.is_dir():
+            present = sorted(os.listdir(path.parent))
+            hint = f" The folder has {', '.join(shortened(present)) or 'no files'}."
+            if drafts(Path(path.parent, MODEL_FILE)):
+                hint = " Files were begun there, but not written completely."
         raise NoCheckpointError(
             f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
         ) from error
-
-
-def _other_weights(path: FilePath) -> str:
-    """Says which files of weights are in the folder of a file that is not."""
-    if is_in_bucket(path) or not path.parent.is_dir():
-        return ""
-    endings = (".safetensors", ".bin", ".gguf", ".msgpack", ".pt", ".pth")
-    others = sorted(x.name for x in path.parent.iterdir() if x.name.endswith(endings))
-    if not others:
-        return ""
-    several = len(others) > 1 and others[0].endswith(".safetensors")
-    remedy = f" Several files need the index {INDEX_FILE}." if several else ""
-    return f" The folder has {', '.join(others[:3])}{', …' if others[3:] else ''}.{remedy}"
 
 
 def read_header(caller: str, path: FilePath, file: BinaryIO) -> Tensors:
@@ -211,7 +190,7 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
     return tensors
 
 
-def create(path: FilePath, tensors: Mapping[str, HasShape]) -> None:
+def create(path: FilePath, tensors: Mapping[str, AnyArray]) -> None:
     """Writes a file with the shapes and dtypes of its tensors, but not their values."""
     # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

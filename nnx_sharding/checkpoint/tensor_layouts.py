@@ -65,16 +65,6 @@ class Placement:
         whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
         return whole and self.left == self.right
 
-    @property
-    def is_filling(self) -> bool:
-        """Whether the tensor fills all of the array."""
-        return all(self.axes[n].length == self.axes[n].array_size for n in names_in(self.right))
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the array has only a part of the tensor."""
-        return any(axis.length < axis.tensor_size for axis in self.axes.values())
-
     def arranged(self, tensor: Any) -> Any:
         """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis."""
         left, right = names_in(self.left), names_in(self.right)
@@ -205,9 +195,9 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     """
     if not placements:
         return [""]
-    if len(placements) == 1 and placements[0].is_filling:
-        return []
     shape, regions = boxes(placements)
+    if len(regions) == 1 and list(regions[0]) == [(0, size) for size in shape]:  # as most are
+        return []
     # The edges of all regions divide the array into cells, each of which has one count.
     edges = [
         sorted({0, size, *(edge for region in regions for edge in region[axis])})

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 from ..errors import CheckpointError, by_kind, raise_listed
+from ..specs.types import AnyArray
 from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
-from .tensor_files import HasShape
 from .tensor_layouts import Placement, gaps
 from .tensor_rules import Rules, Target
 
@@ -24,8 +24,8 @@ Filled: TypeAlias = dict[str, list[tuple[Placement, str]]]
 def fill_by_rules(
     head: str,
     rules: Rules,
-    tensors: Mapping[str, HasShape],
-    arrays: Mapping[str, HasShape],
+    tensors: Mapping[str, AnyArray],
+    arrays: Mapping[str, AnyArray],
     everything: Collection[str],
     *,
     cast: bool = False,
@@ -67,8 +67,8 @@ class _Matching:
     """The pairs of tensors and arrays that were found so far, and the problems of these pairs."""
 
     rules: Rules
-    tensors: Mapping[str, HasShape]
-    arrays: Mapping[str, HasShape]
+    tensors: Mapping[str, AnyArray]
+    arrays: Mapping[str, AnyArray]
     cast: bool
     reverse: bool
 
@@ -115,9 +115,7 @@ class _Matching:
 
     def unused(self, goal: str) -> Iterator[str]:
         """Describes the arrays of which a part goes nowhere; without ``reverse`` there are none."""
-        if not self.reverse:
-            return
         for path, placements in self._used.items():
-            if path not in self._misfits:
+            if self.reverse and path not in self._misfits:
                 for gap in gaps(placements, goal, once=False):
                     yield f"  {path}, shape {self.arrays[path].shape}{gap}"

@@ -54,11 +54,7 @@ class Tensor:
       ValueError: ``dimensions``, ``take`` or ``put`` cannot be understood, or do not fit together.
 
     Example:
-      >>> from nnx_sharding.checkpoint import Tensor
-      >>> rules = {
-      ...     r"embed\.weight": "embed/embedding",
-      ...     r"layers\.(\d+)\.q\.weight": Tensor("blocks/{0}/q/kernel", "(h d) e -> e h d", h=8),
-      ... }
+      See :func:`load_safetensors`.
     """
 
     path: str

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import re
 import secrets
@@ -24,7 +25,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .interrupts import signals_deferred
 
@@ -202,7 +203,7 @@ def _exchange_folders(new: Path, path: Path) -> None:
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
     """Renames by Linux's system call, which can exchange two paths; False where there is none."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if _IS_LINUX else None
+    function = _renameat2_of_libc()
     if function is None:
         return False
     if function(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
@@ -213,7 +214,12 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
     raise OSError(code, os.strerror(code), str(new))
 
 
-_IS_LINUX = sys.platform == "linux"
+@functools.cache  # each CDLL defines a class
+def _renameat2_of_libc() -> Any:
+    """Returns the function of the C library; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -40,7 +40,6 @@ from ..checkpoint.names import (
     NamedArray,
     may_wrap,
     named_arrays,
-    on_auto_axes,
     selected,
 )
 from ..checkpoint.safetensors import WEIGHTS
@@ -507,7 +506,8 @@ def _built(
             # Converted first, so that fewer bytes are sent; the barrier keeps the compiler from
             # converting later.
             x = jax.lax.optimization_barrier(_compat.converted(x, dtype, is_weak))
-        if not is_host and placement.is_partial:
+        has_all = all(axis.length == axis.tensor_size for axis in placement.axes.values())
+        if not is_host and not has_all:
             # The compiler fails if some slices of one array get different shardings.
             x = jax.lax.optimization_barrier(x)
         x = placement.arranged(x)
@@ -654,7 +654,7 @@ def _on_auto_axes(x: Any) -> Any:
     mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return x
-    auto = on_auto_axes(x.sharding)
+    auto = NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec)
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=auto)
     buffers = [shard.data for shard in x.addressable_shards]

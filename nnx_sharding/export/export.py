@@ -62,13 +62,15 @@ def export(
         such as a static attribute; a platform is ``"gpu"``; or what ``lower`` raises.
 
     Example:
+      >>> import tempfile
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from nnx_sharding import export, jit
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
       >>> forward = jit(lambda model, x: model(x))
-      >>> exported = export.export(forward)(model, jnp.ones((4, 2)))
-      >>> output, updates = exported.call(nnx.state(model), jnp.ones((4, 2)))
+      >>> file = tempfile.mkdtemp() + "/forward.zip"
+      >>> export.export(forward)(model, jnp.ones((4, 2))).save(file)
+      >>> output, updates = export.load(file).call(nnx.state(model), jnp.ones((4, 2)))
       >>> output.shape, updates
       ((4, 3), {})
     """

@@ -159,18 +159,7 @@ def load(path: str | os.PathLike[str]) -> Exported:
       ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
 
     Example:
-      >>> import tempfile
-      >>> from pathlib import Path
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding import export, jit
-      >>> model = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
-      >>> exported = export.export(jit(lambda model, x: model(x)))(model, jnp.ones((4, 2)))
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     exported.save(Path(folder, "forward.zip"))
-      ...     loaded = export.load(Path(folder, "forward.zip"))
-      >>> loaded.call({"kernel": jnp.ones((2, 3))}, jnp.ones((4, 2))).output[0]
-      Array([2., 2., 2.], dtype=float32)
+      See :func:`export`.
     """
     data, content = files.read(path)
     try:
@@ -195,33 +184,23 @@ def load(path: str | os.PathLike[str]) -> Exported:
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
             f"written by {manifest.versions}."
         ) from None
-    if not _describes(manifest, program):
+    # The manifest may be of another program.
+    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
+    has_types = all(
+        [info.type for info in infos] == [ArrayInfo.of("", aval, None).type for aval in avals]
+        for infos, avals in sides
+    )
+    if not has_types or manifest.devices != program.nr_devices:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
-
-
-def _describes(manifest: Manifest, program: jax.export.Exported) -> bool:
-    """Whether a manifest has the number of devices and the types of arrays that a program has."""
-    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
-    for infos, avals in sides:
-        types = [ArrayInfo.of("", aval, None).type for aval in avals]
-        if types != [info.type for info in infos]:
-            return False
-    return manifest.devices == program.nr_devices
 
 
 def _bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """Finds the array for each input of the program in the arguments of a call, by path.
+    """Returns the array for each input of the program, and by the name of each argument its form.
 
-    Returns:
-      The arrays in the order of ``manifest.inputs``; and by the name of each argument, what puts
-      arrays by path into the form in which the argument was passed, for its updates.
-
-    Raises:
-      TypeError: lists arrays that are missing, unknown, or of another shape or dtype, and those
-        that are one array in the exported function and were passed as several.
+    A TypeError lists all that does not fit.
     """
     arguments = _arguments(manifest, args, kwargs)
     passed: dict[int, tuple[LeafInfo, Any]] = {}  # arrays by position, and what they are passed for
@@ -265,11 +244,7 @@ def _bind(
 def _arguments(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by name, as Python would bind them.
-
-    Raises:
-      TypeError: lists arguments that are missing, unknown, passed twice, or static.
-    """
+    """Returns the arguments of a call by name, as Python would bind them."""
     names = [argument.name for argument in manifest.arguments]
     positional = [argument.name for argument in manifest.arguments if not argument.keyword]
     bound = dict(zip(positional, args, strict=False))
@@ -349,15 +324,9 @@ def _type_fault(leaf: Any, info: ArrayInfo) -> str:
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
-    """Chooses the devices that a call runs on: those of the mesh in context, else the first ones.
+    """Returns a mesh like the exported one, of the mesh in context or else of the first devices.
 
-    Returns:
-      A mesh of these devices with the axes of the exported one, whose types are part of the
-      program; None for a program of one device.
-
-    Raises:
-      ExportError: there are too few devices, or the mesh in context has another shape than the
-        exported one.
+    The types of its axes are part of the program. None for a program of one device.
     """
     if manifest.devices == 1:
         return None
@@ -380,8 +349,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     elif mesh.size != manifest.devices or (meshes and mesh.shape != like.shape):
         raise ExportError(
             f"{exported}; the mesh in context is {MeshDescription.of(mesh)}. Call it within `with "
-            "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
-            "it again for this one."
+            "jax.set_mesh(mesh):` for one like it, or without, or export it again for this one."
         )
     else:
         grid = mesh.devices.reshape(like.axis_sizes)
