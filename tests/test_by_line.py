@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 import inspect
 import json
@@ -24,6 +25,7 @@ from nnx_sharding.analysis.line_attribution import FROM_PROGRAM, spec_of_shard
 from nnx_sharding.analysis.measured import measured_seconds
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh
+from nnx_sharding.transforms import module_memory
 
 WIDTH, ROWS, LAYERS = 32, 64, 3
 
@@ -350,3 +352,24 @@ def test_specs_where_shapes_do_not_say_them():
     rows = {row.line: {kind.shape: kind.spec for kind in row.types} for row in table.rows}
     assert rows[lines_of("self.up(x)")][ROWS, 4 * WIDTH] == P("data", "model")
     assert rows[lines_of("self.down(hidden)")][ROWS, WIDTH] == P("data", None)
+
+
+def test_a_report_computes_work_and_collectives_once(monkeypatch):
+    """They are read from the program that is compiled once more, for both tables."""
+    counts = collections.Counter()
+
+    def counted(name):
+        function = getattr(module_memory, name)
+
+        def count(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return count
+
+    for name in ("executed_work", "collectives_of"):
+        monkeypatch.setattr(module_memory, name, counted(name))
+    compiled = CASES["one device"]().compile()
+    compiled.report(by_module=True)
+    compiled.by_line(hardware="TPU v5e")
+    assert counts == {"executed_work": 1, "collectives_of": 1}

@@ -80,7 +80,7 @@ from .parameters import ParameterRow
 from .purposes import inputs_of
 from .roofline import roofline_of
 from .values import Value
-from .work import ExecutedWork, Work, executed_work, why_unknown
+from .work import ExecutedWork, Work, why_unknown
 
 
 class Place(NamedTuple):
@@ -109,9 +109,10 @@ class CompiledProgram(NamedTuple):
     module: Module
     buffers: Buffers | None  # what it keeps in memory; None if the compiler does not say
     required: int | None  # bytes that have to be free for a call; None for those of all buffers
-    collectives: Collectives | None  # None if they are unknown
-    hardware: Hardware | None  # for estimates of times; None for none
+    executed: ExecutedWork | None  # None if a part of the program is not understood
+    collectives: Collectives | None  # None likewise
     mesh: MeshDescription | None
+    hardware: Hardware | None = None  # for estimates of times; None for none
 
 
 class Measured(NamedTuple):
@@ -206,8 +207,8 @@ def figures_by_place(
       measured: the seconds that a profile has measured by place; None without one.
     """
     module, buffers, collectives = program.module, program.buffers, program.collectives
-    executed = {} if module.unread else executed_work(module)
-    work = None if module.unread else _work_by_place(module, executed, attribution)
+    executed = program.executed
+    work = None if executed is None else _work_by_place(module, executed, attribution)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
     for collective in collectives or ():
         sent[attribution.place_of_collective(collective)].append(collective)
@@ -227,7 +228,7 @@ def figures_by_place(
             at_peak=None if buffers is None else held.get(place, Counter()),
             measured=None if measured is None else measured.get(place, 0.0),
         )
-    reasons = why_unknown(module, executed)
+    reasons = why_unknown(module, executed or {})
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)

@@ -27,7 +27,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..analysis.argument_reasons import ArgumentReasons
-from ..analysis.attribution import Measured, module_table
+from ..analysis.attribution import CompiledProgram, Measured, module_table
 from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
 from ..analysis.collective_reasons import CollectiveReasons, Shape
@@ -131,7 +131,7 @@ class Figures:
 
     def _module_table(self, peak: Hardware | None, measured: Measured | None = None) -> ModuleTable:
         """Makes the table of all modules; ``measured`` has seconds by instruction."""
-        program = self.dumped.compiled_program(self._arguments, self._mesh, peak)
+        program = self._program._replace(hardware=peak)
         return module_table(program, self._arguments, self.dumped.paths, measured)
 
     def by_line(self, hardware: Hardware | str | None, profile: Profile | None) -> LineTable:
@@ -141,11 +141,16 @@ class Figures:
           hardware: the peak figures for the column of seconds; None for the mesh's own devices.
           profile: of calls of the function; with it, seconds are also measured.
         """
-        dumped, measured = self.dumped, None
+        measured = None
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
-        program = dumped.compiled_program(self._arguments, self._mesh, self._hardware(hardware))
-        return line_table(program, self._made, dumped.paths, dumped.whole, measured)
+        program = self._program._replace(hardware=self._hardware(hardware))
+        return line_table(program, self._made, self._module_paths, self.dumped.whole, measured)
+
+    @functools.cached_property
+    def _program(self) -> CompiledProgram:
+        """What tables by module and by line are made of, without the hardware."""
+        return self.dumped.compiled_program(self._arguments, self._mesh)
 
     def activations(self, *, compile_again: bool) -> ActivationTable:
         """Lists what modules return, with the specs that the compiler chose.

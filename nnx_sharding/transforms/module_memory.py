@@ -32,11 +32,11 @@ from ..activations.calls import Recorder
 from ..analysis.attribution import CompiledProgram, Measured
 from ..analysis.buffers import Buffers, read_buffers
 from ..analysis.collectives import collectives_of
-from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
 from ..analysis.memory import memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, ParameterTable, argument_row, variable_fields
+from ..analysis.work import executed_work
 from ..core.plan import Plan
 
 if TYPE_CHECKING:
@@ -57,25 +57,21 @@ class DumpedProgram(NamedTuple):
     # Of the argument arrays, None for an unused one; None for all if the compiler failed.
     shardings: Sequence[Sharding | None] | None
 
-    def compiled_program(
-        self, rows: Sequence[ParameterRow], mesh: Mesh | None, hardware: Hardware | None
-    ) -> CompiledProgram:
-        """Returns what tables of memory and cost are made of.
+    def compiled_program(self, rows: Sequence[ParameterRow], mesh: Mesh | None) -> CompiledProgram:
+        """Returns what tables of memory and cost are made of, without the hardware.
 
         Args:
           rows: the argument arrays.
           mesh: the mesh for which it was compiled; None for one device.
-          hardware: the peak figures of a device, for times; None if unknown.
         """
-        # Found in this program, because the one for calls has other names of operations.
-        collectives = collectives_of(self.module, mesh, rows)
         return CompiledProgram(
-            self.module,
-            self.buffers,
-            self.required,
-            collectives,
-            hardware,
-            None if mesh is None else MeshDescription.of(mesh),
+            module=self.module,
+            buffers=self.buffers,
+            required=self.required,
+            executed=None if self.module.unread else executed_work(self.module),
+            # Found in this program, because the one for calls has other names of operations.
+            collectives=collectives_of(self.module, mesh, rows),
+            mesh=None if mesh is None else MeshDescription.of(mesh),
         )
 
     def measured(self, seconds: Mapping[str, float]) -> Measured:

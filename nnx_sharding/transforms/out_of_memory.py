@@ -66,7 +66,7 @@ def _explanation(
     ]
     actual = program.shardings or shardings  # those of the program, if it was compiled
     rows = argument_rows(plan, program.infos, actual, declared=shardings)
-    compiled = program.compiled_program(rows, mesh_of(shardings), hardware=None)
+    compiled = program.compiled_program(rows, mesh_of(shardings))
     return _with_remedies(error, module_table(compiled, rows, program.paths), rows)
 
 
