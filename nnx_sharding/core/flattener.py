@@ -120,9 +120,10 @@ class Flattener:
 
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
         """Returns the index of an object; the first link adds it to those to be described."""
-        index = self.index_of.get(_compat.identity(obj))
+        identity = _compat.identity(obj)
+        index = self.index_of.get(identity)
         if index is None or index in self.replaced or (not self.graph and self._is_copy(index)):
-            index = self.index_of[_compat.identity(obj)] = len(self.objects)
+            index = self.index_of[identity] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())

@@ -56,10 +56,9 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
         return False
     # A container among the attributes may be changed in place, which does not show. What shows is
     # Flax's record of how far the module is set up: its flags are a part of the content.
-    return all(
-        type(child) in (Static, int) or key == _compat.STATE
-        for key, child in zip(entry.keys, entry.children, strict=True)
-    )
+    pairs = zip(entry.keys, entry.children, strict=True)
+    others = [key for key, child in pairs if type(child) not in (Static, int)]
+    return others in ([], [_compat.STATE])
 
 
 def _content(obj: object) -> tuple[Any, ...]:

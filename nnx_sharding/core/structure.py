@@ -326,8 +326,8 @@ def identities_in(children: Iterable[Child]) -> Iterator[Static]:
 
 def holds_objects(entry: VariableEntry) -> bool:
     """Whether there are Variables or modules in the value of a Variable."""
-    parts = entry.value.children if isinstance(entry.value, Container) else [entry.value]
-    return any(isinstance(part, int) for part in parts)
+    parts = entry.value.children if isinstance(entry.value, Container) else ()
+    return isinstance(entry.value, int) or any(isinstance(part, int) for part in parts)
 
 
 def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
