@@ -707,7 +707,7 @@ class WithRows(nnx.Module):
 
     def __call__(self, x, factor, mask=None, *, positions=None):
         y = self.dense(x) * factor
-        y = y if mask is None else jnp.where(mask["keep"], y, 0)
+        y = y if mask is None else y * mask["keep"]
         return x + (y if positions is None else y * positions[..., None])
 
 
@@ -767,6 +767,13 @@ def test_arguments_with_rows(call, is_list, remat, repeats, kind):
     assert_close(run(model, *args), expected)
 
 
+class Same(nnx.Module):
+    """Returns a new array, which is declared as the output of a module."""
+
+    def __call__(self, keep):
+        return keep * 1
+
+
 class MaskedRows(nnx.Module):
     """Layers with a mask of the rows, which ``change`` makes of what the model gets."""
 
@@ -774,29 +781,41 @@ class MaskedRows(nnx.Module):
         self.blocks = stack(WithRows, 4, rngs=nnx.Rngs(0))
         if is_list:
             self.blocks = nnx.List(self.blocks)
-        self.change = change
+        self.change, self.same = change, Same()
 
     def __call__(self, x, keep):
-        return run_layers(self.blocks, x, jnp.float32(0.5), {"keep": self.change(keep)})
+        return run_layers(self.blocks, x, jnp.float32(0.5), {"keep": self.change(self, keep)})
 
 
 # What declares the sharding of a mask, and on which axes that can be seen.
 DECLARATIONS = {
-    "argument": (lambda keep: keep, (AxisType.Auto, AxisType.Explicit)),
+    "argument": (lambda model, keep: keep, (AxisType.Auto, AxisType.Explicit)),
     "constraint": (
-        lambda keep: jax.lax.with_sharding_constraint(keep & True, P("data")),
+        lambda model, keep: jax.lax.with_sharding_constraint(keep * 1, P("data")),
         (AxisType.Auto, AxisType.Explicit),
     ),
     "our constraint": (
-        lambda keep: with_sharding_constraint(keep & True, P("data")),
+        lambda model, keep: with_sharding_constraint(keep * 1, P("data")),
         (AxisType.Auto, AxisType.Explicit),
     ),
-    "other axes": (lambda keep: jax.lax.with_sharding_constraint(keep & True, P("stage")), ()),
+    "output of a module": (
+        lambda model, keep: model.same(keep),
+        (AxisType.Auto, AxisType.Explicit),
+    ),
+    "argument that is differentiated": (
+        lambda model, keep: keep,
+        (AxisType.Auto, AxisType.Explicit),
+    ),
+    "constraint of what is differentiated": (
+        lambda model, keep: jax.lax.with_sharding_constraint(keep * 1, P("data")),
+        (AxisType.Auto, AxisType.Explicit),
+    ),
+    "other axes": (lambda model, keep: jax.lax.with_sharding_constraint(keep * 1, P("stage")), ()),
     "another dimension": (
-        lambda keep: jax.lax.with_sharding_constraint(keep & True, P(None, "data")),
+        lambda model, keep: jax.lax.with_sharding_constraint(keep * 1, P(None, "data")),
         (),
     ),
-    "operation": (lambda keep: keep & True, ()),
+    "operation": (lambda model, keep: keep * 1, ()),
 }
 
 
@@ -809,21 +828,27 @@ def test_arguments_with_a_declared_sharding_of_rows(name, is_list, kind):
     model = MaskedRows(change, is_list=is_list)
     args = (
         jax.random.normal(jax.random.key(0), (16, 4, 4)),
-        jax.random.bernoulli(jax.random.key(1), 0.7, (16, 4, 1)),
+        jax.random.uniform(jax.random.key(1), (16, 4, 1)),
     )
+    argnums = (0, 1) if "differentiated" in name else 0
 
     def step(model, x, keep):
-        return value_and_grad(lambda model: (model(x, keep) ** 2).mean())(model)
+        def loss(model, keep):
+            return (model(x, keep) ** 2).mean()
+
+        return value_and_grad(loss, argnums=argnums)(model, keep)
 
     rows = P("data")
+    declared = {"same$": rows} if name == "output of a module" else None
     sharding = pipeline(model, mesh=mesh, microbatches=4)
-    run = jit(step, in_shardings=(sharding, rows, rows), mesh=mesh)
+    specs = sharding, rows, rows
+    run = jit(step, in_shardings=specs, mesh=mesh, activation_shardings=declared)
     if kind not in seen:
         with pytest.raises(ValueError, match=r"16 rows, as many(.|\n)*mask\['keep'\]: shape \(16,"):
             run.trace(model, *args)
         return
     with jax.set_mesh(jax.make_mesh((1, 1), ("stage", "data"), devices=jax.devices()[:1])):
-        expected = step(MaskedRows(lambda keep: keep, is_list=is_list), *args)
+        expected = step(MaskedRows(lambda _, keep: keep, is_list=is_list), *args)
     found = run(model, *args)
     assert_close(jax.tree.leaves(found), jax.tree.leaves(expected))
 

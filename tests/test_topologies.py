@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -427,55 +428,120 @@ def test_keys_and_values_move_around_a_ring_of_tpus():
     assert sent.bytes_sent == pytest.approx(2 * 7 * 2 * (2 * block) + 8 * 2 * (4 * block), rel=0.05)
 
 
+class AttentionByHand(NamedTuple):
+    """What causal attention in the balanced order needs on one of 16 chips, in bytes.
+
+    The model is one of 8 billion parameters: 32 heads, 8 key heads, 128 features, in bfloat16. All
+    terms are of the backward pass, in which the peak is. Queries (Q) stand for what has their
+    shape and dtype, such as outputs; keys (K) likewise for values.
+    """
+
+    length: int
+    has_vmem: bool  # whether the compiler keeps what a loop writes in vector memory, as for v5e
+
+    # What v5e has of vector memory, 128 MiB, but for the 16 MiB that it sets aside for kernels.
+    VMEM = 112 * 2**20
+    DEVICES = 16
+
+    def queries(self):
+        return self.length // self.DEVICES * 32 * 128 * 2
+
+    def keys(self):
+        return self.length // self.DEVICES * 8 * 128 * 2
+
+    def passed(self):
+        """Queries, keys, values and the gradient of the outputs; outputs and three gradients."""
+        return 4 * self.queries() + 4 * self.keys()
+
+    def scores(self, heads):
+        """Scores of a block of queries and one of keys: weights in float32, as factors in bfloat16.
+
+        The factors fit into vector memory; weights in float32 only if there are few heads.
+        """
+        weights, factors = heads * 1024**2 * 4, heads * 1024**2 * 2
+        if not self.has_vmem:
+            return weights + factors
+        return weights if weights > self.VMEM else 0
+
+    def block(self, heads):
+        """A block of queries, of the gradient of its outputs, and in float32 of its own."""
+        return 0 if self.has_vmem else heads * 1024 * 128 * (2 + 2 + 4)
+
+    def all_to_all(self):
+        q, k = self.queries(), 2 * self.keys()  # 16 devices exchange 8 key heads: each twice
+        exchanged = 2 * q + 2 * k  # queries, and the gradient of the outputs; keys and values
+        written = q + 4 * k  # gradients: of queries, and of keys and values in float32
+        if self.has_vmem and exchanged + written <= self.VMEM:
+            return self.passed()
+        if self.has_vmem:
+            written -= 2 * k  # of two arrays of 64 MiB, one fits
+        heads = 32 // self.DEVICES
+        return self.passed() + exchanged + written + self.scores(heads) + self.block(heads)
+
+    def all_gather(self):
+        q, k = self.queries(), self.DEVICES * self.keys()  # k: of the whole sequence
+        moved = 2 * q  # queries in the balanced order, and the gradient of the outputs
+        return self.passed() + moved + q + 2 * k + 4 * k + self.scores(32) + self.block(32)
+
+    def ring(self):
+        q, k = self.queries(), self.keys()
+        # In the balanced order: queries, the gradient of the outputs; keys and values on their way.
+        moved = 2 * q + 2 * k
+        gradients = 2 * q + 4 * k  # in float32
+        chosen = k  # the halves of keys and values that are a pair's
+        if self.length // self.DEVICES // 2 > 1024:
+            # A pair of halves is a loop over blocks, with its halves of what it reads, queries and
+            # the gradient of outputs, and of what it adds to, gradients in float32.
+            chosen += q + (q + 2 * k) + self.block(32)
+        return self.passed() + moved + gradients + chosen + self.scores(32)
+
+    def bytes_sent(self, method):
+        q, k = self.queries(), self.keys()
+        others = self.DEVICES - 1
+        if method == "all_to_all":
+            return 2 * others / self.DEVICES * (2 * q + 2 * (2 * k))
+        if method == "all_gather":  # gradients in float32, and moved queries
+            return others * 2 * (k + 2 * k) + 4 * q
+        # Keys and values forward and backward; their gradients in float32, in all steps; and the
+        # move to the balanced order and back, forward and backward.
+        return 2 * others * 2 * k + self.DEVICES * 2 * 2 * k + 4 * q + 4 * k
+
+
 @needs_compiler
 @pytest.mark.parametrize("length", [32768, 131072])
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
 @pytest.mark.parametrize("function", [ring_attention, all_to_all_attention, all_gather_attention])
 def test_peak_of_attention_over_a_sequence_by_hand(topology, function, length):
-    """32 heads, 8 key heads and 128 features, as in a model of 8 billion, on 16 chips."""
-    devices = 16
-    mesh = planning_mesh(topology, {"context": devices})
+    by_hand = AttentionByHand(length, has_vmem=topology.startswith("v5e"))
+    mesh = planning_mesh(topology, {"context": by_hand.DEVICES})
     query, key = (jax.ShapeDtypeStruct((1, length, n, 128), "bfloat16") for n in (32, 8))
 
     def step(query, key, value, d_out):
-        # The ring without moving tokens to the balanced order.
-        options = {} if function is ring_attention else {"balanced": True}
-        attend = functools.partial(function, is_causal=True, **options)
+        attend = functools.partial(function, is_causal=True, balanced=True)
         out, pullback = jax.vjp(attend, query, key, value)
+        # As in a model, where the gradient of the outputs is computed from these.
+        out, d_out = jax.lax.optimization_barrier((out, d_out))
         return out, pullback(d_out)
 
     spec = P(None, "context")
     run = jit(step, mesh=mesh, in_shardings=spec, out_shardings=spec)
     with without_cache():
         compiled = run.lower(query, key, key, query).compile()
-    q, k = (length // devices * heads * 128 * 2 for heads in (32, 8))
-    passed = 4 * q + 4 * k  # arguments and results
-    is_v5e, is_long = topology.startswith("v5e"), length == 131072
-    block = 32 * 1024**2 * 4  # scores of a block of queries and one of keys, in float32
-    if function is all_to_all_attention:
-        k *= 2  # 16 devices exchange 8 key heads
-        sent = 2 * (devices - 1) / devices * (2 * q + 2 * k)
-        peak = passed + 3 * q + 2 * k + 4 * k  # exchanged, and gradients in float32
-        if not is_v5e:
-            peak += 2 * q  # measured: the compiler for v5p keeps two more arrays of queries
-    elif function is all_gather_attention:
-        sent = (devices - 1) * 2 * (k + 2 * k) + 4 * q  # gradients in float32, and moved queries
-        peak = passed + devices * (2 * k + 4 * k) + 4 * q + 2 * block
-        if is_v5e and is_long:
-            peak += 2 * block  # measured: the compiler for v5e keeps two more of these
-    else:
-        # Keys and values forward and backward; their gradients in float32, in all steps.
-        sent = 2 * (devices - 1) * 2 * k + devices * 2 * 2 * k
-        half = 32 * (length // devices // 2) ** 2  # of a pair of halves, in float32 and bfloat16
-        gradients = 2 * q + 2 * (2 * k + 4 * k)  # of queries; of what is here and what arrives
-        peak = passed + gradients + 3 * q + half * (4 + 2)  # and three arrays in another layout
+        in_use = max(compiled._figures.dumped.buffers.in_use())
+    method = function.__name__.removesuffix("_attention")
+    expected = getattr(by_hand, method)()
+    sent = compiled.collectives().bytes_sent
+    assert sent == pytest.approx(by_hand.bytes_sent(method), rel=0.01)
+    assert in_use == pytest.approx(expected, rel=0.05)
     memory = compiled.memory()
-    assert compiled.collectives().bytes_sent == pytest.approx(sent, rel=0.01)
-    found = memory.peak - memory.generated_code
-    if is_v5e and not is_long:  # a part is in the vector memory of 128 MiB
-        assert peak - 2**27 <= found <= 1.05 * peak
-    else:
-        assert found == pytest.approx(peak, rel=0.05)
+    allocated = memory.peak - memory.generated_code
+    # What the compiler leaves free between arrays is not known by hand.
+    gaps = 1.30 if method == "ring" else 1.05
+    if method == "all_to_all" and not by_hand.has_vmem:
+        # The exchange of queries has its source and its target at once. The target stays, and only
+        # scores use the place of the source.
+        expected += max(by_hand.queries() - by_hand.scores(2) - by_hand.block(2), 0)
+    assert 0.95 * expected <= allocated <= gaps * expected
 
 
 @needs_compiler

@@ -383,6 +383,16 @@ def is_made_alike(x: object, y: object) -> bool:
     return True
 
 
+def differentiated_value(x: Any) -> Any:
+    """Returns the array whose value a tracer of a derivative has, such as an argument; else ``x``.
+
+    The tracer is a new object in each derivative, so what is known of the array is found by this.
+    """
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
+        x = x.primal
+    return x
+
+
 def constrained_by(x: object) -> jax.sharding.Sharding | None:
     """Returns the sharding of a constraint that has made an array, or its type before it lost that.
 

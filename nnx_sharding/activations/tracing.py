@@ -374,8 +374,9 @@ class Scope:
         the function, or of a constraint; not what operations make of such an array.
         """
         slots = self._plan.structure.root_slots  # of arguments that are in no module
-        declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is x]
-        declared += [jax.typeof(x).sharding, _compat.constrained_by(x)]
+        value = _compat.differentiated_value(x)
+        declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
+        declared += [jax.typeof(x).sharding, _compat.constrained_by(value)]
         return first_axes(declared, self._transform.context)
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:

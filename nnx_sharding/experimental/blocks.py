@@ -37,6 +37,11 @@ split over devices drops the same weights, and no two devices use the same rando
 The running softmax is from Milakov and Gimelshein, 2018 (arXiv:1805.02867); that only ``lse`` and
 ``delta`` are kept, from Dao, 2023 (arXiv:2307.08691).
 
+**Loops.** One pair of blocks is :meth:`Softmax.add` forward and :func:`pair_gradients` backward.
+:func:`add_keys` and :func:`add_key_gradients` go along one row of the picture. All rows, for the
+keys that a ring has brought, are :func:`add_in_blocks` and :func:`add_gradients_in_blocks`.
+:func:`attend_in_blocks` is attention on one device, which has all keys.
+
 In comments, and in the formulas of products: b is the batch, q queries, s keys, k key heads, g the
 group of heads that one key head serves, d features.
 """
@@ -142,6 +147,49 @@ class Softmax(NamedTuple):
         return out, jnp.where(has_any, row_max + jnp.log(self.row_sum), jnp.inf)
 
 
+def add_keys(
+    rule: Rule, softmax: Softmax, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+) -> Softmax:
+    """Adds keys to the softmax of one block of queries, bqkgd, block by block.
+
+    The other arguments are as for `pair_gradients`.
+    """
+    size = _block_length(block.key)
+
+    def add(softmax: Softmax, j: jax.Array) -> tuple[Softmax, None]:
+        keys = _key_block(block, j)
+
+        def run(softmax: Softmax) -> Softmax:
+            return softmax.add(rule, query, keys, seen, first_key + j * size)
+
+        return _if_visible(rule, seen.marks, keys.marks, run, softmax), None
+
+    softmax, _ = jax.lax.scan(add, softmax, jnp.arange(block.key.shape[1] // size))
+    return softmax
+
+
+def add_in_blocks(
+    rule: Rule, softmax: Softmax, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+) -> Softmax:
+    """Adds keys to the softmax of queries, bqkgd, one pair of blocks after the other.
+
+    The other arguments are as for `pair_gradients`.
+    """
+    size = _block_length(query)
+    if _is_one_pair(query, block):
+        return softmax.add(rule, query, block, seen, first_key)
+
+    def of_queries(softmax: Softmax, i: jax.Array) -> tuple[Softmax, None]:
+        part = Softmax(*(_slice(x, i, size, 3) for x in softmax))
+        part_seen = _slice_seen(seen, i, size)
+        part = add_keys(rule, part, _slice(query, i, size), block, part_seen, first_key)
+        pairs = zip(softmax, part, strict=True)
+        return Softmax(*(_put_at(x, i * size, new, 3) for x, new in pairs)), None
+
+    softmax, _ = jax.lax.scan(of_queries, softmax, jnp.arange(query.shape[1] // size))
+    return softmax
+
+
 class QueryGradients(NamedTuple):
     """What the backward pass needs of some queries."""
 
@@ -150,11 +198,28 @@ class QueryGradients(NamedTuple):
     lse: jax.Array  # bkgq
     delta: jax.Array  # bkgq
 
+    def block(self, index: Any, size: int) -> QueryGradients:
+        """Returns that of one block of the queries."""
+        query, d_out = (_slice(x, index, size) for x in self[:2])
+        lse, delta = (_slice(x, index, size, 3) for x in self[2:])
+        return QueryGradients(query, d_out, lse, delta)
+
+
+class Gradients(NamedTuple):
+    """The gradients of queries, keys and values, in a wide dtype, not yet multiplied by the scale.
+
+    Those of values are complete.
+    """
+
+    query: jax.Array  # bqkgd
+    key: jax.Array  # bskd
+    value: jax.Array  # bskd
+
 
 def pair_gradients(
     rule: Rule, part: QueryGradients, block: Block, seen: Visibility, first_key: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what a pair of blocks adds to gradients, not yet multiplied by the scale.
+) -> Gradients:
+    """Computes what a pair of blocks adds to gradients.
 
     Args:
       rule: the options.
@@ -162,9 +227,6 @@ def pair_gradients(
       block: the keys.
       seen: what the queries see.
       first_key: the number of the first key of the block, in a mask of all keys.
-
-    Returns:
-      The gradients of queries, bqkgd, of keys and of values, bskd.
     """
     dtype = part.query.dtype
     scores = scores_of(rule, part.query, block, seen, first_key)  # bkgqs
@@ -178,7 +240,64 @@ def pair_gradients(
     d_query = einsum(rule, "bkgqs,bskd->bqkgd", d_scores, block.key)
     d_key = einsum(rule, "bkgqs,bqkgd->bskd", d_scores, part.query)
     d_value = einsum(rule, "bkgqs,bqkgd->bskd", kept.astype(dtype), part.d_out)
-    return d_query, d_key, d_value
+    return Gradients(d_query, d_key, d_value)
+
+
+def add_key_gradients(
+    rule: Rule,
+    gradients: Gradients,
+    part: QueryGradients,
+    block: Block,
+    seen: Visibility,
+    first_key: Any,
+) -> Gradients:
+    """Adds what one block of queries and keys, block by block, contribute to their gradients.
+
+    The other arguments are as for `pair_gradients`.
+    """
+    size = _block_length(block.key)
+
+    def add(gradients: Gradients, j: jax.Array) -> tuple[Gradients, None]:
+        keys, start = _key_block(block, j), j * size
+
+        def run(gradients: Gradients) -> Gradients:
+            more = pair_gradients(rule, part, keys, seen, first_key + start)
+            d_query = gradients.query + more.query
+            d_key = _add_at(gradients.key, start, more.key)
+            return Gradients(d_query, d_key, _add_at(gradients.value, start, more.value))
+
+        return _if_visible(rule, seen.marks, keys.marks, run, gradients), None
+
+    gradients, _ = jax.lax.scan(add, gradients, jnp.arange(block.key.shape[1] // size))
+    return gradients
+
+
+def add_gradients_in_blocks(
+    rule: Rule,
+    gradients: Gradients,
+    queries: QueryGradients,
+    block: Block,
+    seen: Visibility,
+    first_key: Any,
+) -> Gradients:
+    """Adds what queries and keys contribute to their gradients, pair of blocks by pair.
+
+    The other arguments are as for `pair_gradients`.
+    """
+    size = _block_length(queries.query)
+    if _is_one_pair(queries.query, block):
+        more = pair_gradients(rule, queries, block, seen, first_key)
+        return Gradients(*(x + added for x, added in zip(gradients, more, strict=True)))
+
+    def of_queries(gradients: Gradients, i: jax.Array) -> tuple[Gradients, None]:
+        part, part_seen = queries.block(i, size), _slice_seen(seen, i, size)
+        of_part = gradients._replace(query=_slice(gradients.query, i, size))
+        new = add_key_gradients(rule, of_part, part, block, part_seen, first_key)
+        return new._replace(query=_put_at(gradients.query, i * size, new.query)), None
+
+    steps = jnp.arange(queries.query.shape[1] // size)
+    gradients, _ = jax.lax.scan(of_queries, gradients, steps)
+    return gradients
 
 
 def may_attend(rule: Rule, mine: jax.Array, theirs: jax.Array) -> Any:
@@ -265,64 +384,35 @@ def _forward(
     # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
     query, block, seen = jax.lax.optimization_barrier((query, Block(key, value, marks), seen))
     grouped = group_heads(query, block.key.shape[2])  # bqkgd
-    length, num_blocks = _block_length(grouped), block.key.shape[1] // _block_length(block.key)
+    size = _block_length(grouped)
 
     def of_queries(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part, part_seen = _slice(grouped, index, length), _slice_seen(seen, index, length)
-
-        def add(softmax: Softmax, j: jax.Array) -> tuple[Softmax, None]:
-            keys = _key_block(block, j)
-            first_key = j * keys.key.shape[1]
-
-            def run(softmax: Softmax) -> Softmax:
-                return softmax.add(rule, part, keys, part_seen, first_key)
-
-            return _if_visible(rule, part_seen.marks, keys.marks, run, softmax), None
-
+        part, part_seen = _slice(grouped, index, size), _slice_seen(seen, index, size)
         start = Softmax.of_nothing(part, block.value.shape[-1])
-        softmax, _ = jax.lax.scan(add, start, jnp.arange(num_blocks))
-        out, lse = softmax.results()
+        out, lse = add_keys(rule, start, part, block, part_seen, 0).results()
         return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
 
-    outs, lses = jax.lax.map(of_queries, jnp.arange(grouped.shape[1] // length))
+    outs, lses = jax.lax.map(of_queries, jnp.arange(grouped.shape[1] // size))
     out = ungroup_heads(_join(outs, 1))  # (blocks, b, queries, k, g, d) → bqhd
     return out, (query, block, seen, out, _join(lses, 3))
 
 
 def _backward(rule: Rule, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
     query, block, seen, out, lse = kept
+    wide = wide_dtype(query)
     grouped, d_grouped = (group_heads(x, block.key.shape[2]) for x in (query, d_out))  # bqkgd
-    whole = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
-    length, key_length = _block_length(grouped), _block_length(block.key)
-    State = tuple[jax.Array, jax.Array]
+    queries = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
+    size = _block_length(grouped)
 
-    def of_queries(d_keys: State, index: jax.Array) -> tuple[State, jax.Array]:
-        part = QueryGradients(
-            *(_slice(x, index, length) for x in whole[:2]),
-            *(_slice(x, index, length, 3) for x in whole[2:]),
-        )
-        part_seen = _slice_seen(seen, index, length)
+    def of_queries(d_keys: list[jax.Array], index: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        part, part_seen = queries.block(index, size), _slice_seen(seen, index, size)
+        start = Gradients(jnp.zeros_like(part.query, wide), *d_keys)
+        new = add_key_gradients(rule, start, part, block, part_seen, 0)
+        return [new.key, new.value], (new.query * rule.scale).astype(query.dtype)
 
-        def add(state: tuple[jax.Array, State], j: jax.Array) -> tuple[Any, None]:
-            keys = _key_block(block, j)
-
-            def run(state: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-                d_query, d_keys = state
-                new = pair_gradients(rule, part, keys, part_seen, j * key_length)
-                pairs = zip(d_keys, new[1:], strict=True)
-                d_keys = tuple(_add_at(x, j * key_length, more) for x, more in pairs)  # type: ignore[assignment]
-                return d_query + new[0], d_keys
-
-            return _if_visible(rule, part_seen.marks, keys.marks, run, state), None
-
-        start = jnp.zeros_like(part.query, wide_dtype(query))
-        steps = jnp.arange(block.key.shape[1] // key_length)
-        (d_query, d_keys), _ = jax.lax.scan(add, (start, d_keys), steps)
-        return d_keys, (d_query * rule.scale).astype(query.dtype)
-
-    zeros = [jnp.zeros_like(x, wide_dtype(query)) for x in (block.key, block.value)]
-    indices = jnp.arange(grouped.shape[1] // length)
-    (d_key, d_value), d_queries = jax.lax.scan(of_queries, (zeros[0], zeros[1]), indices)
+    zeros = [jnp.zeros_like(x, wide) for x in (block.key, block.value)]
+    steps = jnp.arange(grouped.shape[1] // size)
+    (d_key, d_value), d_queries = jax.lax.scan(of_queries, zeros, steps)
     d_query = ungroup_heads(_join(d_queries, 1))  # (blocks, b, queries, k, g, d) → bqhd
     d_key, d_value = (x.astype(query.dtype) for x in (d_key * rule.scale, d_value))
     return d_query, d_key, d_value, None, None
@@ -343,6 +433,14 @@ def _block_length(x: jax.Array) -> int:
     length = x.shape[1]
     count = next(n for n in range(1, length + 1) if length % n == 0 and length // n <= BLOCK_LENGTH)
     return length // count
+
+
+def _is_one_pair(query: jax.Array, block: Block) -> bool:
+    """Whether queries, bqkgd, and keys are one block each, so that there is nothing to loop over.
+
+    Whether the queries may attend to the keys is then known to the caller.
+    """
+    return all(_block_length(x) == x.shape[1] for x in (query, block.key))
 
 
 def _slice(x: jax.Array, index: Any, size: int, axis: int = 1) -> jax.Array:
@@ -370,6 +468,10 @@ def _add_at(x: jax.Array, start: jax.Array, more: jax.Array) -> jax.Array:
     """Adds to some tokens of an array, (b, tokens, …)."""
     sums = jax.lax.dynamic_slice_in_dim(x, start, more.shape[1], 1) + more
     return jax.lax.dynamic_update_slice_in_dim(x, sums, start, 1)
+
+
+def _put_at(x: jax.Array, start: jax.Array, new: jax.Array, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis)
 
 
 def _if_visible(

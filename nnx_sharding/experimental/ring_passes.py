@@ -10,9 +10,11 @@ Device i of n keeps its queries. The keys and values go around the ring: at step
     device 3   b3   b2   b1   b0
 
 Each block is added to a running softmax, and in the backward pass keys, values and their gradients
-go around once more; ``blocks.py`` has the formulas of one pair of blocks. A device with L bytes of
-keys and values sends ``(n - 1) L`` forward. Backward it sends as much again, and n times their
-gradients, which are in float32.
+go around once more. ``blocks.py`` has the formulas, and cuts what a device has of queries and keys
+into smaller blocks, so that scores take as little memory as in attention on one device.
+
+**Bytes.** A device with L bytes of keys and values sends ``(n - 1) L`` forward. Backward it sends
+as much again, and n times their gradients, which are in float32.
 
 The ring is that of Liu et al., 2023 (arXiv:2310.01889).
 
@@ -36,15 +38,17 @@ from jax.sharding import PartitionSpec as P
 
 from .blocks import (
     Block,
+    Gradients,
     Marks,
     QueryGradients,
     Rule,
     Softmax,
     Visibility,
+    add_gradients_in_blocks,
+    add_in_blocks,
     delta_of,
     group_heads,
     may_attend,
-    pair_gradients,
     ungroup_heads,
     wide_dtype,
 )
@@ -136,7 +140,7 @@ def _local_forward(
 
     def add_pair(state: Softmax, _: Any, own: Any, block: Block, first_key: Any) -> Any:
         part, part_seen = own
-        return state.add(ring.rule, part, block, part_seen, first_key), None
+        return add_in_blocks(ring.rule, state, part, block, part_seen, first_key), None
 
     def add_block(states: list[Softmax], moving: Block, step: Any) -> Any:
         nothing = [None] * count
@@ -162,9 +166,10 @@ def _local_backward(ring: Ring, kept: tuple[Any, ...], d_out: jax.Array) -> tupl
     queries = [*zip(parts, _split_seen(seen, count), strict=True)]
 
     def add_pair(d_query: jax.Array, d_block: Any, own: Any, block: Block, first_key: Any) -> Any:
-        more, *more_block = pair_gradients(ring.rule, own[0], block, own[1], first_key)
-        d_block = [x + added for x, added in zip(d_block, more_block, strict=True)]
-        return d_query + more, tuple(d_block)
+        part, part_seen = own
+        start = Gradients(d_query, *d_block)
+        new = add_gradients_in_blocks(ring.rule, start, part, block, part_seen, first_key)
+        return new.query, (new.key, new.value)
 
     def add_block(d_queries: list[jax.Array], moving: Any, step: Any) -> Any:
         block, d_key, d_value = moving
@@ -248,11 +253,13 @@ def _add_pairs(
     length = blocks[0].key.shape[1]
 
     def add(i: _Which, j: _Which, states: tuple[list[Any], list[Any]]) -> Any:
-        of_queries, of_blocks = states
         part = j if isinstance(j, int) else jnp.where(j, 0, 1)
         first_key = (number * len(blocks) + part) * length
-        chosen = _select(of_queries, i), _select(of_blocks, j)
         both = _select(queries, i), _select(blocks, j)
+        # The scores of a pair need no other pair, so the compiler would compute those of all pairs
+        # at once: 3 × 128 MiB in place of one, for 32 heads and blocks of 1,024 tokens.
+        (of_queries, of_blocks), both = jax.lax.optimization_barrier((states, both))
+        chosen = _select(of_queries, i), _select(of_blocks, j)
         new_query, new_block = add_pair(*chosen, *both, first_key)
         return _replace(of_queries, i, new_query), _replace(of_blocks, j, new_block)
 
