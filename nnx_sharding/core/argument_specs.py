@@ -40,8 +40,8 @@ def align_specs(
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         _check_names(specs, parameters, option)
         args = [
-            _spec_of_positional(specs, parameters, signature.names[i], i, default)
-            for i in signature.dynamic
+            _spec_of_positional(specs, parameters, signature.names[position], position, default)
+            for position in signature.dynamic
         ]
         kwargs = {
             name: _spec_of_keyword(specs, parameters, name, default)
@@ -51,13 +51,14 @@ def align_specs(
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):  # named tuples are trees
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
     by_position = _specs_by_position(specs, parameters, signature, option)
+    # Of parameters that this call may pass by keyword instead.
     by_name = {
-        name: by_position.get(i, default)
-        for i, name in enumerate(parameters.positional)
+        name: by_position.get(position, default)
+        for position, name in enumerate(parameters.positional)
         if name in parameters.by_keyword
     }
     return (
-        tuple(by_position[i] for i in signature.dynamic),
+        tuple(by_position[position] for position in signature.dynamic),
         {name: by_name.get(name, default) for name in signature.dynamic_keywords},
     )
 
@@ -67,7 +68,14 @@ def _specs_by_position(
 ) -> dict[int, Any]:
     """Returns the spec of each positional parameter, by its position.
 
-    Static parameters are left out, or have None.
+    For ``f(self, n, x, y)`` bound to ``self`` and with a static ``n``, the specs ``(a, b)`` and
+    ``(None, a, b)`` both give ``a`` to position 2 and ``b`` to 3.
+
+    Args:
+      specs: the user's tuple. Static parameters are left out, or have None.
+      parameters: those of the function.
+      signature: the names and roles of the arguments of this call.
+      option: the name of the specs in messages.
 
     Raises:
       ValueError: the number of specs is wrong.
@@ -75,18 +83,20 @@ def _specs_by_position(
     # The call may have more positional arguments (``*args``) than there are parameters, or fewer.
     names = max(signature.names, parameters.positional, key=len)
     static = _static_positions(parameters, signature)
-    dynamic = [i for i in range(len(names)) if i not in static]
+    dynamic = [position for position in range(len(names)) if position not in static]
     # The user counts without the bound object, which gets no spec.
     entries = [None] * parameters.bound + list(specs)
-    static_entries = [entries[i] for i in static if i < len(entries)]
+    static_entries = [entries[position] for position in static if position < len(entries)]
     if len(entries) > len(dynamic) and all(entry is None for entry in static_entries):
         by_position = dict(enumerate(entries))  # static parameters have an entry, too
     else:
         by_position = dict(zip(dynamic, entries, strict=False))
-    missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
+    missing = [
+        signature.names[position] for position in signature.dynamic if position not in by_position
+    ]
     has_surplus = len(by_position) < len(entries) and parameters.var_positional is None
     if missing or len(entries) > len(names) or has_surplus:
-        static_names = [names[i] for i in sorted(static) if i < len(names)]
+        static_names = [names[position] for position in sorted(static) if position < len(names)]
         raise _wrong_number(
             option, len(specs), names[parameters.bound :], static=static_names, missing=missing
         )
@@ -98,18 +108,25 @@ def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
 
     Entries of a tuple of specs are for parameters, not for arguments.
     """
-    passed = {key for key in signature.static if isinstance(key, int)}
-    by_keyword = {i for i, name in enumerate(parameters.positional) if name in signature.static}
+    by_position = {key for key in signature.static if isinstance(key, int)}
+    positional = enumerate(parameters.positional)
+    by_keyword = {position for position, name in positional if name in signature.static}
+    # As the user declared them, not counting bound objects.
     declared = {i + parameters.bound for i in parameters.static.positions if i >= 0}
-    return passed | by_keyword | declared
+    return by_position | by_keyword | declared
 
 
 def _wrong_number(
     option: str, count: int, names: Sequence[str], *, static: Sequence[str], missing: Sequence[str]
 ) -> ValueError:
-    """Returns the error for ``count`` specs of positional parameters with these names.
+    """Returns the error for a wrong number of specs.
 
-    ``static`` and ``missing`` are the names of those that need no spec, and that have none.
+    Args:
+      option: the name of the specs in messages.
+      count: how many the user gave.
+      names: the positional parameters.
+      static: those among them that need no spec.
+      missing: those among them that need one, but have none.
     """
     expected = ", ".join(name for name in names if name not in static)
     lines = [
@@ -140,7 +157,15 @@ def _check_names(specs: Mapping[str, Any], parameters: Parameters, option: str) 
 def _spec_of_positional(
     specs: Mapping[str, Any], parameters: Parameters, name: str, position: int, default: object
 ) -> Any:
-    """Returns the spec of an argument that is passed by position, from specs by name."""
+    """Returns the spec of an argument that is passed by position, from specs by name.
+
+    Args:
+      specs: the user's mapping from the names of parameters.
+      parameters: those of the function.
+      name: the name of the argument, such as ``x``, or that of one in ``*args``.
+      position: its position.
+      default: the spec of arguments that ``specs`` does not mention.
+    """
     if name in specs or position < len(parameters.positional):
         return specs.get(name, default)
     # An argument in *args: they have one spec for all, or one for each.
@@ -152,7 +177,10 @@ def _spec_of_positional(
 def _spec_of_keyword(
     specs: Mapping[str, Any], parameters: Parameters, name: str, default: object
 ) -> Any:
-    """Returns the spec of an argument that is passed by keyword, from specs by name."""
+    """Returns the spec of an argument that is passed by keyword, from specs by name.
+
+    The arguments are those of :func:`_spec_of_positional`.
+    """
     # **kwargs may hold an argument with the name of a parameter that takes no keyword.
     is_positional_only = name in parameters.positional and name not in parameters.by_keyword
     if not is_positional_only and (name in specs or name in parameters.by_keyword):

@@ -43,11 +43,12 @@ class Argument(NamedTuple):
 
     def objects_only(self) -> Argument:
         """Returns the argument without arrays, which a function cannot change in place."""
-        return Argument(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
+        objects = tuple(part for part in self.parts if isinstance(part.child, int))  # an index
+        return Argument(self.name, objects)
 
 
 def named_parts(arguments: Iterable[Argument]) -> list[tuple[str, Child]]:
-    """Returns all parts of some arguments, each with the expression for it."""
+    """Returns all parts of some arguments, each after its expression, such as ``models[0]``."""
     pairs = ((argument, part) for argument in arguments for part in argument.parts)
     return [(accessor(argument.name, part.keys), part.child) for argument, part in pairs]
 
@@ -79,12 +80,15 @@ def split_arguments(
 
 
 def _take(value: object, children: Iterator[Child]) -> Child:
-    """Returns the child that describes one argument, of as many children as it has leaves."""
+    """Takes the children for the leaves of an argument, and returns one that describes it all.
+
+    The leaves of all arguments are children of the root, one after the other.
+    """
     if _compat.is_graph_object(value):
         return next(children)
     treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
-    parts = tuple(next(children) for _ in range(treedef.num_leaves))
-    return parts[0] if is_leaf_treedef(treedef) else Container(treedef, parts)
+    own_children = tuple(next(children) for _ in range(treedef.num_leaves))
+    return own_children[0] if is_leaf_treedef(treedef) else Container(treedef, own_children)
 
 
 def split_argument(
@@ -115,9 +119,9 @@ def split_argument(
             skeleton = child.treedef.unflatten(range(len(paths)))
         specs = _broadcast_or_raise(prefix, skeleton, name, caller)
     parts = []
-    for path, part, (spec, depth) in zip(paths, children, specs, strict=True):
+    for path, leaf, (spec, depth) in zip(paths, children, specs, strict=True):
         # The first ``depth`` keys lead to the spec in the prefix; its filters see the rest.
-        parts.append(Part(keys=path, below=path[depth:], spec=spec, child=part))
+        parts.append(Part(keys=path, below=path[depth:], spec=spec, child=leaf))
     return Argument(name, tuple(parts))
 
 
@@ -129,7 +133,14 @@ class _SpecAt(NamedTuple):
 
 
 def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> list[_SpecAt]:
-    """Returns the spec of each leaf of ``skeleton``; a ``ValueError`` that lists all mismatches."""
+    """Returns the spec of each leaf of an argument; a ``ValueError`` lists all mismatches.
+
+    Args:
+      prefix: the user's specs for the argument.
+      skeleton: the argument, with numbers in place of modules, Variables and arrays.
+      name: the name of the argument, in messages.
+      caller: the function and the option that the specs are from, in messages.
+    """
     try:
         return list(_broadcast(prefix, skeleton, 0))
     except ValueError:
@@ -150,7 +161,8 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
       depth: the number of keys that lead to this part.
     """
     is_leaf = jax.tree_util.all_leaves([full])
-    if isinstance(prefix, nnx.Variable) and is_leaf:  # of nnx.get_named_sharding, or a tree.map
+    # Such as nnx.get_named_sharding returns, or a tree.map over Variables.
+    if isinstance(prefix, nnx.Variable) and is_leaf:
         prefix = _compat.get_value(prefix)
     # A dict for a State, or for a module, has specs by path, as a State does.
     if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
@@ -197,5 +209,5 @@ def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
 
 def _children(tree: object) -> dict[Any, Any]:
     """Returns the children of one level of a pytree by their keys; empty for a leaf."""
-    parts, treedef = one_level(tree)
+    parts, treedef = one_level(tree)  # parts: pairs of a path of one key and a child
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}

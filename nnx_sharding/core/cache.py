@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -37,7 +37,7 @@ class PlanUser(Protocol):
     """Finds plans in a faster way, and forgets plans that are dropped."""
 
     def drop(self, plan: Plan) -> None:
-        """Forgets a plan."""
+        """Forgets one plan."""
 
     def clear(self) -> None:
         """Forgets all plans."""
@@ -51,10 +51,15 @@ def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
 
     It is the roles of the arguments, all of them except arrays, and what specs depend on. Whether
     an attribute of a module is a JAX array or a NumPy array, which is not moved to its sharding, is
-    not in the structure. So the positions of the latter are in the key, too.
+    not in the structure. So the slots of the latter are in the key, too.
+
+    Args:
+      transform: says what else its plans depend on, such as the mesh in context.
+      call: the arguments by their roles.
+      flat: the same, flattened.
     """
     structure, leaves = flat.structure, flat.leaves
-    # Nearly always empty, so the positions of attributes are only asked for if it is not.
+    # Nearly always empty, so the slots of attributes are only asked for if it is not.
     not_jax = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
     if not_jax:
         not_jax &= structure.slots_of(NodeEntry)
@@ -74,7 +79,7 @@ class Plans(Generic[G]):
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """Returns the plan with this key, and whether it is new."""
+        """Returns the plan with this key, and whether it is new: then ``make`` has made it."""
         plan = self._plans.get(key)
         if plan is not None:
             return plan, False
@@ -105,14 +110,19 @@ class FunctionCache:
     """
 
     def __init__(self, log: Any) -> None:
+        """Makes an empty cache; ``log`` is that of the function's traces, for diagnostics."""
+        # The pure functions that JAX has traced, and keeps alive, by what the traces depend on.
         self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
             weakref.WeakValueDictionary()
         )
         self.log = log
-        self._plans: dict[Hashable, Plans[Any]] = {}
+        self._plans: dict[Hashable, Plans[Any]] = {}  # by the options of a transform
 
     def plans(self, options: Hashable, guards: G) -> Plans[G]:
-        """Returns the plans for one set of options, with these guards if they are new."""
+        """Returns the plans for one set of options, with these guards if they are new.
+
+        Options that cannot be hashed get new plans each time.
+        """
         try:
             plans = self._plans.setdefault(options, Plans(guards))
         except Exception:  # such as a filter that is a list
@@ -121,8 +131,15 @@ class FunctionCache:
         return plans
 
 
-# By the ids of what the function consists of, with weak references to that.
-_CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
+class _Entry(NamedTuple):
+    """The cache of a function."""
+
+    cache: FunctionCache
+    references: list[Any]  # weak ones to the parts of the function, which drop it when one is gone
+
+
+# By the ids of the parts of the function: itself, or those of a bound method.
+_CACHES: dict[tuple[int, ...], _Entry] = {}
 
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
@@ -139,7 +156,7 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
     key = (*map(id, parts),)
     entry = _CACHES.get(key)
     if entry is not None:
-        return entry[0]
+        return entry.cache
     cache = FunctionCache(make_log())
     try:
         # When a part is collected, another object may get its id.
@@ -147,5 +164,4 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
     except TypeError:  # an object without weak references
         return cache
     # Another thread may have been first.
-    cache, _ = _CACHES.setdefault(key, (cache, references))
-    return cache
+    return _CACHES.setdefault(key, _Entry(cache, references)).cache

@@ -31,7 +31,8 @@ def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException)
     """
     if isinstance(error, ValueError | TypeError):
         if str(error).startswith("Argument types differ"):
-            raise_instead(error, lambda: _check_compiled_types(plan, leaves, stage.in_avals[0]))
+            avals = stage.in_avals[0]  # of the positional arguments: there are no others
+            raise_instead(error, lambda: _check_compiled_types(plan, leaves, avals))
         elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
             compiled = stage.input_shardings[0]
             raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, compiled))
@@ -44,6 +45,7 @@ def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException)
     TypeError,
 )
 def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> Iterator[str]:
+    """Yields a line for each array of another type than the program was compiled for."""
     for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
         actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
         if actual != compiled:
@@ -59,7 +61,7 @@ def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> I
 def _check_compiled_shardings(
     plan: Plan, leaves: Arrays, shardings: Sequence[Sharding | None]
 ) -> Iterator[str]:
-    """Yields arrays with other shardings than the program was compiled for."""
+    """Yields a line for each array with another sharding than the program was compiled for."""
     # Arrays with a declared spec are moved, or refused for that reason.
     declared = {*plan.placed_slots, *passed_shardings(plan)}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):

@@ -32,13 +32,13 @@ SpecOf: TypeAlias = Callable[[Any], Any]  # a spec as the user wrote it → its 
 
 
 class NamedLocation(NamedTuple):
-    """A location in an argument or output."""
+    """A location in an argument or output, with the names for it."""
 
     argument: Argument
     part: Part  # of the argument
     location: Location
     name: str  # the expression for it: ``model.blocks[3].kernel``
-    paths: Sequence[Path]  # all paths from the part
+    paths: Sequence[Path]  # all paths from the part, the first one first
 
     def name_of(self, path: Path) -> str:
         """Returns the expression for it by another path."""
@@ -53,9 +53,9 @@ class NamedLocation(NamedTuple):
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
     """Finds every Variable and array in arguments or outputs, each with its name and all its paths.
 
-    A Variable that parts share is found in each. Arrays outside of objects are those of the root.
+    A Variable that parts share is found in each. ``structure`` describes the arguments or outputs.
     """
-    root_slots = iter(structure.root_slots)  # each part takes those of its own arrays
+    root_slots = iter(structure.root_slots)  # of arrays outside of objects: each part takes its own
     locations = []
     for argument in arguments:
         for part in argument.parts:
@@ -133,10 +133,10 @@ def resolve(
     arrays: dict[int, NamedSpec] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[Conflict] = []
-    is_inside = False  # whether the rules are for a tuple of modules, but were used for one: a hint
+    is_inside = False  # for an error: whether rules for a tuple of modules were used for one
     for place in locations:
         index, slots = place.location.entry, place.location.slots
-        # Step 1: the spec that the user gave for this location, perhaps by a filter.
+        # Step 1: the spec that the user gave for this location, perhaps by a filter, or None.
         written = place.part.spec
         if place.argument.name in decided_arguments and decided and index in decided:
             written = None
@@ -173,7 +173,10 @@ def resolve(
 def _disagreements(
     place: NamedLocation, matches: Sequence[FilterMatch], spec_of: SpecOf
 ) -> Iterator[Conflict]:
-    """Yields a conflict for each path of a shared Variable that has another spec than the first."""
+    """Yields a conflict for each path of a shared Variable that has another spec than the first.
+
+    ``matches`` are the filters that decide about it, each with the path that it was tried with.
+    """
     first = NamedSpec(place.name_of(matches[0].path), matches[0].sharding)
     for match in matches[1:]:
         if spec_of(match.sharding) != spec_of(first.spec):
