@@ -124,7 +124,11 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
 
 
 def _chosen_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights that a filter of the user selects."""
+    """Finds the weights that a filter of the user selects, each with its dimension of experts.
+
+    That is the first one of size ``experts``: of the dimensions of a layer, and then of those that
+    stacked layers have in front, as there may be as many layers as experts.
+    """
     is_selected = to_predicate(where)
     for weight in variables(model):
         shape = weight.shape or ()

@@ -13,6 +13,11 @@ Nothing has to be known of the model: each part is the trace without what it doe
 what both sides use, such as a skip connection around the pipeline, is computed for both. State is
 *early* if it does not depend on what the pipeline returns, so that the next microbatch can have it
 at once (random streams), and *late* otherwise (statistics of a head).
+
+From other modules: a *slot* is the number of an array among all arrays of the arguments (``Flat``:
+their structure, and ``leaves`` by slot). An ``Outcome`` says what a call has done to its arguments:
+the structure afterwards, and where the array in each slot comes from. A *position* counts the
+inputs or the outputs of the trace, which are arrays only.
 """
 
 from __future__ import annotations
@@ -267,10 +272,12 @@ class TracedLoss:
         """
         written_slots = [*written]
 
+        # Returns all that a part may be asked for, in the order of the positions of outputs.
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
             self.call = PipelineCall(results, dict(zip(written_slots, written, strict=True)))
             with self.call.in_place():
                 [value], (*groups, outcome) = function(arrays)
+            # All arrays of the arguments and of what the loss returns, by slot, after the call.
             after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
             slot_of_value = next(slot for slot, x in enumerate(after) if x is value)
             self._sorted = sort_outputs(outcome, before.structure, slot_of_value)
