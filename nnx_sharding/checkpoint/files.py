@@ -282,10 +282,7 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
 
 
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
-    """Returns a tree, flattened, and its arrays with their names, if all of them can be saved.
-
-    Errors list what is no array or number, was deleted, or has the name of another.
-    """
+    """Returns a tree, flattened, and its arrays with their names, if all of them can be saved."""
     flat = flatten(tree)
     arrays = names.named_arrays(flat)
     wrong, deleted = [], []

@@ -367,14 +367,21 @@ def _fill_file(
         writer = tensor_files.Writer(file)
         for name, tensor in tensors.items():
             for placement, value in tensor.parts:
-                for bounds, data in _shards(value):
-                    for box, values in _boxes_in_region(placement, bounds, data):
-                        writer.add(stored[name], box, values)
-                    if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
-                        writer.flush()
+                _write(writer, stored[name], placement, value)
             advance(name)
         writer.flush()
         os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
+
+
+def _write(
+    writer: tensor_files.Writer, tensor: StoredTensor, placement: Placement, value: Array
+) -> None:
+    """Writes what this process holds of an array, which is a part of a tensor."""
+    for bounds, data in _shards(value):
+        for box, values in _boxes_in_region(placement, bounds, data):
+            writer.add(tensor, box, values)
+        if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
+            writer.flush()
 
 
 class NewTensor(NamedTuple):

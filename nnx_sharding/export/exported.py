@@ -119,7 +119,6 @@ class Exported(Pictured):
             in ``jax.export``. A loaded program keeps the order that it was saved with.
 
         Raises:
-          ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
           ValueError: a part of the program cannot be written, or there are too many arrays.
         """
         try:
@@ -156,7 +155,6 @@ def load(path: str | os.PathLike[str]) -> Exported:
 
     Raises:
       ExportError: the file is of another kind or version, damaged or changed.
-      ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
 
     Example:
       See :func:`export`.
