@@ -104,13 +104,13 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
     names, in_dict = tuple(attributes), list(attributes.values())
-    # Which attributes are data, by name; the marks are True, False, or what a user puts there.
+    # Name → mark: whether the attribute is data, True or False, or what a user puts there.
     statuses = _untagged(getattr(node, STATUSES, {}))
-    is_data: dict[str, Any] = getattr(statuses, "_mapping", statuses)
-    marks = tuple(is_data.values())
+    mark_of: dict[str, Any] = getattr(statuses, "_mapping", statuses)
+    marks = tuple(mark_of.values())
     # All in one flat tuple, which is quicker to hash than a nested one; None ends the names. With
     # the types of the marks, since 1 equals True.
-    key = (type(node), *names, None, *is_data, *marks, *set(map(type, marks)))
+    key = (type(node), *names, None, *mark_of, *marks, *set(map(type, marks)))
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
         values = list(form.pick(in_dict))
@@ -148,7 +148,7 @@ def _read_items(
     positions = {name: position for position, name in enumerate(names)}
     # By key: its position among the names; -1 for what is not in the `__dict__`.
     order = tuple(positions.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
-    # A class may add attributes to what Flax sees, or hide some.
+    # Whether Flax sees what is in the `__dict__`: a class may add attributes, or hide some.
     is_same = in_dict is not None and sorted(order) == list(range(len(names)))
     if is_same:
         assert in_dict is not None
@@ -158,10 +158,16 @@ def _read_items(
         )
     if not is_same:
         order = tuple(range(len(keys)))
-    # For one position, an itemgetter would not give a sequence.
-    pick = operator.itemgetter(*order) if len(order) > 1 else list
-    shared = statuses if STATUSES in keys else None
-    form = NodeForm(keys, is_data, metadata, names, order, pick, shared)
+    form = NodeForm(
+        keys=keys,
+        is_data=is_data,
+        metadata=metadata,
+        names=names,
+        order=order,
+        # For one position, an itemgetter would not give a sequence.
+        pick=operator.itemgetter(*order) if len(order) > 1 else list,
+        statuses=statuses if STATUSES in keys else None,
+    )
     return NodeItems(form, values, in_dict if is_same else None)
 
 

@@ -279,17 +279,26 @@ class ActivationSharding:
     def find(
         self, path: Path, module: object, method: str = "__call__"
     ) -> tuple[int | None, InOutSharding | None]:
-        """Returns the index and the shardings of the first filter that matches, or Nones."""
+        """Returns the index and the shardings of the first filter that matches, or Nones.
+
+        Args:
+          path: the keys from the argument of the function to the module.
+          module: the module.
+          method: the name of the method that is called; filters for others do not count.
+        """
         for index, (predicate, sharding) in enumerate(self._pairs):
             if sharding.method == method and predicate(path, module):
                 return index, sharding
         return None, None
 
     def find_schedule(self, path: Path, module: object, method: str) -> CallSchedule | None:
-        """Finds how a strategy runs a call, whichever filter decides on its shardings."""
+        """Finds how a strategy runs a call, whichever filter decides on its shardings.
+
+        The arguments are those of :meth:`find`; None if the method runs as it is written.
+        """
         for predicate, sharding in self._pairs:
-            is_given = sharding.schedule is not None and sharding.method == method
-            if is_given and predicate(path, module):
+            has_schedule = sharding.schedule is not None and sharding.method == method
+            if has_schedule and predicate(path, module):
                 return sharding.schedule
         return None
 

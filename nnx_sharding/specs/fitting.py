@@ -110,7 +110,7 @@ def fit_sharding(
     if pair is None:
         return _fit_without_spec(sharding, shape)
     declared, mesh = pair
-    spec = declared
+    spec = declared  # what is left of it, after corrections
     corrections: list[Mismatch] = []
     if lenient and shape is not None:
         # Entries beyond the rank that name no axis say nothing, and are left out without a word.
@@ -135,13 +135,18 @@ def fit_sharding(
         elif indivisible:
             corrections += indivisible
             spec = _corrected(spec, mesh.shape, shape, on_indivisible)
-    fitting = sharding if spec is declared else replace_spec(sharding, spec)
-    return Fit(sharding, shape, fitting, tuple(corrections), tuple(problems))
+    return Fit(
+        declared=sharding,
+        shape=shape,
+        sharding=sharding if spec is declared else replace_spec(sharding, spec),
+        corrections=tuple(corrections),
+        problems=tuple(problems),
+    )
 
 
 def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
     """Asks JAX whether a sharding of another kind, such as ``SingleDeviceSharding``, fits."""
-    fit = Fit(sharding, shape, sharding, (), ())
+    fit = Fit(declared=sharding, shape=shape, sharding=sharding, corrections=(), problems=())
     if isinstance(sharding, Sharding) and shape is not None:
         try:
             sharding.shard_shape(shape)
@@ -192,6 +197,7 @@ def _unusable(
 
 
 def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
+    """Describes a spec that has more entries than an array of this shape has dimensions."""
     if not shape:
         return Mismatch("a scalar has no dimension to shard; its spec is P()", "rank")
     rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
@@ -224,7 +230,16 @@ def _corrected(
     shape: Sequence[int],
     on_indivisible: OnIndivisible,
 ) -> PartitionSpec:
-    """Returns a spec without entries, or without the axes that do not divide their dimensions."""
+    """Returns a spec without entries, or without the axes that do not divide their dimensions.
+
+    With ``"drop"``, ``P(("data", "model"))`` of sizes 2 and 4 becomes ``P("data")`` for 6 rows.
+
+    Args:
+      spec: the spec.
+      sizes: the size of each mesh axis.
+      shape: the shape of the array.
+      on_indivisible: ``"replicate"`` or ``"drop"``.
+    """
     if on_indivisible == "replicate":
         return with_entries(spec, ())
     entries = []
@@ -334,9 +349,13 @@ def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[Partitio
 
 def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any]:
     """Returns the mesh axes over which some of these shard the first dimension."""
-    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
-    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
-    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
+    axes = set[Any]()
+    for sharding in shardings:
+        pair = spec_and_mesh(sharding, mesh)
+        if pair is not None:
+            spec, _ = pair
+            axes.update(*map(axes_of, spec.partitions[:1]))
+    return frozenset(axes)
 
 
 def without_reductions(sharding: Any) -> Any:
@@ -360,7 +379,10 @@ def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
 
 
 def _typed(sharding: Spec, ndim: int) -> Any:
-    """Returns what is in an array's type; JAX does not distinguish meshes of Auto axes only."""
+    """Returns what a sharding puts into an array's type, for comparison; None if that is nothing.
+
+    JAX does not distinguish meshes of Auto axes only.
+    """
     part = explicit_part(sharding)
     if part is None:
         return None

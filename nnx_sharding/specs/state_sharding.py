@@ -161,12 +161,16 @@ class StateSharding:
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: object) -> FilterMatch:
-        """Finds the filter for the first of :func:`candidates`; the last path if none matches."""
+        """Finds the first filter that matches one of the paths of a Variable.
+
+        The paths are those of :func:`candidates`, whose arguments are ``start`` and ``path``; the
+        first one with a match counts. If none has one, the result has the last path.
+        """
         for candidate in candidates(start, path):
             index, sharding = self.find(candidate, variable)
             if index is not None:
                 break
-        return FilterMatch(candidate, index, sharding)
+        return FilterMatch(path=candidate, number=index, sharding=sharding)
 
     def __repr__(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
@@ -217,7 +221,14 @@ def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
 
 
 def candidates(start: Path, path: Path) -> Sequence[Path]:
-    """Returns the paths by which filters find a Variable: from its module, from the pytree."""
+    """Returns the paths by which filters find a Variable: from its module, from the pytree.
+
+    For ``(0,)`` and ``("up",)`` these are ``("up",)`` and ``(0, "up")``.
+
+    Args:
+      start: the path of the module in a tuple, list or dict; empty without one.
+      path: that of the Variable in the module.
+    """
     return (path, (*start, *path)) if start and path else (path or start,)
 
 
@@ -249,8 +260,10 @@ def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
             given = nnx.State(given)
     if not isinstance(given, nnx.State):
         return filter_pairs(name, given)
-    paths: dict[Any, list[Path]] = {}
+    paths_by_sharding: dict[Any, list[Path]] = {}
     for path, leaf in nnx.to_flat_state(given):
-        chosen = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        paths.setdefault(chosen, []).append(path)
-    return [(nnx.filterlib.PathIn(*group), chosen) for chosen, group in paths.items()]
+        sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        paths_by_sharding.setdefault(sharding, []).append(path)
+    return [
+        (nnx.filterlib.PathIn(*paths), sharding) for sharding, paths in paths_by_sharding.items()
+    ]
