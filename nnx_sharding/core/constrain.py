@@ -41,8 +41,13 @@ def apply_shardings(
 ) -> list[Any]:
     """Returns the arrays, each with its sharding: placed outside of a trace, constrained in one.
 
-    An array stays as it is if its sharding is None or the present one. ``donate`` and ``alias`` are
-    those of :func:`~.place.place_arrays`.
+    An array stays as it is if its sharding is None or the present one.
+
+    Args:
+      leaves: the arrays.
+      shardings: one for each of them, or None.
+      donate: whether the arrays may be deleted, outside of a trace.
+      alias: whether a result may share memory with a NumPy array, outside of a trace.
     """
     if _compat.trace_is_clean():
         return finish_on_cpu(place_arrays(leaves, shardings, donate=donate, alias=alias), leaves)
@@ -60,8 +65,8 @@ def constrain(leaf: Any, sharding: Sharding) -> Any:
         return _CONSTRAINT(leaf, sharding)
     mesh = sharding.mesh
     if axes := axes_of_type(mesh, AxisType.Explicit):
-        part = without_unconstrained(keep_axes(sharding.spec, axes), leaf, mesh)
-        leaf = _RESHARD(leaf, NamedSharding(mesh, part))
+        explicit_spec = without_unconstrained(keep_axes(sharding.spec, axes), leaf, mesh)
+        leaf = _RESHARD(leaf, NamedSharding(mesh, explicit_spec))
     if axes := axes_of_type(mesh, AxisType.Auto):
         leaf = _CONSTRAINT(leaf, NamedSharding(mesh, keep_axes(sharding.spec, axes)))
     # Neither operation moves arrays to another memory.
@@ -112,9 +117,11 @@ def mesh_in_trace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     With the same types it keeps its devices, which JAX may know from nowhere else.
     """
     context = jax.sharding.get_abstract_mesh()
-    same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
-    differs = same and context != mesh.abstract_mesh and not _compat.trace_is_clean()
-    return context if differs else mesh
+    has_same_axes = context.axis_names == mesh.axis_names and dict(context.shape) == dict(
+        mesh.shape
+    )
+    has_other_types = has_same_axes and context != mesh.abstract_mesh
+    return context if has_other_types and not _compat.trace_is_clean() else mesh
 
 
 def sharding_of(leaf: AnyArray) -> Any:
@@ -126,7 +133,16 @@ def sharding_of(leaf: AnyArray) -> Any:
 def without_unconstrained(
     spec: PartitionSpec, leaf: AnyArray, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Replaces UNCONSTRAINED in a spec by the entries of the array's present sharding."""
+    """Replaces UNCONSTRAINED in a spec by the entries of the array's present sharding.
+
+    An array ``P(None, "model")`` and the spec ``P("data", UNCONSTRAINED)`` give ``P("data",
+    "model")``.
+
+    Args:
+      spec: the spec.
+      leaf: the array.
+      mesh: the mesh of the spec; a sharding on another one is left out.
+    """
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
     present = sharding_of(leaf)
@@ -155,7 +171,7 @@ def type_spec(x: object) -> PartitionSpec | None:
 
 
 def type_mesh(x: Any) -> Any:
-    """Returns the mesh in the type of an array, or None."""
+    """Returns the mesh in the type of an array; None if that has none, and for what is no array."""
     # Most arrays are of this kind; asking `jax.typeof` first would take much longer.
     if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
         return None
@@ -166,7 +182,11 @@ def type_mesh(x: Any) -> Any:
 
 
 def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> Any:
-    """Returns the mesh by which JAX types arrays: that in context, a default, or an array's."""
+    """Returns the mesh by which JAX types arrays.
+
+    That is the mesh in context or else the default. Without both, it is that of the first array
+    whose type has one; None if there is none.
+    """
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return context
@@ -185,9 +205,9 @@ def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
         return leaves
     typed = []
     for x in leaves:
-        # Of an array that was put on a device, JAX says itself that this is not the mesh.
-        is_open = type(x) is _compat.ArrayImpl and not x.committed
-        is_on_no_mesh = is_open and type_mesh(x) is None
+        # For an array that was put on one device, JAX raises its own error: it is not on the mesh.
+        is_uncommitted = type(x) is _compat.ArrayImpl and not x.committed
+        is_on_no_mesh = is_uncommitted and type_mesh(x) is None
         typed.append(jax.sharding.reshard(x, PartitionSpec()) if is_on_no_mesh else x)
     return typed
 

@@ -36,7 +36,21 @@ from ..specs.fitting import axes_of_type
 from ..specs.types import AxisName
 
 # More terms than these run in a loop, so that the program stays small.
-_MOST_UNROLLED = 64
+_MAX_UNROLLED = 64
+
+
+class _NewEquation(NamedTuple):
+    """What an equation of a jaxpr gets instead of its own primitive; its operands stay."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+
+
+class _ReplacedJaxpr(NamedTuple):
+    """A jaxpr that was met before, kept alive so that its id stays, and what replaces it."""
+
+    old: Any
+    new: Any
 
 
 class Replacements:
@@ -47,9 +61,9 @@ class Replacements:
 
     def __init__(self, axes: frozenset[AxisName]):
         self._axes = axes
-        self._jaxprs: dict[int, tuple[Any, Any]] = {}  # by id, with the old one to keep it alive
+        self._jaxprs: dict[int, _ReplacedJaxpr] = {}  # by the id of the old one: layers share many
 
-    def of(self, eqn: Any) -> tuple[Primitive, dict[str, Any]] | None:
+    def of(self, eqn: Any) -> _NewEquation | None:
         """Returns the primitive and parameters that replace an equation's; None to keep them."""
         if is_grouped(eqn):
             meshes: Any = (eqn.invars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
@@ -58,7 +72,7 @@ class Replacements:
             return _call_of_products(eqn) if self._axes - manual else None
         params = {key: self._in_parameter(value) for key, value in eqn.params.items()}
         is_same = all(value is eqn.params[key] for key, value in params.items())
-        return None if is_same else (eqn.primitive, params)
+        return None if is_same else _NewEquation(eqn.primitive, params)
 
     def _in_parameter(self, value: object) -> Any:
         """Returns a parameter of an equation, with replacements in the jaxprs that it holds."""
@@ -71,8 +85,8 @@ class Replacements:
         if not hasattr(jaxpr, "eqns"):
             return value
         if id(value) not in self._jaxprs:
-            self._jaxprs[id(value)] = value, self._in_jaxpr(value, jaxpr)
-        return self._jaxprs[id(value)][1]
+            self._jaxprs[id(value)] = _ReplacedJaxpr(value, self._in_jaxpr(value, jaxpr))
+        return self._jaxprs[id(value)].new
 
     def _in_jaxpr(self, value: Any, jaxpr: Any) -> Any:
         """Returns a jaxpr with replacements; ``value`` is the same, or what closes it."""
@@ -80,7 +94,7 @@ class Replacements:
         if not any(replacements):
             return value
         eqns = [
-            eqn if new is None else eqn.replace(primitive=new[0], params=new[1])
+            eqn if new is None else eqn.replace(primitive=new.primitive, params=new.params)
             for eqn, new in zip(jaxpr.eqns, replacements, strict=True)
         ]
         replaced = jaxpr.replace(eqns=eqns)
@@ -95,11 +109,8 @@ def is_grouped(eqn: Any) -> bool:
     return bool(params["feature_group_count"] > 1 or params["batch_group_count"] > 1)
 
 
-def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns what replaces a convolution in a jaxpr: a call of ``as_products``.
-
-    The result is the primitive and the parameters of an equation with the same operands.
-    """
+def _call_of_products(eqn: Any) -> _NewEquation:
+    """Returns what replaces a convolution in a jaxpr: a call of ``as_products``."""
     out = eqn.outvars[0].aval.sharding
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
@@ -113,8 +124,8 @@ def _call_of_products(eqn: Any) -> tuple[Any, dict[str, Any]]:
 
     with eqn.ctx.manager:
         traced = jax.make_jaxpr(jax.jit(convolution))(*(x.aval for x in eqn.invars))
-    [call] = traced.jaxpr.eqns
-    return call.primitive, call.params
+    [call] = traced.jaxpr.eqns  # of the `jax.jit`
+    return _NewEquation(call.primitive, call.params)
 
 
 def as_products(
@@ -135,12 +146,14 @@ def as_products(
     """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products.
 
     Either it adds up a product for each position of the kernel, or it makes one for each position
-    of the output, whichever are fewer.
+    of the output, whichever are fewer. ``dimension_numbers`` has the order of the dimensions of
+    both operands and of the result; here rows come first, then channels, then spatial ones.
     """
     groups = feature_group_count * batch_group_count  # JAX refuses two that are not 1
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
     x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)
     # x: (groups, rows, channels, *spatial)
+    # Of each dimension: what to add before, after and between its positions.
     edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
@@ -154,8 +167,8 @@ def as_products(
     outputs = tuple(max(0, (size - span) // stride + 1) for size, span, stride in sizes)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
     # A convolution rounds once, not after each term.
-    is_low = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
-    sum_type = jnp.float32 if is_low else out_type
+    is_half = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
+    sum_type = jnp.float32 if is_half else out_type
     product = functools.partial(
         lax.dot_general, precision=precision, preferred_element_type=sum_type
     )
@@ -163,13 +176,14 @@ def as_products(
     if 0 in (*outputs, *window):  # the gradient of a convolution without outputs has no window
         out = jnp.zeros((groups, x.shape[1], kernel.shape[1], *outputs), sum_type)
     elif math.prod(window) <= math.prod(outputs):
+        # (groups, rows, *outputs, features) → (groups, rows, features, *outputs)
         out = jnp.moveaxis(_sum(terms.of_kernel_position, window), -1, 2)
     else:
         out = _stacked(terms.of_output, outputs)
     # (groups, rows, features, *outputs) → (rows, groups * features, *outputs)
     out = jnp.moveaxis(out, 0, 1).reshape(x.shape[1], features, *outputs).astype(out_type)
     out_spec = dimension_numbers.out_spec
-    return lax.transpose(out, [out_spec.index(d) for d in range(out.ndim)])
+    return lax.transpose(out, [out_spec.index(dimension) for dimension in range(out.ndim)])
 
 
 class _Terms(NamedTuple):
@@ -178,31 +192,33 @@ class _Terms(NamedTuple):
     x: jax.Array  # (groups, rows, channels, *spatial), padded
     kernel: jax.Array  # (groups, features, channels, *window)
     outputs: Sequence[int]  # the spatial shape of the result
-    strides: Sequence[int]
-    dilation: Sequence[int]
-    product: Callable[..., jax.Array]
+    strides: Sequence[int]  # the distance of windows in the input
+    dilation: Sequence[int]  # the distance of the positions of one window in the input
+    product: Callable[..., jax.Array]  # `lax.dot_general` in the type of the sum
 
     def of_kernel_position(self, position: Sequence[Any]) -> jax.Array:
         """Returns what one position of the kernel adds to all outputs."""
-        starts = [p * step for p, step in zip(position, self.dilation, strict=True)]
+        starts = [index * step for index, step in zip(position, self.dilation, strict=True)]
         part = _slice(self.x, starts, self.outputs, self.strides)
         # part: (groups, rows, channels, *outputs)
         ones = [1] * len(position)
         kernel = _slice(self.kernel, position, ones, ones).reshape(self.kernel.shape[:3])
         # kernel: (groups, features, channels); result: (groups, rows, *outputs, features)
-        return self.product(part, kernel, (((2,), (2,)), ((0,), (0,))))
+        contracted, batched = ((2,), (2,)), ((0,), (0,))
+        return self.product(part, kernel, (contracted, batched))
 
     def of_output(self, position: Sequence[Any]) -> jax.Array:
         """Returns one output: all of a window times all of the kernel."""
-        starts = [p * step for p, step in zip(position, self.strides, strict=True)]
+        starts = [index * step for index, step in zip(position, self.strides, strict=True)]
         part = _slice(self.x, starts, self.kernel.shape[3:], self.dilation)
         # part: (groups, rows, channels, *window); result: (groups, rows, features)
         summed = tuple(range(2, part.ndim))
-        return self.product(part, self.kernel, ((summed, summed), ((0,), (0,))))
+        contracted, batched = (summed, summed), ((0,), (0,))
+        return self.product(part, self.kernel, (contracted, batched))
 
 
 def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
-    """Splits one of the first two dimensions, and puts the groups in front."""
+    """Splits one of the first two dimensions: (…, groups * size, …) → (groups, …, size, …)."""
     # Not -1, which an array without elements cannot have.
     size = x.shape[dimension] // groups
     shape = (*x.shape[:dimension], groups, size, *x.shape[dimension + 1 :])
@@ -219,8 +235,11 @@ def _slice(
 ) -> jax.Array:
     """Returns a strided slice of the spatial dimensions, the last ones of ``x``.
 
-    In each of them, ``sizes`` positions from ``starts`` on, at distances of ``steps``. The starts
-    are tracers in a loop.
+    Args:
+      x: the array.
+      starts: the first position in each of these dimensions; a tracer in a loop.
+      sizes: the number of positions in each.
+      steps: their distances.
     """
     spans = map(_span, sizes, steps)
     first = x.ndim - len(sizes)
@@ -233,8 +252,13 @@ def _slice(
 
 
 def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """Returns the sum of the terms of all positions; adds them in a loop if they are many."""
-    if math.prod(sizes) <= _MOST_UNROLLED:
+    """Returns the sum of the terms of all positions; adds them in a loop if they are many.
+
+    Args:
+      term: returns the term of a position, one index for each dimension.
+      sizes: the number of positions in each dimension.
+    """
+    if math.prod(sizes) <= _MAX_UNROLLED:
         terms = map(term, itertools.product(*map(range, sizes)))
         return functools.reduce(operator.add, terms)
     first = term([0] * len(sizes))
@@ -247,8 +271,11 @@ def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> ja
 
 
 def _stacked(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """Returns the terms of all positions, in new last dimensions of these sizes."""
-    if math.prod(sizes) <= _MOST_UNROLLED:
+    """Returns the terms of all positions, in new last dimensions: (…) → (…, *sizes).
+
+    The arguments are those of :func:`_sum`.
+    """
+    if math.prod(sizes) <= _MAX_UNROLLED:
         terms = jnp.stack([*map(term, itertools.product(*map(range, sizes)))], -1)
     else:
         positions = jnp.arange(math.prod(sizes))

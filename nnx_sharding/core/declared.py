@@ -40,7 +40,10 @@ _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
 
 def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
-    """Returns the ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding."""
+    """Returns the ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding.
+
+    Anything else, such as one that is abstract already, is returned as it is without ``sharding``.
+    """
     is_type = isinstance(leaf, jax.core.ShapedArray)
     if sharding is None and not is_type and not isinstance(leaf, _CONCRETE):
         return leaf
@@ -89,6 +92,8 @@ _get_sharding = operator.attrgetter("sharding")
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
     """Moves Variables that are not where ``in_shardings`` say; returns all arrays of the call.
 
+    ``leaves`` are the arrays of the call, by slot.
+
     Returns:
       The arrays by slot, and the slots of those that were moved.
 
@@ -103,26 +108,27 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
         pass
     transform = plan.transform
     assert isinstance(transform, Sharded)
-    arrays: dict[int, DeclaredArray] = {}  # that are elsewhere, by slot
-    refused: list[DeclaredArray] = []  # that must not be moved
+    elsewhere: dict[int, DeclaredArray] = {}  # arrays that are not where declared, by slot
+    refused: list[DeclaredArray] = []  # those among them that must not be moved
     for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True):
         if isinstance(leaves[slot], jax.ShapeDtypeStruct):
             continue
-        decision = decide(leaves[slot], sharding, transform.on_committed)  # keep, place or refuse
+        decision = decide(leaves[slot], sharding, transform.on_committed)
         if decision != "keep":
-            arrays[slot] = DeclaredArray(plan.names[slot], leaves[slot], sharding)
+            elsewhere[slot] = DeclaredArray(plan.names[slot], leaves[slot], sharding)
         if decision == "refuse":
-            refused.append(arrays[slot])
-    if not arrays or not _compat.trace_is_clean():
+            refused.append(elsewhere[slot])
+    if not elsewhere or not _compat.trace_is_clean():
         return leaves, ()
-    _check_obstacles(plan, arrays)
+    _check_obstacles(plan, elsewhere)
     if error := committed_elsewhere(transform.name, refused):
         raise error
-    placed = place_arrays([x.array for x in arrays.values()], [x.declared for x in arrays.values()])
+    arrays = [x.array for x in elsewhere.values()]
+    placed = place_arrays(arrays, [x.declared for x in elsewhere.values()])
     leaves = list(leaves)
-    for slot, array in zip(arrays, placed, strict=True):
+    for slot, array in zip(elsewhere, placed, strict=True):
         leaves[slot] = array
-    return leaves, [*arrays]
+    return leaves, [*elsewhere]
 
 
 def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
@@ -152,7 +158,7 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
         return result
     placed = frozenset(plan.placed_slots)
     for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
-        # JAX itself gives the declared sharding to an abstract array that has none.
+        # If JAX knows the declared shardings, it gives them to abstract arrays that have none.
         needs_type = isinstance(leaf, jax.ShapeDtypeStruct) and (
             leaf.sharding or not transform.passes_shardings
         )
@@ -164,7 +170,10 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
 
 
 def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
-    """Names the arguments in host memory in a note to an error about kinds of memory."""
+    """Names the arguments in host memory in a note to an error about kinds of memory.
+
+    Nothing is added if there are none. ``leaves`` are the arrays of the call, by slot.
+    """
     lines = []
     for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):
         if other_memory(declared) or memory_of(leaf):

@@ -47,14 +47,15 @@ from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
-Check: TypeAlias = Callable[..., Exception | None]
+Check: TypeAlias = Callable[..., Exception | None]  # of a plan and its arrays
 
 
 def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = None) -> None:
     """Raises an error that says what is wrong with the arguments, if they show it; else returns.
 
     An error of the user's function, or of the program while it runs, is never replaced; at most it
-    gets a note. ``fun`` is the user's function; None for that of the plan.
+    gets a note. ``leaves`` are the arrays of the call, which JAX refused with ``error``; ``fun`` is
+    the user's function, None for that of the plan.
     """
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
@@ -150,6 +151,7 @@ def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
     TypeError,
 )
 def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields a line for each abstract array."""
     for name, leaf in zip(plan.names, leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             yield array_line(name, leaf)
@@ -162,6 +164,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
     DonatedError,
 )
 def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields a line for each array whose buffers are gone."""
     for name, leaf in zip(plan.names, leaves, strict=True):
         if _is_concrete(leaf) and leaf.is_deleted():
             yield array_line(name, leaf)
@@ -175,7 +178,7 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields arrays that are passed several times in a call that donates them."""
+    """Yields a line for each array that is passed several times in a call that donates it."""
     slots_of: dict[int, list[int]] = {}  # of each array, by its id
     for slot, leaf in enumerate(leaves):
         if _is_concrete(leaf):
@@ -193,6 +196,7 @@ def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
     "...: None}}). Random streams get one by nnx.split_rngs; values of a hijax type have none.",
 )
 def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields a line for each array that has too few dimensions for its axis."""
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
         if isinstance(spec, Axis) and spec.index is not None:
             ndim = np.ndim(leaf)
@@ -246,7 +250,10 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
-    """Returns what the type of an array has of a spec, in a form that can be compared."""
+    """Returns the part of a spec over Explicit axes, as the type of an array of this rank has it.
+
+    In a form that can be compared: the axes of each dimension, then those that are not summed up.
+    """
     part = keep_axes(spec, explicit)
     return tuple(map(axes_of, pad_entries(part, rank))), part.unreduced, part.reduced
 
@@ -294,6 +301,7 @@ def passed_shardings(plan: Plan) -> dict[int, Sharding]:
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields a line for each NumPy array that would be divided among processes."""
     for slot, sharding in passed_shardings(plan).items():
         leaf = leaves[slot]
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated

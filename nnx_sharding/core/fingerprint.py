@@ -89,7 +89,8 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
         listing.add_module_attributes()
     except NotListed:
         return None
-    # Rules for logical axes decide the specs of new Variables.
+    # A trace also depends on the rules for logical axes in context: they decide the specs of new
+    # Variables.
     tokens = (*listing.tokens, _compat.logical_axis_rules())
     try:
         return Fingerprint(tokens, listing.codes, listing.weak)
@@ -100,8 +101,9 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
 def values_in(structure: Structure) -> list[Any]:
     """Returns the classes and static values in the arguments of a function, as it may call methods.
 
-    ``structure`` describes the arguments. Static objects that can change are left out, since each
-    call has its own; and so is what never changes, such as numbers and the classes of Flax.
+    Static objects that can change are left out, since each call has its own; and so is what never
+    changes, such as numbers and the classes of Flax. ``structure`` describes the arguments: an
+    entry for each object, whose children are static values, containers and other objects.
     """
     values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
     pending: list[Child] = [structure.root, *structure.statics]
@@ -136,7 +138,7 @@ def _reaches_constants(value: object) -> bool:
 # Most metadata and settings are shared by models; holding them keeps no other object alive.
 @functools.lru_cache(maxsize=4096)
 def _value_reaches_constants(static: Static) -> bool:
-    """Whether that is so for a value that is compared by value."""
+    """Whether nothing that can change is reached from a value that is compared by value."""
     listing = Listing()
     try:
         listing.add(static.value)

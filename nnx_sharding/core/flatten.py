@@ -56,7 +56,7 @@ def flatten(
       snapshot: the first objects as they were before; unchanged ones keep their entries.
       recorder: is told what is read, for a guard.
     """
-    also_data: Set[int] = frozenset()
+    also_data: Set[int] = frozenset()  # ids of modules in static places that are data elsewhere
     while True:
         flattener = Flattener(
             graph=graph,

@@ -50,7 +50,9 @@ from .treedefs import aux_of, is_leaf_treedef
 class _Described(NamedTuple):
     """Attributes or metadata that were described; objects with the same static values share it."""
 
-    children: Sequence[Any]  # of a node: children of its statics; of a Variable: names and children
+    # Of a node: a child for each attribute, of which only static ones are shared. Of a Variable:
+    # pairs of name and child.
+    children: Sequence[Any]
     statics: Sequence[Any]  # the values that have to be the same
     comparisons: bytes  # how a guard compares each value, in the order of the dict
     form: _compat.NodeForm | None = None  # of a node; held because its id is the key
@@ -188,7 +190,7 @@ class Flattener:
         return RefEntry()
 
     def _describe_node(self, node: object, slots: list[int], position: int) -> Entry:
-        """Returns the entry of a module; adds its own arrays, and links what it holds."""
+        """Returns the entry of a module; links what it holds, adds the slots of its own arrays."""
         if not self.graph and not _compat.is_pytree_type(type(node)):
             raise no_tree(type(node))
         # Values are sorted by name; ``form.order`` has the place of each in the ``__dict__``, in

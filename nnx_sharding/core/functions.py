@@ -37,7 +37,15 @@ class FunctionGroup:
 
 
 def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Sequence[str]) -> None:
-    """Names a function of arrays like ``fun``, and its parameters by the paths of the arrays."""
+    """Names a function of arrays like ``fun``, and its parameters by the paths of the arrays.
+
+    So messages and HLO of JAX show the user's names.
+
+    Args:
+      pure: the function of arrays, whose attributes are set.
+      fun: the user's function.
+      parameters: the expression for each array, such as ``model.kernel``.
+    """
     fun = _behind_partial(fun)
     pure.__name__ = name_of(fun)
     pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
@@ -83,23 +91,30 @@ class _SlotParameter(inspect.Parameter):
 class Names(NamedTuple):
     """The names that a code and the functions defined in it use."""
 
-    globals: tuple[str, ...]
+    globals: tuple[str, ...]  # in the order in which they are first used
     attributes: frozenset[str]
-    imports: frozenset[str]
+    imports: frozenset[str]  # the modules of `import` statements
 
 
-# By id, since hashing a code hashes its instructions; the code is held so that its id stays.
+class _NamesOfCode(NamedTuple):
+    """The names that a code uses, with the code, which is kept alive so that its id stays."""
+
+    code: types.CodeType
+    names: Names
+
+
+# By the id of the code, since hashing a code hashes its instructions.
 _MAX_CODES = 4096
-_NAMES: dict[int, tuple[types.CodeType, Names]] = {}
+_NAMES: dict[int, _NamesOfCode] = {}
 
 
 def names_of(code: types.CodeType) -> Names:
     """Returns the names that a code uses."""
     entry = _NAMES.get(id(code))
     if entry is None:
-        entry = _NAMES[id(code)] = code, _read_names(code)
+        entry = _NAMES[id(code)] = _NamesOfCode(code, _read_names(code))
         make_room(_NAMES, _MAX_CODES)
-    return entry[1]
+    return entry.names
 
 
 def _read_names(code: types.CodeType) -> Names:
@@ -130,7 +145,10 @@ def captured_shards(
 ) -> list[NamedValue]:
     """Returns the sharded arrays that a function captures, with the names that it has for them.
 
-    These are all that it may capture, or, of these, the ``constants`` that its trace did capture.
+    Args:
+      fun: the user's function.
+      constants: the arrays that its trace did capture. Without them, all that it may capture are
+        returned.
     """
     arrays: list[NamedValue] = []
     for name, value in captured_values(fun):
@@ -205,7 +223,7 @@ def _named_arrays(name: str, value: Any) -> Iterator[NamedValue]:
 
 
 def note_captured_arrays(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
-    """Names the sharded arrays that a function captures in a note to an error."""
+    """Names the sharded arrays that a function captures in a note to an error, if there are any."""
     lines = [
         f"{array_line(name, array)}, {describe(array.sharding)}"
         for name, array in captured_shards(fun)
@@ -253,5 +271,5 @@ def _refused_objects(error: Exception) -> set[int]:
     if objects is None:  # Flax raises in a method of the object
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         selves = (frame.f_locals.get("self") for frame in reversed(frames))
-        objects = [*itertools.islice(filter(_compat.is_graph_object, selves), 1)]
+        objects = [*itertools.islice(filter(_compat.is_graph_object, selves), 1)]  # the innermost
     return {*map(id, objects)}

@@ -39,7 +39,10 @@ _IN_FLIGHT = _InFlight()
 
 
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
-    """Waits for every 16th program on several devices, which ends after all earlier ones."""
+    """Waits for every 16th program on several devices, which ends after all earlier ones.
+
+    ``groups`` are the outputs of the program that was started last.
+    """
     _IN_FLIGHT.count += 1
     if _IN_FLIGHT.count >= MAX_IN_FLIGHT and wait(groups):
         _IN_FLIGHT.count = 0
@@ -51,5 +54,6 @@ def wait(groups: Sequence[OutputGroup]) -> bool:
     first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
     if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
         return False
-    jax.block_until_ready(min((x for group in groups for x in group.arrays), key=jnp.size))
+    smallest = min((x for group in groups for x in group.arrays), key=jnp.size)
+    jax.block_until_ready(smallest)
     return True

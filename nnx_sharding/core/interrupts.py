@@ -44,8 +44,13 @@ def deliver_signals() -> None:
     """Restores the handlers, and delivers the signals that arrived."""
     if deferred_handlers and threading.current_thread() is threading.main_thread():
         # The user's function may have set another handler meanwhile, which stays.
-        pairs = [x for x in deferred_handlers.items() if _signal.getsignal(x[0]) is _note_signal]
-        perform([*((_signal.signal, *pair) for pair in pairs), (deferred_handlers.clear,)])
+        still_replaced = [
+            (number, handler)
+            for number, handler in deferred_handlers.items()
+            if _signal.getsignal(number) is _note_signal
+        ]
+        restore = [(_signal.signal, number, handler) for number, handler in still_replaced]
+        perform([*restore, (deferred_handlers.clear,)])  # in one step, as above
         arrived = [*dict.fromkeys(_arrived)]
         _arrived.clear()
         for number in arrived:

@@ -43,8 +43,8 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
         if is_grouped(eqn):
             has_groups = True
         elif auto and any(x.sharding.spec.reduced for x in _compat.operand_types(eqn)):
-            path = path_of([*outer, eqn])  # of the module
-            place = f"{path}: {_REDUCED}" if path else _REDUCED
+            module_path = path_of([*outer, eqn])
+            place = f"{module_path}: {_REDUCED}" if module_path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
         _compat.replace_equations(Replacements(divided).of)

@@ -73,7 +73,7 @@ def fetch(x: AnyArray) -> Any:
 
 
 def move(x: AnyArray, memory: Memory) -> Any:
-    """Returns an array in a memory of its devices, with the sharding that it has."""
+    """Returns an array in a memory of its devices, with the sharding that it has; None for main."""
     if memory_of(x) == memory:
         return x
     if isinstance(memory, str) and not isinstance(x, jax.core.Tracer):
@@ -94,7 +94,10 @@ def copied(x: jax.Array) -> jax.Array:
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """Returns the bounds of the part of an array that an index selects."""
+    """Returns the bounds of the part of an array that an index selects.
+
+    ``[0:4, :]`` of the shape ``(8, 6)`` has ``((0, 4), (0, 6))``.
+    """
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -102,7 +105,7 @@ def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Returns an uninitialised array, whose memory a CPU device adopts without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
+    offset = -memory.ctypes.data % _ALIGNMENT  # to the next address that is aligned
     return memory[offset : offset + size].view(dtype).reshape(shape)
 
 

@@ -53,7 +53,10 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
-        """Returns an index and the sharding; the function may raise an error of its own."""
+        """Returns the number of a filter, as the base does, and the sharding for a path.
+
+        The user's function may raise an error of its own.
+        """
         is_known = path in self._by_path
         sharding = self._by_path[path] if is_known else self._function(path, variable)
         is_listed = sharding in self.shardings
@@ -65,7 +68,7 @@ class PathFunction(StateSharding):
 
 
 def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
-    """Returns the leaves of a pytree by their paths."""
+    """Returns the leaves of a pytree by their paths: ``{"a": [x]}`` → ``{("a", 0): x}``."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {tuple(map(path_key, path)): leaf for path, leaf in leaves}
 
@@ -171,15 +174,17 @@ def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
 
 
 def one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
-    """Returns the children of a pytree with their key paths."""
+    """Returns the children of a pytree, each after its key path (of one key), and the treedef."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
 def check_specs(name: str, types: type | tuple[type, ...] = object, **options: Specs) -> None:
     """Raises a ``TypeError`` for leaves that are not specs, or not of these types.
 
-    ``name`` is that of the transform in messages; ``options`` are its specs, by option, such as
-    ``in_shardings=``.
+    Args:
+      name: that of the transform, in messages.
+      types: the types of specs that it takes.
+      **options: its specs, by option, such as ``in_shardings=``.
     """
     lines = []
     for option, specs in options.items():

@@ -43,7 +43,7 @@ def shorten(text: str, length: int = 120) -> str:
 
 
 def join_paths(paths: Sequence[str]) -> str:
-    """Returns some paths as text; if they are many, similar paths are merged."""
+    """Returns some paths as text; if they are more than five, similar paths are merged."""
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
@@ -61,7 +61,14 @@ def array_line(path: str, array: AnyArray) -> str:
 
 
 def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> Exception | None:
-    """Returns the error for leaves that are not arrays, if there are any."""
+    """Returns the error for leaves that are not arrays, if there are any.
+
+    Args:
+      head: the first line of the error.
+      names: the expression for each leaf.
+      leaves: the leaves.
+      remedy: the last line.
+    """
     lines = [
         f"  {name}: {show(leaf)} of type {type(leaf).__name__}"
         for name, leaf in zip(names, leaves, strict=True)
@@ -93,7 +100,7 @@ def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
 class DeclaredArray(NamedTuple):
     """An array with a declared sharding, which is not the one that it has."""
 
-    name: str
+    name: str  # the expression for it, in messages
     array: AnyArray
     declared: Sharding
 
@@ -129,7 +136,11 @@ def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any])
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
-    """Raises a ``ValueError`` if an option (value, choices) has none of its choices."""
+    """Raises a ``ValueError`` if an option has none of its choices.
+
+    ``options`` are pairs of a value and its choices: ``check_options("jit", mode=("a", ("a",
+    "b")))``. ``name`` is that of the function.
+    """
     lines = [
         f"  {option}: expected one of {', '.join(map(repr, choices))}, got {value!r}"
         for option, (value, choices) in options.items()

@@ -37,6 +37,13 @@ from .rebuild import rebuild
 from .structure import Structure
 
 
+class _Left(NamedTuple):
+    """One array of a trace that left Auto axes."""
+
+    typed: jax.Array  # outside, with a sharding over Explicit axes in its type
+    inside: jax.Array  # the same array, still on Auto axes
+
+
 class LeftAutoAxes:
     """Arrays of one trace that left Auto axes, each with the array that is still on them.
 
@@ -49,15 +56,18 @@ class LeftAutoAxes:
     def __init__(self) -> None:
         """Starts with no arrays, in the current trace."""
         self._trace = _compat.current_trace()
-        # By the id of the typed array, as tracers have no hash: that array, and the one inside.
-        self._pairs: dict[int, tuple[jax.Array, jax.Array]] = {}
+        # By the id of the typed array, as tracers have no hash.
+        self._pairs: dict[int, _Left] = {}
         self.declared = set[int]()  # the ids of those that are results with a declared sharding
         self._notes: dict[int, list[Callable[[NamedSharding], None]]] = {}  # by the same ids
 
     def add(self, typed: jax.Array, inside: jax.Array) -> None:
-        """Records an array; those of inner traces cannot be results, and JAX would see a leak."""
+        """Records an array: as it is outside, and as it is still on Auto axes.
+
+        Those of inner traces are left out: they cannot be results, and JAX would see a leak.
+        """
         if _compat.trace_of(inside) is self._trace:
-            self._pairs[id(typed)] = typed, inside
+            self._pairs[id(typed)] = _Left(typed, inside)
 
     def note_declared(self, typed: jax.Array, note: Callable[[NamedSharding], None]) -> None:
         """Calls ``note`` with the declared sharding of an array, if it is a result with one."""
@@ -73,13 +83,14 @@ class LeftAutoAxes:
         """
         leaves = [*after.leaves]
         for slot, declared in enumerate(specs):
-            typed, inside = self._pairs.get(id(leaves[slot]), (None, None))
-            if typed is None or not isinstance(declared, PartitionSpec | NamedSharding):
+            left = self._pairs.get(id(leaves[slot]))
+            if left is None or not isinstance(declared, PartitionSpec | NamedSharding):
                 continue
+            typed, inside = left
             mesh = type_mesh(typed)
             spec, declared_mesh = spec_and_mesh(declared, mesh) or (PartitionSpec(), mesh)
-            is_same = declared_mesh.axis_names == mesh.axis_names
-            if is_same and not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec:
+            has_same_axes = declared_mesh.axis_names == mesh.axis_names
+            if has_same_axes and not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec:
                 self.declared.add(id(typed))
                 explicit = axes_of_type(mesh, AxisType.Explicit)
                 leaves[slot] = retype(inside, mesh, keep_axes(spec, explicit))
@@ -231,9 +242,10 @@ class RetypedArrays(NamedTuple):
             return after
         arrays, untyped = self.leave(before, after)
         for slot, declared in enumerate(specs):
-            pair = spec_and_mesh(declared, self.change.outer)
+            pair = spec_and_mesh(declared, self.change.outer)  # None without a declared spec
             if pair is not None and not _compat.is_ref(arrays[slot]):
-                arrays[slot] = retype(arrays[slot], self.change.outer, pair[0])
+                spec, _ = pair
+                arrays[slot] = retype(arrays[slot], self.change.outer, spec)
                 untyped.pop(slot, None)
         raise_listed(
             ValueError,
@@ -250,6 +262,11 @@ def call_retyped(flat: Flat, arrays: RetypedArrays, call: Callable[[Any], Any]) 
 
     The objects of the tree hold the arrays of the call until the caller rebuilds the result with
     others or, after an exception, restores the old ones.
+
+    Args:
+      flat: the tree, flattened.
+      arrays: its arrays, before and during the call.
+      call: a function of the tree.
     """
     with arrays.context():
         out = call(rebuild(flat, arrays.inside, foreign=True))

@@ -54,8 +54,8 @@ class Signature(NamedTuple):
 
     names: tuple[str, ...]  # of positional arguments, as in the signature (args[2] beyond it)
     keywords: tuple[str, ...]  # the keyword arguments, sorted
-    static: frozenset[ArgKey]
-    donated: frozenset[ArgKey]
+    static: frozenset[ArgKey]  # the keys of the static arguments
+    donated: frozenset[ArgKey]  # the keys of the donated ones
 
     @property
     def dynamic(self) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class Signature(NamedTuple):
 
     @property
     def static_names(self) -> list[str]:
-        """The names of static arguments, in the same order."""
+        """The names of static arguments, in the order of ``static_keys``."""
         return [self.names[key] if isinstance(key, int) else key for key in self.static_keys]
 
 
@@ -108,7 +108,7 @@ class Parameters:
             parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
         def names_of(*kinds: object) -> tuple[str, ...]:
-            return tuple(p.name for p in parameters if p.kind in kinds)
+            return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
         kinds = inspect.Parameter
         self.positional = names_of(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
@@ -117,7 +117,10 @@ class Parameters:
         self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
         self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
         # By position: the name of a parameter that may also be passed by keyword; None for others.
-        names = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
+        names = [
+            parameter.name if parameter.kind is kinds.POSITIONAL_OR_KEYWORD else None
+            for parameter in parameters
+        ]
         self._unbound = names[bound:]
         # With ``*args``, only the call knows where the arguments end.
         self._from_call = from_call or self.var_positional is not None
@@ -134,6 +137,10 @@ class Parameters:
         """Returns the parameters with a role; what the user left out follows from the other.
 
         Negative positions become positive ones, unless they count from the end of each call.
+
+        Args:
+          positions: the user's positions of parameters with the role; None if he gave none.
+          names: the names that he gave, likewise.
         """
         if positions is None and names is not None:
             positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
@@ -189,11 +196,11 @@ class Parameters:
           ValueError: a negative position is before the first argument.
         """
         positions = declared.positions
-        count = num_positional - self.bound
-        is_outside = any(i + count < 0 for i in positions)
+        count = num_positional - self.bound  # as the user counts
+        any_before_first = any(i + count < 0 for i in positions)
         none_inside = count > 0 and not any(-count <= i < count for i in positions)
         # `jax.checkpoint` refuses any such position, `jax.jit` only if all are out of range.
-        if is_outside and (self._all_must_be_passed or none_inside):
+        if any_before_first and (self._all_must_be_passed or none_inside):
             line = f"  {option}={positions}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
         from_start = (i + count if i < 0 else i for i in positions)
@@ -202,15 +209,15 @@ class Parameters:
 
 
 class SortedCall(NamedTuple):
-    """One call by roles: static arguments, positional ones first, and the tree of all others."""
+    """The arguments of one call, by their roles."""
 
-    signature: Signature
-    statics: tuple[Any, ...]
-    tree: ArgTree
+    signature: Signature  # which argument has which role
+    statics: tuple[Any, ...]  # the static ones, in the order of ``signature.static_keys``
+    tree: ArgTree  # all others
 
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
-    """Sorts the arguments of a call by their roles, and checks the static ones."""
+    """Sorts the arguments of a call by their roles; a ``ValueError`` for unhashable static ones."""
     if not signature.static:
         return SortedCall(signature, (), (args, kwargs))
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}

@@ -27,7 +27,9 @@ class Snapshot:
     """Objects before a function may change them, to find the unchanged ones afterwards."""
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):
+        """Notes the contents of objects; ``structure`` describes them as they are now."""
         self._entries: Sequence[Any] = structure.entries
+        # By index; None for an object that may change without showing it.
         self._contents = [
             _content(obj) if _shows_changes(entry, slots, obj) else None
             for entry, slots, obj in zip(self._entries, structure.slots, objects, strict=True)
@@ -49,7 +51,10 @@ class Snapshot:
 
 
 def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bool:
-    """Whether any change in an object shows in its content."""
+    """Whether any change in an object shows in its content (:func:`_content`).
+
+    ``entry`` describes the object; ``slots`` are those of its own arrays.
+    """
     if isinstance(entry, VariableEntry):
         return entry.value is LEAF and _compat.is_variable(obj)
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
@@ -62,7 +67,10 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
 
 
 def _content(obj: object) -> tuple[Any, ...]:
-    """Returns the attributes of a module, or the metadata of a Variable and its kind of value."""
+    """Returns what two states of an object are compared by: names and values, in one tuple.
+
+    Of a module its attributes; of a Variable its metadata, and whether it holds an array.
+    """
     if _compat.is_variable(obj):
         metadata = _compat.get_metadata(obj)
         is_array = isinstance(_compat.get_value(obj), jax.Array)
@@ -72,7 +80,10 @@ def _content(obj: object) -> tuple[Any, ...]:
 
 
 def node_state(value: object) -> Container:
-    """Returns the child for Flax's record of how far a module is set up: no leaves."""
+    """Returns the child for Flax's record of how far a module is set up: it has no leaves.
+
+    Its flags are in the treedef, so that structures of other flags are not equal.
+    """
     return _node_state(_compat.node_flags(value))
 
 

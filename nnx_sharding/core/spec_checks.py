@@ -45,19 +45,22 @@ def check_mesh(
     mismatches: dict[Any, Sequence[Mismatch]] = {}  # by spec
     sizes: dict[AxisName, int] = {}  # of the axes of all meshes
     for spec in (*transform.in_specs.written, *transform.out_specs.written):
-        pair = spec_and_mesh(spec, transform.context)
-        if pair is not None and (own := _mesh_mismatches(transform, spec, pair[1])):
-            mismatches[spec] = own
-            sizes.update(pair[1].shape)
+        pair = spec_and_mesh(spec, transform.context)  # None for what has no PartitionSpec
+        if pair is None:
+            continue
+        _, mesh = pair
+        if problems := _mesh_mismatches(transform, spec, mesh):
+            mismatches[spec] = problems
+            sizes.update(mesh.shape)
     if not mismatches:
         return
     names_by_spec = _names_by_spec(mismatches, locations, objects, leaves)
     lines = []
-    for spec, own in mismatches.items():
+    for spec, problems in mismatches.items():
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
         names = join_paths(names_by_spec[spec] or [option])
-        lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, own))}")
+        lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
     # One section of docs/errors.md for the message: that about the first mismatch.
@@ -77,10 +80,10 @@ def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[
     ``mesh`` is that of the spec, if it is a sharding, or the one that applies to the call.
     """
     context = transform.context
-    is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
+    is_other_mesh = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
     # Without ``passes_shardings``, as in `shard_map`, a program runs on the mesh of the call: JAX
     # gets specs, and would ignore the meshes of shardings.
-    if is_other and not transform.passes_shardings:
+    if is_other_mesh and not transform.passes_shardings:
         return [Mismatch(f"it is for another mesh, {mesh}; give the PartitionSpec alone")]
     return fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False).problems
 
@@ -91,6 +94,12 @@ def _names_by_spec(
     """Returns the names of the arrays that have each of some specs, for a message.
 
     It asks all filters again, which takes long.
+
+    Args:
+      specs: the specs.
+      locations: where the arrays are, each with the user's spec for its part.
+      objects: the objects, by index.
+      leaves: the arrays, by slot.
     """
     names: dict[Any, list[str]] = {spec: [] for spec in specs}
     for place in locations:
@@ -129,8 +138,8 @@ def fit_specs(
         return result
     arrays = "results" if outputs else "arrays"
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
-    mismatches: list[tuple[Fit, str]] = []
-    corrected: list[str] = []
+    mismatches: list[tuple[Fit, str]] = []  # each with its line for the error
+    corrected: list[str] = []  # lines for the warning
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if spec is None or shape is None:
             continue
@@ -159,7 +168,10 @@ def fit_specs(
 def _raise_for_mismatches(
     transform: Sharded, arrays: str, mismatches: Sequence[tuple[Fit, str]]
 ) -> None:
-    """Raises the error for specs that do not fit, each with its line, if there are any."""
+    """Raises the error for specs that do not fit, each with its line, if there are any.
+
+    ``arrays`` is the word for them in the message: ``arrays`` or ``results``.
+    """
     indivisible = [fit.is_indivisible for fit, _ in mismatches]
     # `jax.jit` raises its own type of error for these, and `jax.shard_map` a plain ValueError.
     is_like_jit = all(indivisible) and transform.passes_shardings

@@ -50,6 +50,7 @@ def with_static_values(
     """
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
+    # By key: the position of an argument, or its name if it is passed by keyword.
     spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     unspecified = [key for key, spec in spec_of.items() if spec is None]
@@ -62,11 +63,15 @@ def with_static_values(
 
 
 def _with_static_leaves(spec: Any, value: object) -> Any:
-    """Returns a pytree in which non-arrays are marked as static where a prefix of specs is None."""
+    """Returns a pytree in which non-arrays are marked as static where a prefix of specs is None.
+
+    ``{"a": None, "b": P()}`` and ``{"a": 3, "b": 4}`` give ``{"a": Static(3), "b": 4}``.
+    """
     if spec is None:
         return jax.tree_util.tree_map(_static_unless_array, value, is_leaf=_compat.is_graph_object)
     if is_spec(spec):
         return value
+    # One level of both trees: the specs and what each is for.
     specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
     try:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]

@@ -28,7 +28,13 @@ if TYPE_CHECKING:  # it calls the functions below
 
 
 def new_static_child(flattener: Flattener, value: object, position: int) -> Child:
-    """Returns the child for a static value that a walk meets first; keeps it for later ones."""
+    """Returns the child for a static value that a walk meets first, and keeps it for later links.
+
+    Args:
+      flattener: the walk.
+      value: the value.
+      position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
+    """
     static = Static.of(value, hold=flattener.is_kept_alive(value))
     content = content_of(value) if static.by_identity else None
     if content is None:  # not compared by content
@@ -46,9 +52,10 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
 
 
 def _is_part_of_graph(flattener: Flattener, value: object) -> bool:
-    """Whether a static place links to a module: one with arrays must be data elsewhere, too.
+    """Whether a module in a static place is an object of the graph, so that the place links to it.
 
-    The flattener notes others as left out, since they may be met as data later.
+    One with arrays is so only if it is data elsewhere, too. The flattener notes others as left out,
+    since they may be met as data later.
     """
     if not _compat.is_graph_object(value):
         return False
@@ -64,7 +71,11 @@ def describe_static(
 ) -> StaticObject | None:
     """Returns the entry of an object that can change, such as a dict of settings; None for a ref.
 
-    ``index`` is that of the object in the table.
+    Args:
+      flattener: the walk.
+      index: the index of the object in the table.
+      obj: the object.
+      position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
     """
     if flattener.snapshot is not None:
         # What a cached_property has stored since may be traced, and is not needed.

@@ -188,7 +188,7 @@ _REDUCERS = ("__reduce__", "__reduce_ex__")
 
 
 def _nested_key(part: object) -> Hashable:
-    """Returns a key for nested tuples of any values."""
+    """Returns a key for nested tuples of any values, which are compared as static values."""
     return tuple(map(_nested_key, part)) if type(part) is tuple else Static.of(part)
 
 
@@ -281,7 +281,10 @@ def strict_key(value: object) -> Any:
 
 
 def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
-    """Returns the kind and parts of an object compared by content; None if it shows none."""
+    """Returns the kind and parts of an object compared by content; None for any other.
+
+    ``static_parts.py`` says what these are. Other objects are compared by identity alone.
+    """
     cls = type(value)
     if issubclass(cls, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
@@ -293,7 +296,10 @@ def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
 
 
 def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
-    """Returns the parts of an object compared by content; its kind, and their number."""
+    """Returns the parts of an object compared by content; then a pair of its kind and their number.
+
+    A guard compares the pair before it reads the parts.
+    """
     content = content_of(value)
     if content is None:
         raise TypeError(f"{type(value).__name__} objects have no content")

@@ -40,7 +40,7 @@ from .structure import (
 
 
 def not_copied(structure: Structure) -> frozenset[int]:
-    """Returns the objects of a structure that exist only once, and all that these hold."""
+    """Returns the indices of static objects that cannot be copied, and of all that these hold."""
     unique = [
         index
         for index, entry in enumerate(structure.entries)
@@ -130,7 +130,7 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
     while pending:  # no recursion: statics may be nested deeply
         place = pending.pop()
         child = place.child
-        below: list[_Place] = []
+        below: list[_Place] = []  # to search next
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield f"  {place.expression}: {type(child.value).__name__} with arrays"
@@ -142,7 +142,8 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
             entry = structure.entries[child]
             if place.in_uncopied and not isinstance(entry, StaticObject):
                 # A module in an object that is not copied would be the caller's own.
-                has_arrays = any(structure.slots[i] for i in _reachable(structure, [child]))
+                objects = _reachable(structure, [child])  # it and all that it holds
+                has_arrays = any(structure.slots[index] for index in objects)
                 if entry is not None and has_arrays:
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
@@ -173,7 +174,10 @@ def _places_below(
 
 
 def _arrays_in(place: str, value: object) -> Iterator[str]:
-    """Yields a line of a message for each array in what is compared by value."""
+    """Yields a line of a message for each array in what is compared by value.
+
+    ``place`` is the expression for the value.
+    """
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
         yield f"  {place}: an array, {jax.typeof(value).str_short()}"

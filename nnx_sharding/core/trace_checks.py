@@ -109,7 +109,7 @@ def check_objects(
         old = before.entries[index] if index < num_before else None  # None: the object is new
         if old is entry and old is not None:  # most entries, by the snapshot
             continue
-        traced_paths = _tracers(entry, static_ids)
+        traced_paths = _tracers(entry, static_ids)  # in its static values
         places[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):
@@ -225,6 +225,7 @@ def _is_traced(child: Child) -> bool:
 
 
 def _value_of(child: Child) -> Any:
+    """Returns a static value; None for any other child."""
     return child.value if isinstance(child, Static) else None
 
 
@@ -233,8 +234,11 @@ def check_donated(
 ) -> None:
     """Raises a ``StrictError`` if no output can reuse the buffer of a donated array.
 
-    ``donated`` has the names and arrays, ``outputs`` are all results; ``name`` and ``fun`` are the
-    names of the transform and of the user's function.
+    Args:
+      donated: the name and the array of each donated argument, by slot.
+      outputs: all results of the program.
+      name: that of the transform, in messages.
+      fun: that of the user's function.
     """
     if not donated:
         return

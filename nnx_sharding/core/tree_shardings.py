@@ -50,7 +50,9 @@ def assign_shardings(
     name: str = "tree",
     **options: Any,
 ) -> tuple[list[str], list[Any]]:
-    """Returns the name and the sharding of each array of a tree, None to change nothing.
+    """Returns the names of the arrays of a tree, and their shardings; None to change nothing.
+
+    Both are in the order of ``flat.leaves``.
 
     Args:
       tree: any pytree.
@@ -83,7 +85,16 @@ def fit_shardings(
 ) -> list[Any]:
     """Returns the sharding of each array, from the spec that was found for it.
 
-    It is None for an array that is to stay as it is. The other arguments are those of ``_Fitter``.
+    It is None for an array that is to stay as it is.
+
+    Args:
+      caller: the function that the user called, in messages.
+      names: the expression for each array, in messages.
+      leaves: the arrays.
+      resolved: the specs that were found for them.
+      mesh: the mesh of each ``PartitionSpec``.
+      strict: whether warnings are errors.
+      **options: the other fields of :class:`_Fitter`.
 
     Raises:
       ValueError, TypeError, NoMeshError: for all that does not fit; with ``strict``, also for
@@ -121,12 +132,12 @@ class _Fitter:
         # Cached, since the many arrays of a model have few different shapes and specs.
         options: Any = {"unconstrained": not (self.explicit or self.whole), "lenient": self.lenient}
         self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
-        # The lines of messages.
+        # Lines of messages, one for each array.
         self.corrected: list[str] = []
         self._refused: list[str] = []
         self._not_arrays: list[str] = []
         self._without_mesh: list[str] = []
-        self._remedy = ""
+        self._remedy = ""  # the last line of the error for what was refused
 
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
         """Returns the sharding of one array; None to leave it as it is.
@@ -140,7 +151,7 @@ class _Fitter:
           spec: its spec, sharding or format; None without one.
         """
         spec = self.adapt(spec, leaf)
-        # `place` (`whole`) makes arrays of numbers; for others they stay unchanged.
+        # `place` (`whole`) makes arrays of numbers; for other callers they stay unchanged.
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_shardable(leaf) and not (self.whole and is_number):
             if self.whole and spec is not None:

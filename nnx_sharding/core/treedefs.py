@@ -16,6 +16,9 @@ PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     """Returns the path of each leaf of a pytree, in the keys that NNX uses.
 
+    ``{"a": [*, *]}`` has ``(("a", 0), ("a", 1))``. A class whose keys JAX does not show has
+    positions instead.
+
     Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
     """
     count = treedef.num_leaves
@@ -33,12 +36,12 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
         return tuple((key, *path) for key, paths in paths_below for path in paths)
     # JAX shows the keys of other node types only for a tree, which is made with other leaves.
     try:
-        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
+        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)  # with Ellipsis as its leaves
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     except Exception:  # a class whose constructor checks its children; then positions are used
         leaves = []
     paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
-    if len(set(paths)) != count:  # or one whose children have equal keys
+    if len(set(paths)) != count:  # such a class, or one whose children have equal keys
         return tuple((index,) for index in range(count))
     return paths
 
@@ -50,7 +53,7 @@ def is_leaf_treedef(treedef: PyTreeDef) -> bool:
 
 def has_builtin_containers(treedef: PyTreeDef) -> bool:
     """Whether JAX builds all containers of a pytree without any Python code."""
-    data = treedef.node_data()
+    data = treedef.node_data()  # (class, keys or other data) of a container; None for a leaf
     is_builtin = data is None or data[0] in (tuple, list, dict, type(None))
     return is_builtin and all(map(has_builtin_containers, treedef.children()))
 
@@ -61,22 +64,28 @@ def node_types(treedef: PyTreeDef) -> set[type]:
     stack = [treedef]
     while stack:
         node = stack.pop()
-        if (data := node.node_data()) is not None:
-            types.add(data[0])
+        if (data := node.node_data()) is not None:  # None for a leaf
+            node_type, _ = data
+            types.add(node_type)
             stack += node.children()
     return types
 
 
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
-    """Yields the auxiliary data of the node types of a pytree, except plain keys."""
+    """Yields the auxiliary data of the nodes of a pytree, from the root on, except plain keys.
+
+    That is what a class returns from its flatten function besides children. JAX compares it by
+    ``==`` only, so that 1 and True are equal.
+    """
     stack = [treedef]
     while stack:
         node = stack.pop()
         data = node.node_data()
-        if data is None:
+        if data is None:  # a leaf
             continue
-        if _compat.has_aux(*data):
-            yield data[1]
+        node_type, aux = data
+        if _compat.has_aux(node_type, aux):
+            yield aux
         stack += reversed(node.children())
 
 
@@ -85,8 +94,9 @@ def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
     data = treedef.node_data()
     if data is None:
         return treedef
-    if _compat.has_aux(*data):
-        data = data[0], next(aux)
+    node_type, old_aux = data
+    if _compat.has_aux(node_type, old_aux):
+        data = node_type, next(aux)
     children = [with_aux(child, aux) for child in treedef.children()]
     return jax.tree_util.PyTreeDef.from_node_data_and_children(
         jax.tree_util.default_registry, data, children

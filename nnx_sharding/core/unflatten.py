@@ -45,10 +45,10 @@ from .treedefs import with_aux
 
 
 class Unflattened(NamedTuple):
-    """The root of a graph that was built, and the object of each entry of its structure."""
+    """A graph that was built from a structure."""
 
-    root: Any
-    objects: list[Any]
+    root: Any  # the pytree that the root of the structure describes
+    objects: list[Any]  # by index
 
 
 def unflatten(
@@ -71,7 +71,9 @@ def unflatten(
     # The metadata without links to objects, by the id of the entries' metadata: many share theirs.
     plain_metadata: dict[int, dict[str, Any]] = {}
     trace_state = _compat.new_trace_state()
-    new_entries = [pair for pair in enumerate(structure.entries) if pair[0] not in existing]
+    new_entries = [
+        (index, entry) for index, entry in enumerate(structure.entries) if index not in existing
+    ]
     # First all objects without content, since any may refer to any other.
     objects: list[Any] = [existing.get(index) for index in range(len(structure.entries))]
     for index, entry in new_entries:
@@ -82,6 +84,7 @@ def unflatten(
         slots, obj = structure.slots[index], objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
+            # `_new_object` has set the metadata without links to objects.
             has_links = len(plain_metadata[_compat.identity(entry.metadata)]) < len(entry.metadata)
             if has_links:
                 _compat.set_metadata(obj, assemble_metadata(entry, objects))
@@ -115,7 +118,8 @@ def _new_object(
     if isinstance(entry, VariableEntry):
         metadata = plain_metadata.get(_compat.identity(entry.metadata))
         if metadata is None:
-            pairs = ((name, x.value) for name, x in entry.metadata if isinstance(x, Static))
+            children = entry.metadata  # pairs of name and child
+            pairs = ((name, child.value) for name, child in children if isinstance(child, Static))
             metadata = plain_metadata[_compat.identity(entry.metadata)] = dict(pairs)
         # Within a trace, hijax Variables are plain ones.
         if metadata.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
@@ -134,7 +138,13 @@ def _new_object(
 
 
 def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
-    """Returns the value that a child describes; takes its arrays from ``leaves`` in order."""
+    """Returns the value that a child describes.
+
+    Args:
+      child: the child of an entry, or the root.
+      leaves: the arrays; each ``LEAF`` in the child takes the next one.
+      objects: the objects of the graph, by index.
+    """
     if child is LEAF:
         return next(leaves)
     if isinstance(child, int):
@@ -167,14 +177,20 @@ def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
 
 
 def pytree_of(entry: object) -> Container | None:
-    """Returns the pytree of arrays that is a Variable's value; None for other values."""
+    """Returns the container of arrays that is a Variable's value; None for any other value.
+
+    ``entry`` is that of the Variable, or of something else, for which the result is None.
+    """
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
     return entry.value if isinstance(entry.value, Container) else None
 
 
 def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
-    """Returns the value at a location: an array, or a pytree of arrays."""
+    """Returns the value at a location: an array, or the pytree of arrays that a Variable holds.
+
+    ``leaves`` are the arrays by slot, or anything in their place.
+    """
     arrays = [leaves[slot] for slot in location.slots]
     pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
     return arrays[0] if pytree is None else jax.tree_util.tree_unflatten(pytree.treedef, arrays)
@@ -184,12 +200,21 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
 
 
 def assign_content(entry: StaticObject, value: object, objects: Objects) -> list[Operation]:
-    """Returns the operations that give an object the content of an entry."""
+    """Returns the operations that give a static object the content of an entry.
+
+    ``objects`` are those of the graph, by index, to which the content may link.
+    """
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
 
 def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> None:
-    """Restores the content of static objects from their entries, where it has changed."""
+    """Restores the content of static objects from their entries, where it has changed.
+
+    Args:
+      structure: has the entries.
+      objects: the objects of the graph, by index.
+      indices: those of the objects to restore; others than static ones are left alone.
+    """
     by_index = dict(enumerate(objects))
     for index in indices:
         entry = structure.entries[index]
@@ -207,17 +232,20 @@ def _unchanged_statics(
     as a part of others: nearly all that a function creates while it runs are such containers.
     """
     entries: Sequence[Any] = structure.entries
-    unchanged = {i: value for i, value in structure.origins.items() if i not in existing}
+    origins = structure.origins.items()  # the objects that were flattened
+    unchanged = {index: value for index, value in origins if index not in existing}
     while True:  # an object that holds a changed one has changed as well
         objects = {**existing, **unchanged}
-        changed = [i for i, x in unchanged.items() if not _shows(x, entries[i], objects)]
+        changed = [
+            index for index, x in unchanged.items() if not _shows(x, entries[index], objects)
+        ]
         if not changed:
             break
         for index in changed:
             del unchanged[index]
     # What is used again, and all that it holds.
     shared: dict[int, Any] = {}
-    pending = [i for i, value in unchanged.items() if share or not is_builtin(type(value))]
+    pending = [index for index, value in unchanged.items() if share or not is_builtin(type(value))]
     while pending:
         index = pending.pop()
         if index in unchanged and index not in shared:
@@ -227,7 +255,10 @@ def _unchanged_statics(
 
 
 def _shows(value: object, entry: StaticObject, objects: Mapping[int, Any]) -> bool:
-    """Whether a static object has the content that its entry describes."""
+    """Whether a static object has the content that its entry describes.
+
+    ``objects`` are those that the content may link to, by index.
+    """
     content = content_of(value)
     if content is None:
         return False
