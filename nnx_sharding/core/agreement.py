@@ -33,15 +33,16 @@ from ..errors import CheckpointError, ExportError, NoCheckpointError
 
 T = TypeVar("T")
 
-# How long the others may take: they compile, or write more than this one.
+# How long this process waits for others, which may compile, or write more than this one.
 _PATIENCE = 3600.0  # seconds
 _LAST_PATIENCE = 60.0  # seconds, after another error
-_POLL = 500  # milliseconds, after which is looked whether another process has failed
+_POLL = 500  # milliseconds between two looks whether another process has failed
 
-# The errors that all processes raise if one of them does; instead of others a CheckpointError.
+# If one process raises one of these, all do. For any other error, the others raise a
+# CheckpointError.
 _KINDS = (CheckpointError, NoCheckpointError, ExportError, FileExistsError, TypeError, ValueError)
 
-_HEARD = "of_all_processes"  # the attribute of errors that were not this process's own
+_HEARD = "of_all_processes"  # the attribute of errors that this process heard from others
 
 _current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar(
     "operation", default=None
@@ -67,6 +68,7 @@ class Operation:
         self._is_shared = not alone and jax.process_count() > 1
         self._parent = _current.get()
         self._resources = contextlib.ExitStack()
+        # Numbers for the operations within this one, and for the points where processes meet.
         self._begun, self._meetings = itertools.count(), itertools.count()
         numbers = _operations if self._parent is None else self._parent._begun
         above = "nnx_sharding" if self._parent is None else self._parent._key
@@ -150,10 +152,10 @@ class Operation:
         index = jax.process_index()
         texts = {name: fact() if callable(fact) else fact for name, fact in facts.items()}
         if index == 0:  # collects the facts of all, and tells them whether these agree
-            given = [texts]
+            by_process = [texts]
             for process in range(1, jax.process_count()):
-                given.append(json.loads(self._wait(f"{key}/{process}", process)))
-            verdict = {"value": value, "differ": _differences(given)}
+                by_process.append(json.loads(self._wait(f"{key}/{process}", process)))
+            verdict = {"value": value, "differ": _differences(by_process)}
             client.key_value_set(f"{key}/verdict", json.dumps(verdict))
             for process in range(1, jax.process_count()):  # only the short verdict stays
                 client.key_value_delete(f"{key}/{process}")
@@ -202,7 +204,7 @@ class Operation:
             self._raise_errors_of_others()
 
     def _wait(self, key: str, process: int) -> str:
-        """Returns what another process has written, or raises its error."""
+        """Returns what another process has written under a key, or raises its error."""
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             try:
@@ -230,7 +232,7 @@ class Operation:
 
 
 def _heard(error: Exception) -> Exception:
-    """Marks an error that all processes know already."""
+    """Marks an error that all processes know already, so that this one does not report it."""
     setattr(error, _HEARD, True)
     return error
 
@@ -241,10 +243,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _differences(given: Sequence[Mapping[str, str]]) -> str:
-    """Describes a fact that differs between the first process and another one."""
-    for process, facts in enumerate(given):
+def _differences(by_process: Sequence[Mapping[str, str]]) -> str:
+    """Describes a fact that differs between the first process and another one; ``""`` if none does.
+
+    ``by_process`` has the facts of each process, by name.
+    """
+    first = by_process[0]
+    for process, facts in enumerate(by_process):
         for name, text in facts.items():
-            if given[0].get(name) != text:
-                return f"the {name} {given[0].get(name)} (process 0) and {text} ({process})"
+            if first.get(name) != text:
+                return f"the {name} {first.get(name)} (process 0) and {text} ({process})"
     return ""

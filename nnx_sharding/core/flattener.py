@@ -134,6 +134,7 @@ class Flattener:
 
     def _is_copy(self, index: int) -> bool:
         """Whether tree mode copies an object that is met again: a module, unless in a cycle."""
+        # Looks for the object among those that the current one was met in.
         obj, above = self.objects[index], self._current
         while above >= 0 and self.objects[above] is not obj:
             above = self._parents.get(above, -1)
@@ -193,8 +194,8 @@ class Flattener:
         """Returns the entry of a module; links what it holds, adds the slots of its own arrays."""
         if not self.graph and not _compat.is_pytree_type(type(node)):
             raise no_tree(type(node))
-        # Values are sorted by name; ``form.order`` has the place of each in the ``__dict__``, in
-        # whose order a guard reads them.
+        # ``values`` are those of the attributes, sorted by name. A guard reads them in the order of
+        # the ``__dict__``: ``in_dict`` has them so, ``form.order`` the place of each there.
         form, values, in_dict = _compat.node_items(node, self._forms, self._no_tracers)
         if in_dict is None:
             self.recorder = None  # not all content is in the ``__dict__``, which a guard reads
@@ -202,7 +203,7 @@ class Flattener:
         # Nodes of one form (class and names) with the same statics share what describes these.
         known = self._nodes.get(_compat.identity(form))
         if known is not None and all(map(operator.is_, statics, known.statics)):
-            undescribed, children = form.others, [*known.children]
+            undescribed, children = form.others, [*known.children]  # the indices of the rest
             comparisons = known.comparisons
         else:
             undescribed, children = tuple(range(len(values))), [LEAF] * len(values)
@@ -252,7 +253,10 @@ class Flattener:
     def _attribute_child(
         self, value: object, is_data: bool | None, slots: list[int], position: int
     ) -> Child:
-        """Returns the child for an attribute; ``is_data`` is None where the value decides."""
+        """Returns the child for an attribute.
+
+        ``is_data`` says whether Flax has it as data; None where the value decides.
+        """
         if is_data is False:
             return self.static_child(value, position)
         if _compat.is_graph_object(value):

@@ -26,9 +26,15 @@ if TYPE_CHECKING:  # flattening calls the functions below
 def describe_hijax(
     flattener: Flattener, variable: object, slots: list[int], position: int
 ) -> VariableEntry:
-    """Returns the entry of an equal plain Variable; adds the arrays, and their slots to ``slots``.
+    """Returns the entry of an equal plain Variable; adds its arrays to the leaves of the walk.
 
-    Drops the flattener's recorder if no guard can compare the Variable, which is at ``position``.
+    Drops the flattener's recorder if no guard can compare the Variable.
+
+    Args:
+      flattener: the walk.
+      variable: the hijax Variable.
+      slots: gets the slots of its arrays.
+      position: where a recorder can read it again.
     """
     plain = _compat.plain_variable(variable)
     # The plain copy is a new object at each call, so a guard has to read the original.

@@ -38,7 +38,8 @@ _MARK = ".nnx_sharding-"
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 
-# What tells that a file or a folder was replaced: inodes are used again, so not they alone.
+# Of a file or folder: device, inode, and when it was changed last. Another one at the same path has
+# another of these; inodes alone are used again. None if nothing is there.
 Identity: TypeAlias = tuple[int, int, int] | None
 
 
@@ -97,12 +98,14 @@ class Draft:
         sync(self.path.parent, deep=False)
 
     def _make_parents(self, stack: contextlib.ExitStack) -> None:
-        missing = [x for x in self.path.parents if not x.exists()]
+        """Makes the missing folders above the path; ``stack`` deletes those that stay empty."""
+        missing = [folder for folder in self.path.parents if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             stack.callback(_remove_empty, folder)
 
     def _delete(self, draft: Path) -> None:
+        """Deletes a draft, but no file in it that no writer could have made, nor its folder."""
         self._sweep(draft)
         for root, _, names in os.walk(draft, topdown=False):
             for path in (Path(root, name) for name in names):
@@ -113,6 +116,7 @@ class Draft:
 
 def drafts(path: Path) -> list[Path]:
     """Returns the drafts of a path that exist, of writers that are busy or were killed."""
+    # The names that `Draft` gives them.
     pattern = re.compile(re.escape(f".{path.name[:50]}{_MARK}") + "[0-9a-f]{16}")
     if not path.parent.is_dir():
         return []
@@ -177,7 +181,11 @@ def sync(path: Path, *, deep: bool = True) -> None:
 
 
 def exchange(new: Path, path: Path) -> None:
-    """Moves a file or a folder to a path; what was there, a folder at least, is then at ``new``."""
+    """Moves a file or a folder to a path.
+
+    What was there is then at ``new``; but where no system call exchanges two paths, an old file is
+    gone.
+    """
     if not path.exists():
         if not _renameat2(new, path, _NOREPLACE):
             new.rename(path)
@@ -189,7 +197,10 @@ def exchange(new: Path, path: Path) -> None:
 
 
 def _exchange_folders(new: Path, path: Path) -> None:
-    """Exchanges folders where no system call does: killed between the renames, none is there."""
+    """Exchanges folders by renames, where no system call does.
+
+    If the process is killed between two of these, no folder is at ``path``.
+    """
     aside = new.with_name(f"{new.name}.replaced")
     with signals_deferred():
         path.rename(aside)

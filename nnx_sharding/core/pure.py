@@ -64,7 +64,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def pure(*leaves: object) -> Any:
-        caller = current_caller()
+        caller = current_caller()  # who asked JAX for this trace
         assert caller is not None
         if caller.plan is not None:
             deliver_signals()  # nothing has run yet, and tracing may take long
@@ -150,6 +150,7 @@ def call_and_pack(
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
     if isinstance(transform, Sharded) and transform.passes_shardings:
+        # Results that modules of a strategy computed on Auto axes get their declared shardings.
         after = left.as_declared(after, specs)
     option = transform.out_name
     # Back to the types of the surrounding trace.
@@ -167,8 +168,11 @@ def _call_function(
 ) -> tuple[Any, Snapshot]:
     """Calls the user's function; returns its result, and a snapshot of its arguments before that.
 
-    The arguments are joined from two lists: static values, which the plan describes, and
-    ``unflattened``, the copies of all others that hold the tracers ``arrays.inside``.
+    Args:
+      plan: the plan, which describes the static arguments.
+      caller: the call that is traced; ``caller.fun`` is the user's function.
+      arrays: the tracers of the arguments, as JAX gave them and as the function sees them.
+      unflattened: copies of the other arguments, which hold the latter.
     """
     no_arrays = iter(())  # static arguments hold none
     statics = [assemble(child, no_arrays, unflattened.objects) for child in plan.structure.statics]
@@ -238,7 +242,10 @@ def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocat
 
 
 def _is_unchanged(before: Structure, after: Structure) -> bool:
-    """Whether the objects are the same as before, and no module changed or holds arrays."""
+    """Whether the objects are the same as before, and no module changed or holds arrays.
+
+    Then no Variable or array can be new, except in the output.
+    """
     return len(before.entries) == len(after.entries) and all(
         new == old and not slots
         for old, new, slots in zip(before.entries, after.entries, after.slots, strict=True)
@@ -247,7 +254,7 @@ def _is_unchanged(before: Structure, after: Structure) -> bool:
 
 
 def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
-    """Returns the names of the arrays after the call; known Variables keep their names."""
+    """Returns the names of the arrays after the call, by slot; known Variables keep theirs."""
     names = slot_names(after.num_leaves, locations)
     for index, (name, _) in plan.variables.items():
         for slot in after.slots[index]:
@@ -267,8 +274,12 @@ def _output_specs(
     An array that was updated keeps the spec that it had. The user's ``out_shardings`` (or
     ``out_axes``) decide about the output, the spec of an argument about what is new in it.
 
-    ``leaves`` are the arrays before the call, ``names`` those of the arrays after it, by slot;
-    ``locations`` are those of new Variables and arrays.
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays before it, by slot.
+      after: the graph after it.
+      locations: where new Variables and arrays are in the output and the arguments.
+      names: the expression for each array after the call, by slot.
 
     Raises:
       ValueError: a spec does not fit its array.
@@ -301,7 +312,11 @@ def _keep_specs(
 ) -> dict[int, tuple[int, ...] | None]:
     """Writes the old spec of each updated array into ``resolved``, by its slot after the call.
 
-    ``leaves`` are the arrays before the call, by slot; all else is of after it.
+    Args:
+      plan: the plan of the call, with the structure and the specs before it.
+      leaves: the arrays before it, by slot.
+      after: the structure after it.
+      resolved: what was found for the arrays after it; changed in place.
 
     Returns:
       The old shapes of arrays of Variables, by slot after the call.

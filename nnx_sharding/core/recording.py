@@ -21,7 +21,7 @@ UNRECORDED = -1  # the position of what is not read again
 
 
 class Comparison(enum.IntEnum):
-    """How a value must agree with the recorded one."""
+    """How a value must agree with the recorded one, for a guard to hold."""
 
     NONE = 0  # not at all, or through its content
     BY_VALUE = 1
@@ -39,9 +39,8 @@ class TreePositions(NamedTuple):
     """The positions of what one or several pytrees hold, in the order of JAX."""
 
     leaves: Sequence[int]
-    aux: Sequence[
-        int
-    ]  # the data of node types that JAX compares by ``==`` only (`treedefs.aux_of`)
+    # Of the data of nodes that JAX compares by ``==`` only (`treedefs.aux_of`).
+    aux: Sequence[int]
 
 
 class ReadRecorder(Protocol):

@@ -36,11 +36,12 @@ def _load_walk() -> type[Walk]:
                 "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
-    # Both sides know the fields of these by their positions.
-    tuples = {cls.__name__: cls._fields for cls in (Step, Recipe, Guard)}
-    names = {"Opcode": tuple(Opcode.__members__), **tuples}
-    fields = " ".join(word for name, parts in names.items() for word in (name, *parts))
-    if getattr(_native, "FIELDS", None) != fields:
+    # Both sides know the fields of these by their positions. The extension has a text that lists
+    # them: "Opcode NODE DICT … Step opcode position …".
+    fields_of = {cls.__name__: cls._fields for cls in (Step, Recipe, Guard)}
+    names = {"Opcode": tuple(Opcode.__members__), **fields_of}
+    expected = " ".join(word for name, parts in names.items() for word in (name, *parts))
+    if getattr(_native, "FIELDS", None) != expected:
         raise RuntimeError(
             f"{_native.__file__} was compiled from another version of nnx_sharding. Install it "
             "again; in a checkout, run `python setup.py build_ext --inplace`."
