@@ -59,9 +59,10 @@ def split_arguments(
     """Splits each dynamic argument of a call into the parts that have a spec of their own.
 
     Args:
-      structure: describes the arguments; its root has them in the order of the result.
-      tree: the values of the arguments, positional and by keyword.
-      specs: the user's prefix of specs for each, likewise.
+      structure: describes the arguments. The children of its root are the leaves of all of them,
+        in the order of the result.
+      tree: the values of the arguments: ``(positional, by keyword)``.
+      specs: the user's prefix of specs for each, in the same form.
       names: the names of the positional arguments.
       caller: the function and the option that the specs are from, in messages.
     """

@@ -160,7 +160,10 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
 
 
 def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, AnyMesh | None]:
-    """Returns the number of devices that a program is for, and their mesh, if there is one."""
+    """Returns the number of devices that a program is for, and their mesh, if there is one.
+
+    They follow from the mesh of the transform, from declared shardings, or from the arrays.
+    """
     shardings = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in shardings)]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)

@@ -132,7 +132,10 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
 
 
 def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
-    """Raises a ``ValueError`` for arrays, by slot, that cannot get their declared shardings."""
+    """Raises a ``ValueError`` for arrays that cannot get their declared shardings.
+
+    ``arrays`` are by slot: those that a call wants to move.
+    """
     # A later call may have other shapes than the one for which the plan was made.
     names = [x.name for x in arrays.values()]
     shapes = [jnp.shape(x.array) for x in arrays.values()]

@@ -108,22 +108,31 @@ def _is_spec_or_variable(x: object) -> bool:
 
 
 class Specs:
-    """A prefix of specs as the user wrote it, hashable."""
+    """A prefix of specs as the user wrote it, hashable.
+
+    Attributes:
+      tree: the prefix, in our own types.
+      invalid: the leaves that are not specs, for an error.
+      rules: the leaves: specs, and mappings from filters to specs.
+      written: all specs, with those in the mappings.
+      depend_on_values: whether shapes and dtypes matter, to a predicate of the user.
+      has_partition_spec: whether any spec needs a mesh.
+      may_hold_none: whether arguments, or parts of them, can have None.
+    """
 
     def __init__(self, tree: object):
-        """Reads a tree of specs; keeps what is not a spec in ``invalid``, for an error."""
-        self.invalid = list(_invalid_leaves(tree, ()))  # the leaves that are not specs
+        """Reads a tree of specs."""
+        self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
-        self.tree = jax.tree_util.tree_unflatten(treedef, leaves)  # in our own types
-        # The leaves: specs, and mappings from filters to specs. A State of specs has one for each
-        # path, as a StateSharding with filters for paths.
+        self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
+        # A State of specs has one for each path, as a StateSharding with filters for paths.
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
         self._key = (self.rules, treedef)
-        written: list[Any] = []  # the specs among the leaves, with those inside of mappings
-        self.depend_on_values = False  # whether shapes and dtypes matter, to a user's predicate
+        written: list[Any] = []
+        self.depend_on_values = False
         for rule in self.rules:
             if isinstance(rule, StateSharding):
                 written += rule.shardings
@@ -131,9 +140,7 @@ class Specs:
             else:
                 written.append(rule)
         self.written = tuple(written)
-        # Whether any spec needs a mesh.
         self.has_partition_spec = any(isinstance(spec, PartitionSpec) for spec in written)
-        # Whether arguments, or parts of them, can have None.
         self.may_hold_none = self.tree is not None and None in leaves
 
     def __eq__(self, other: object) -> bool:

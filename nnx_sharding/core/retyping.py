@@ -183,8 +183,9 @@ class RetypedArrays(NamedTuple):
     def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
         """Gives the arrays of a result the axis types that they have outside of the call.
 
-        An unchanged array is the original one; a new one in an old object has the type of the array
-        that it replaces; scalars are replicated.
+        That is possible where the sharding over Explicit axes is known. An unchanged array is the
+        original one; a new one in an old object has the type of the array that it replaces; scalars
+        are replicated.
 
         Args:
           before: the structure of the arguments.

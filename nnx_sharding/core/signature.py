@@ -231,7 +231,16 @@ def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
 def join_call(
     signature: Signature, statics: Sequence[object], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Inverts :func:`sort_call`: returns all arguments, with static ones in their places."""
+    """Inverts :func:`sort_call`: returns all arguments, with static ones in their places.
+
+    Args:
+      signature: says which argument has which role.
+      statics: the static arguments, in the order of ``signature.static_keys``.
+      tree: all others.
+
+    Returns:
+      The positional arguments, and those by keyword.
+    """
     dynamic_args, dynamic_kwargs = tree
     values: dict[Any, Any] = dict(zip(signature.dynamic, dynamic_args, strict=True))
     values |= dynamic_kwargs

@@ -153,7 +153,10 @@ def _library_key(cls: type, value: Any) -> Hashable | None:
 
 
 def _fields_key(cls: type, value: object) -> Hashable | None:
-    """Returns the key of a frozen dataclass that has no room for anything but its fields."""
+    """Returns the key of a frozen dataclass that has no room for anything but its fields.
+
+    None for any other object with attributes: these may change.
+    """
     params = getattr(cls, "__dataclass_params__", None)
     if params is None or not params.frozen or cls.__dictoffset__:
         return None

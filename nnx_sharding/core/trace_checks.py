@@ -202,7 +202,9 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
     """Yields the paths to Variables and traced arrays among the static values of an object.
 
-    Those whose ids are in ``static_ids`` were there before the call, and are left out.
+    Args:
+      entry: describes the object.
+      static_ids: the ids of static values that were there before the call, and are left out.
     """
     # Nearly all objects have none, which is much faster to see than with the paths.
     if not any(map(_is_traced, identities_in(children_of(entry)))):

@@ -164,7 +164,10 @@ def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
 def assemble_attributes(
     entry: NodeEntry, leaves: Iterator[AnyArray], objects: Objects
 ) -> list[tuple[Any, Any]]:
-    """Returns the attributes of a module, as names and values."""
+    """Returns the attributes of a module, as pairs of name and value.
+
+    The arguments are those of :func:`assemble`.
+    """
     return [
         (key, child.value if type(child) is Static else assemble(child, leaves, objects))
         for key, child in zip(entry.keys, entry.children, strict=True)
@@ -172,7 +175,7 @@ def assemble_attributes(
 
 
 def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
-    """Returns the metadata of a Variable, with objects where they link to some."""
+    """Returns the metadata of a Variable by name; ``objects`` are those that it may link to."""
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 

@@ -362,7 +362,8 @@ class ValueAndGrad(Differentiable[P, R]):
         """Finds the arrays that are differentiated in a call."""
         plan, flat = self._find_plan(args, kwargs)
         targets = self._targets(plan, self._sort(args, kwargs), flat)
-        unique: dict[int, None] = {}  # in order; targets that share a Variable have its slots twice
+        # A dict, as a set in order: targets that share a Variable have its slots twice.
+        unique: dict[int, None] = {}
         for target in targets:
             for named in target.locations:
                 unique |= dict.fromkeys(named.location.slots)

@@ -418,7 +418,7 @@ class Lifted(LiftedFunction[P, R]):
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Returns the jaxpr for these arguments; unlike the jaxpr of a stage, it has constants."""
         _, plan, flat = self._plan_without_running(args, kwargs)
-        function = plan.pure_function(self._fingerprint(plan, flat))
+        function = plan.pure_function(self._fingerprint(plan, flat))  # of all arrays
         with self._tracing(flat):
             return call_with_explained_errors(
                 plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function)

@@ -122,11 +122,11 @@ def _sharding_of_layer(
 
     Args:
       mesh: the mesh of the trace.
-      spec: that of the Variable as the user has it.
-      shape: that of the Variable, in which loops around this one may have more dimensions.
-      stacked_shape: that of the parameters of all layers here: (layers, …).
+      spec: the spec of the Variable as the user has it.
+      shape: its shape there: loops around this one may have more dimensions, which are gone here.
+      stacked_shape: the shape of the parameter of all layers here: (layers, …).
     """
-    entries = spec_of_slice(spec, shape, stacked_shape).partitions
+    entries = spec_of_slice(spec, shape, stacked_shape).partitions  # one for each dimension here
     return NamedSharding(mesh, PartitionSpec(*entries[1:]))  # without the dimension of the layers
 
 

@@ -171,7 +171,7 @@ class _Remat(InnerTransform):
             return super().user_function(plan, caller, unflattened)
         rules = self.policy
         outer = current_handler()
-        known = _modules_of(plan, unflattened)
+        known = _modules_of(plan, unflattened)  # (path, module) by the id of the module
 
         def call_and_name(
             module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
