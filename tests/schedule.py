@@ -325,7 +325,6 @@ DRAWN = {
     "array_sharder.py::ParamTest::test_a_trace_gives_shardings_with_the_spec": 3,
     "axis_types.py::JitTest::test_training": 1,
     "batches.py::StateTest::test_grain": 3,
-    "checkpoint_managers.py::test_lists_and_stacks": 1,
     "checkpoints.py::ShardingsTest::test_optimizers": 2,
     "combinations.py::test_pair": 1,
     "context.py::test_a_step_is_that_of_one_device": 1,
