@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for the benchmarks
 
-from benchmarks.growth import exponent  # noqa: E402
+from benchmarks.growth import HEAD, line  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs/images", ROOT / "benchmarks/results"
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md")]
@@ -179,51 +179,14 @@ def number(value: float) -> str:
 
 
 def growth(_: dict[str, Any]) -> str:
-    """The rows of ``python -m benchmarks.growth`` that miss what is wanted, and other titles."""
+    """The table of ``python -m benchmarks.growth``."""
     found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
-    lines = [
-        "| CPU time of … | peer | at most | × peer | worst size | wanted | exponent | peer's |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
-    others, title = [], ""
-    for row in (row for case in found.values() for row in case["rows"]):
-        title = title if row["title"] == "the same" else row["title"]
-        ratios = [ours / peer for ours, peer in zip(row["ours_s"], row["peer_s"], strict=True)]
-        if is_met(row, max(ratios)):
-            others.append(f"{title} ({row['peer']})")
-            continue
-        cells = [
-            title,
-            row["peer"],
-            f"{row['sizes'][-1]:,} {row['unit']}",
-            f"{ratios[-1]:.2f}",
-            f"{max(ratios):.2f}",
-            f"{row['wanted']}",
-            f"{exponent(row['sizes'], row['ours_s']):.2f}",
-            f"{exponent(row['sizes'], row['peer_s']):.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    machines = [case["machine"] for case in found.values()]
-    newest = max(machines, key=lambda machine: machine["date"])
-    busy = "" if all(machine["idle"] for machine in machines) else ", not always idle"
-    where = f"{newest['cores']} cores of {newest['cpu']}{busy}"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"At all sizes as wanted: {'; '.join(others)}.",
-            "",
-            f"Measured until {newest['date']} on {where}. "
-            "All sizes, commits and loads: `benchmarks/results/growth.json`.",
-        ]
-    )
-
-
-def is_met(row: dict[str, Any], worst: float) -> bool:
-    """Whether a row is as wanted: a ratio, or seconds as in "1 s" at the largest size."""
-    if isinstance(row["wanted"], str):
-        return row["ours_s"][-1] <= float(row["wanted"].removesuffix(" s"))
-    return worst <= row["wanted"]
+    rows = [line(row) for case in found.values() for row in case["rows"]]
+    runs: dict[str, list[str]] = {}
+    for name, case in found.items():
+        runs.setdefault(described(case["machine"]), []).append(name)
+    texts = (f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items())
+    return "\n".join([HEAD, *rows, "", "\n\n".join(texts)])
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
