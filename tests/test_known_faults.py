@@ -265,7 +265,7 @@ def test_drawn_convolution(number):
 
 def test_large_sums_run_in_loops(monkeypatch):
     """A grouped convolution of many terms, with both of its gradients, on several devices."""
-    monkeypatch.setattr(convolutions, "_MOST_UNROLLED", 2)
+    monkeypatch.setattr(convolutions, "_MAX_UNROLLED", 2)
     FIXED[3].check()
 
 
