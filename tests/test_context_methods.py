@@ -259,6 +259,34 @@ def test_equals_attention_in_one_matrix_at_random(cell):
     check(cell)
 
 
+def scan_lengths(jaxpr):
+    """The numbers of steps of all loops in a jaxpr, also of inner ones."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn.params["length"]
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from scan_lengths(inner)
+
+
+@pytest.mark.parametrize("local", [1000, 1031, 2078, 4096, 8000, 8198])
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
+def test_loops_are_short_for_any_length(method, local):
+    """1,031 is prime, as is half of 2,078: a loop over single tokens would take 7 times as long."""
+    mesh = make_mesh({"sequence": 8}, AxisType.Auto)
+    x = jax.ShapeDtypeStruct((1, 8 * local, 8, 16), jnp.float32)
+
+    def loss(query, key, value):
+        options = {"mesh": mesh, "axis": "sequence", "is_causal": True}
+        return METHODS[method](query, key, value, **options).sum()
+
+    found = [*scan_lengths(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x).jaxpr)]
+    assert max(found, default=0) <= 8 * local / blocks.BLOCK_LENGTH * 8
+
+
 def compiled(method, sizes, length=256, heads=8, key_heads=2, dtype="float32", **options):
     """The outputs and gradients of causal attention."""
     mesh = make_mesh(sizes)

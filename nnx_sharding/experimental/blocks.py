@@ -1,7 +1,8 @@
 """Attention block by block: what one pair of blocks adds to outputs and to gradients.
 
-No matrix of all queries and all keys is ever in memory: queries and keys are cut into blocks, and
-only one pair of blocks is multiplied at a time::
+Queries and keys are cut into blocks of at most 1,024 tokens (more where no number from 128 to 1,024
+divides the length), and only one pair of blocks is multiplied at a time, so that no matrix of all
+queries and all keys is in memory::
 
               keys   b0   b1   b2   b3
     queries a0     [ 0 ]  .    .    .       a row is one running softmax; its steps are numbered.
@@ -429,10 +430,17 @@ def delta_of(out: jax.Array, d_out: jax.Array, key_heads: int) -> jax.Array:
 
 
 def _block_length(x: jax.Array) -> int:
-    """Returns the largest length of equal blocks of the sequence of an array, (b, tokens, …)."""
+    """Returns the length of the equal blocks of the sequence of an array, (b, tokens, …).
+
+    It is the largest divisor of the sequence up to ``BLOCK_LENGTH``. If that is less than an eighth
+    of it, as for 2 × 1,039 tokens, it is the next larger divisor: so many small products take
+    several times as long as the memory of larger scores is worth.
+    """
     length = x.shape[1]
-    count = next(n for n in range(1, length + 1) if length % n == 0 and length // n <= BLOCK_LENGTH)
-    return length // count
+    shorter = next(n for n in range(min(length, BLOCK_LENGTH), 0, -1) if length % n == 0)
+    if shorter == length or shorter >= BLOCK_LENGTH / 8:
+        return shorter
+    return next(n for n in range(BLOCK_LENGTH, length + 1) if length % n == 0)
 
 
 def _is_one_pair(query: jax.Array, block: Block) -> bool:
