@@ -57,6 +57,17 @@ PLACES = {
 }
 
 
+# Shardings of rows, for arrays of any rank.
+ROWS = {
+    "mesh": NamedSharding(MESH, P("data")),
+    "mesh, columns": NamedSharding(MESH, P("model")),
+    "first half": on(DEVICES[:4], (2, 2), P("a")),
+    "last half": on(DEVICES[4:], (2, 2), P("a")),
+    "some": on(DEVICES[[6, 1]], (1, 2), P("b")),
+    "host": NamedSharding(MESH, P("data"), memory_kind="pinned_host"),
+}
+
+
 def source(name):
     return np.array(VALUE) if name == "numpy" else jax.device_put(np.array(VALUE), PLACES[name])
 
@@ -91,6 +102,42 @@ def shards(x):
 
 def share_memory(x, y):
     return not set(shards(x).values()).isdisjoint(shards(y).values())
+
+
+# What two moves have beside the defaults below, and the one thing in which the second differs.
+CHANGES = {
+    "shape": ({}, {"shape": (16, 32)}),
+    "rank": ({}, {"shape": (64,)}),
+    "weak type": ({}, {"weak": True}),
+    "copy": ({}, {"copy": True}),
+    "donated": ({}, {"donate": True}),
+    "source": ({}, {"source": "last half"}),
+    "source of a copy": ({"copy": True, "source": "last half"}, {"source": "mesh"}),
+    "target": ({}, {"target": "some"}),
+    "other memory": ({}, {"target": "host"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("target", ["mesh, columns", "first half"])
+def test_a_way_that_is_kept_is_of_equal_moves_only(target, change):
+    """How arrays move is kept by their shardings, shape and options: one move after another."""
+    common, difference = CHANGES[change]
+    base = {"source": "mesh", "target": target, "shape": SHAPE, "weak": False, **common}
+    for case in (base, base | difference, base):
+        options = {name: case[name] for name in ("copy", "donate") if name in case}
+        goal = ROWS[case["target"]]
+        values = np.arange(np.prod(case["shape"]), dtype=np.float32).reshape(case["shape"])
+        if case["weak"]:  # as Python's numbers are
+            values = jnp.broadcast_to(jnp.asarray(2.0), case["shape"])
+        old = jax.device_put(values, ROWS[case["source"]])
+        assert old.weak_type == case["weak"]
+        new = place(old, goal, **options)
+        assert (new.sharding, new.weak_type) == (goal, case["weak"])
+        assert old.is_deleted() == ("donate" in case)
+        if "copy" in case:
+            assert not share_memory(old, new)
+        np.testing.assert_array_equal(new, values)
 
 
 @pytest.mark.slow
