@@ -616,12 +616,16 @@ def scan_of_the_function(fun):
     return run
 
 
+def ignore_layer(layer, x):
+    return x
+
+
 def cond(fun):
-    return lambda layer, x: nnx_sharding.cond(x == x, fun, lambda layer, x: x, layer, x)
+    return lambda layer, x: nnx_sharding.cond(x == x, fun, ignore_layer, layer, x)
 
 
 def switch(fun):
-    return lambda layer, x: nnx_sharding.switch(jnp.int32(1), [lambda _, x: x, fun], layer, x)
+    return lambda layer, x: nnx_sharding.switch(jnp.int32(1), [ignore_layer, fun], layer, x)
 
 
 def while_loop(fun):
@@ -1055,21 +1059,43 @@ def compilations(run, values):
     return results, count[1:]
 
 
+def captures_a_module():
+    """Returns a function of a module that it captures, and what sets that module's factor."""
+    dense = Layer(1.0)
+
+    def call(layer, x):
+        return jnp.tanh(dense(x))
+
+    return call, lambda factor: dense.scale.set_value(jnp.float32(factor))
+
+
+def counts_its_calls():
+    """Returns a function that reaches another number in each call; its argument has the factor."""
+    count = [0]
+
+    def call(layer, x):
+        count[0] += 1
+        return jnp.tanh(layer(x))
+
+    return call, lambda factor: None
+
+
+@pytest.mark.parametrize("make", (captures_a_module, counts_its_calls))
 @pytest.mark.parametrize(
     "transform", (cond, switch, while_loop, fori_loop, scan_of_the_function, shard_map, eager)
 )
-def test_compiled_once_for_all_values_of_a_captured_module(transform):
-    dense = Layer(1.0)
-    run = transform(lambda layer, x: jnp.tanh(dense(x)))
+def test_compiled_once_for_all_values_that_are_captured(transform, make):
+    fun, set_factor = make()
+    run = transform(fun)
 
-    def call(value):
-        dense.scale.set_value(value)
-        return run(Layer(), x)
+    def call(factor):
+        set_factor(factor)
+        return run(Layer(factor), x)
 
     x = jnp.float32(0.5)
-    values = [jnp.float32(i) for i in range(5)]
+    factors = [jnp.float32(i) for i in range(5)]
     with configurations.without_cache():
-        results, counts = compilations(call, values)
+        results, counts = compilations(call, factors)
     np.testing.assert_allclose(results, jnp.tanh(jnp.arange(5) * 0.5), rtol=1e-6)
     assert counts[2:] == [0, 0, 0], counts
 

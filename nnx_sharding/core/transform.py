@@ -53,7 +53,7 @@ class Program(NamedTuple):
     staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
     top_level: Callable[..., Any]  # what a call executes outside of any trace
     inline: Callable[..., Any]  # what a call executes inside another trace
-    # what a call executes outside of any trace, if the function is traced at each call
+    # what a call executes outside of any trace, if no earlier trace is right for it
     traced_each_time: Callable[..., Any]
 
 

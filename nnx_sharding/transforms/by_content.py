@@ -1,9 +1,10 @@
 """Programs that are found by the content of their jaxpr, for functions that capture arrays.
 
 A function that captures arrays has no fingerprint (:mod:`~nnx_sharding.core.fingerprint`), so it is
-traced at each call. At top level the new jaxpr would also be compiled at each call, which takes ten
-times as long, although in most cases only the values of captured arrays differ. So these become
-inputs of the program, and a jaxpr uses the program of the first one with the same content:
+traced at each call; and one that counts its calls has another fingerprint in each of them. At top
+level the new jaxpr would also be compiled at each call, which takes ten times as long, although in
+most cases only the values of captured arrays differ. So these become inputs of the program, and a
+jaxpr uses the program of the first one with the same content:
 
     f(x), which captures the array w
       → trace:    { lambda w; x. let y = dot w x in (y,) }, and the value of w

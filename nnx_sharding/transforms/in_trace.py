@@ -221,9 +221,9 @@ class InnerTransform(Transform):
         Returns:
           One function for calls inside and outside of a trace (``inline`` and ``top_level``). There
           is none to lower (``staged``), because these transforms have no stages. If the user's
-          function captures arrays, it is traced at each call at top level (``traced_each_time``).
-          Then a transform that JAX would also compile each time, such as a loop, looks up a
-          compiled program with the same operations.
+          function captures arrays, or reaches other values than before, it is traced anew at top
+          level (``traced_each_time``). Then a transform that JAX would also compile anew, such as a
+          loop, looks up a compiled program with the same operations.
         """
         transformed = self.jax_transform(plan, function)
         found_by_content = compile_at_top_level(transformed, compiled_by_content)

@@ -192,13 +192,18 @@ class LiftedFunction(Generic[P, R]):
         """Returns what a call executes, a function of the arrays.
 
         It depends on where the call is made, in a trace or at top level, and on whether what the
-        function can reach has a fingerprint.
+        function can reach has a fingerprint, which an earlier call may have had.
         """
         fingerprint = self._fingerprint(plan, flat)
+        # A function that counts its calls reaches another number in each of them: each would
+        # compile a program that no later call uses.
+        is_traced_anew = bool(plan.programs) and fingerprint not in plan.programs
         program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
             return program.inline
-        return program.traced_each_time if fingerprint is None else program.top_level
+        if fingerprint is None or is_traced_anew:
+            return program.traced_each_time
+        return program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
         """Returns the plan for a call, and whether it is new.
