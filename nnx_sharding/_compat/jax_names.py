@@ -405,9 +405,13 @@ def constrained_by(x: object) -> jax.sharding.Sharding | None:
     name, params = equation.primitive.name, equation.params
     if name == "reshard":
         return cast(jax.sharding.Sharding, jax.typeof(equation.in_tracers[0]).sharding)
-    if name == "jit" and len(params["jaxpr"].eqns) == 1:  # `core.constrain` compiles constraints
-        [inner] = params["jaxpr"].eqns
-        name, params = inner.primitive.name, inner.params
+    if name == "jit":  # `core.constrain` compiles constraints, of several arrays together
+        jaxpr = params["jaxpr"].jaxpr
+        if any(inner.primitive.name != "sharding_constraint" for inner in jaxpr.eqns):
+            return None
+        output = jaxpr.outvars[_output_number(x)]
+        inner = next((inner for inner in jaxpr.eqns if output in inner.outvars), None)
+        return None if inner is None else cast(jax.sharding.Sharding, inner.params["sharding"])
     return params["sharding"] if name == "sharding_constraint" else None
 
 

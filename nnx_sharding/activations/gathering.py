@@ -41,19 +41,23 @@ def gathered_values(
     is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
     if not is_explicit and not tag.axes:
         return []
-    changes: list[tuple[Variable, jax.Array]] = []
     ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
+    variables: list[Variable] = []
+    arrays: list[jax.Array] = []
+    targets: list[NamedSharding] = []
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
         if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
             continue
-        new = _gathered(value, variable, path, tag=tag, mesh=mesh, axes=axes)
-        if new is not value:
-            changes.append((variable, new))
-    return changes
+        target = _sharding_in_use(value, variable, path, tag=tag, mesh=mesh, axes=axes)
+        if target is not None:
+            variables.append(variable)
+            arrays.append(value)
+            targets.append(target)
+    return [*zip(variables, _gather(arrays, targets), strict=True)]
 
 
-def _gathered(
+def _sharding_in_use(
     value: jax.Array,
     variable: Variable,
     path: Path,
@@ -61,13 +65,11 @@ def _gathered(
     tag: Tag,
     mesh: Mesh | AbstractMesh | None,
     axes: frozenset[AxisName],
-) -> jax.Array:
-    """Returns a Variable's value as its module uses it, whole over the axes of the tag.
-
-    On Explicit axes it is resharded, on Auto axes constrained.
+) -> NamedSharding | None:
+    """Returns the sharding of a Variable's value while its module runs: whole over the tag's axes.
 
     Args:
-      value: the value; it is returned itself if it is so already.
+      value: the value; None is returned if it is used as it is.
       variable: the Variable.
       path: its path in the module.
       tag: that of the module.
@@ -81,17 +83,25 @@ def _gathered(
             kept = with_entries(spec, keep_axes(spec, axes - tag.axes).partitions)
         if spec.reduced:  # JAX counts some gradients of such arrays several times
             kept = with_reduced(kept, ())
-        if kept == spec:
-            return value
-        target = NamedSharding(jax.typeof(value).sharding.mesh, kept)
-        gathered: jax.Array = jax.sharding.reshard(value, target)
-        return gathered
+        return None if kept == spec else NamedSharding(jax.typeof(value).sharding.mesh, kept)
     known = tag.specs.get(path)
     if mesh is None or known is None or not known.is_gathered:
-        return value
-    inside = spec_of_slice(known.inside, known.shape, value.shape)
-    [gathered] = apply_shardings([value], [NamedSharding(mesh_in_trace(mesh), inside)])
-    return gathered
+        return None
+    return NamedSharding(mesh_in_trace(mesh), spec_of_slice(known.inside, known.shape, value.shape))
+
+
+def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.Array]:
+    """Returns arrays with these shardings: resharded on Explicit axes, else constrained.
+
+    Those of one kind go together, which takes less time to trace.
+    """
+    are_typed = {type_spec(array) is not None for array in arrays}
+    if len(are_typed) > 1:  # a module may also hold an array that is on no mesh
+        pairs = zip(arrays, targets, strict=True)
+        return [gathered for array, target in pairs for gathered in _gather([array], [target])]
+    if True in are_typed:
+        return jax.sharding.reshard(arrays, targets)  # type: ignore[no-any-return]
+    return apply_shardings(arrays, targets) if arrays else []
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ..core.constrain import retype, type_spec
+from ..core.constrain import retype_all, type_spec
 from ..core.retyping import AxisTypeChange
 
 
@@ -70,12 +70,11 @@ class _WithAutoAxes:
         outer, inner = retyping
         like = updates if params is None else params
 
-        def enter(x: Any) -> Any:
-            return _with_outer_axes(x, like, retyping) if callable(x) else retype(x, inner)
-
         # Gradients may be sharded otherwise than parameters; all have to meet as these are.
         outside = (_typed_like(updates, like, outer), state, params), extra
-        args, kwargs = jax.tree.map(enter, outside)
+        leaves, treedef = jax.tree.flatten(outside)
+        leaves = [_with_outer_axes(x, like, retyping) if callable(x) else x for x in leaves]
+        args, kwargs = jax.tree.unflatten(treedef, retype_all(leaves, inner))
         with jax.sharding.use_abstract_mesh(inner):
             new = self._tx.update(*args, **kwargs)
         return _typed_like(new, (like, state), outer)
@@ -96,7 +95,8 @@ def _with_outer_axes(
         args = tuple(_typed_like(arg, like, outer) for arg in args)
         with jax.sharding.use_abstract_mesh(outer):
             out = fun(*args, **_typed_like(kwargs, (), outer))
-        return jax.tree.map(lambda x: retype(x, inner), out)
+        leaves, treedef = jax.tree.flatten(out)
+        return jax.tree.unflatten(treedef, retype_all(leaves, inner))
 
     return call
 
@@ -110,11 +110,12 @@ def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     is_same = jax.tree.structure(like) == treedef  # type: ignore[operator]
     others = jax.tree.leaves(like) if is_same else [None] * len(leaves)
 
-    def typed(x: Any, other: Any) -> Any:
+    def spec_like(x: Any, other: Any) -> PartitionSpec | None:
         if not isinstance(x, jax.Array):
-            return x
+            return None  # which leaves it as it is
         is_like = other is not None and jnp.shape(x) == jnp.shape(other)
         spec = (type_spec(other) if is_like else None) or PartitionSpec()
-        return retype(x, mesh, PartitionSpec(*spec.partitions))
+        return PartitionSpec(*spec.partitions)
 
-    return jax.tree.unflatten(treedef, map(typed, leaves, others))
+    specs = [*map(spec_like, leaves, others)]
+    return jax.tree.unflatten(treedef, retype_all(leaves, mesh, specs))

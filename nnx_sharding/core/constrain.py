@@ -6,7 +6,7 @@ A mesh axis says by its type who decides on shardings over it, and this module d
     Explicit  it is in the type of each array, and JAX checks it    reshard
     Manual    the function sees one device's part                   nothing to do
 
-One array may be on a mesh with all three, so :func:`constrain` does each for its axes. Arrays may
+One array may be on a mesh with all three, so :func:`_constrain` does each for its axes. Arrays may
 also meet a mesh with the same axes of other types, in ``auto_axes`` for example: :func:`retype`.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -51,26 +51,45 @@ def apply_shardings(
     """
     if _compat.trace_is_clean():
         return finish_on_cpu(place_arrays(leaves, shardings, donate=donate, alias=alias), leaves)
-    return [
-        leaf if sharding is None else constrain(leaf, sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
+    new = [*leaves]
+    slots_of_mesh: dict[object, list[int]] = {}
+    for slot, sharding in enumerate(shardings):
+        if isinstance(new[slot], jax.ShapeDtypeStruct) and sharding is not None:
+            new[slot] = new[slot].update(sharding=sharding)
+        elif sharding is not None:
+            slots_of_mesh.setdefault(getattr(sharding, "mesh", sharding), []).append(slot)
+    for slots in slots_of_mesh.values():
+        arrays = tuple(new[slot] for slot in slots)
+        constrained = _constrain(arrays, tuple(shardings[slot] for slot in slots))
+        for slot, array in zip(slots, constrained, strict=True):
+            new[slot] = array
+    return new
 
 
-def constrain(leaf: Any, sharding: Sharding) -> Any:
-    """Returns an array in a trace: constrained, resharded, or both, as the axis types require."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=sharding)
-    if not isinstance(sharding, NamedSharding):
-        return _CONSTRAINT(leaf, sharding)
-    mesh = sharding.mesh
+def _constrain(arrays: tuple[Any, ...], shardings: tuple[Sharding, ...]) -> tuple[Any, ...]:
+    """Returns arrays in a trace: constrained, resharded, or both, as the axis types require.
+
+    All shardings are on one mesh. In a derivative, tracing and lowering one constraint of two
+    arrays takes 0.6 of the time of two constraints.
+    """
+    if not isinstance(shardings[0], NamedSharding):
+        return cast(tuple[Any, ...], _CONSTRAINT(arrays, shardings))
+    mesh = shardings[0].mesh
+    specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
     if axes := axes_of_type(mesh, AxisType.Explicit):
-        explicit_spec = without_unconstrained(keep_axes(sharding.spec, axes), leaf, mesh)
-        leaf = _RESHARD(leaf, NamedSharding(mesh, explicit_spec))
+        explicit_specs = [
+            without_unconstrained(keep_axes(spec, axes), array, mesh)
+            for array, spec in zip(arrays, specs, strict=True)
+        ]
+        arrays = _RESHARD(arrays, tuple(NamedSharding(mesh, spec) for spec in explicit_specs))
     if axes := axes_of_type(mesh, AxisType.Auto):
-        leaf = _CONSTRAINT(leaf, NamedSharding(mesh, keep_axes(sharding.spec, axes)))
+        auto = tuple(NamedSharding(mesh, keep_axes(spec, axes)) for spec in specs)
+        arrays = _CONSTRAINT(arrays, auto)
     # Neither operation moves arrays to another memory.
-    return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
+    return tuple(
+        jax.device_put(array, sharding) if other_memory(sharding) else array
+        for array, sharding in zip(arrays, shardings, strict=True)
+    )
 
 
 # Compiled so that they also work on the single-device arrays of a transformation without jit.
@@ -226,31 +245,51 @@ def type_as(x: object, target: NamedSharding) -> Any:
 
 
 def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
-    """Gives an array in a trace the axis types of a mesh, and a spec over its Explicit axes.
+    """Gives an array in a trace the axis types of a mesh, as :func:`retype_all` does."""
+    [new] = retype_all([x], mesh, [spec])
+    return new
+
+
+def retype_all(
+    leaves: Sequence[Any],
+    mesh: Mesh | AbstractMesh,
+    specs: Sequence[PartitionSpec | None] | None = None,
+) -> list[Any]:
+    """Gives arrays in a trace the axis types of a mesh, and specs over its Explicit axes.
+
+    Other values than arrays are returned unchanged.
 
     Args:
-      x: the array.
+      leaves: the arrays.
       mesh: has the axis types.
-      spec: the spec; None to keep that of the array, over axes that stay Explicit. An array without
-        a mesh, or with one of other axes, is then returned unchanged.
+      specs: the spec of each array; None to keep that of the array, over axes that stay Explicit.
+        An array without a mesh, or with one of other axes, is then returned unchanged.
     """
-    present = type_mesh(x)
     wanted = mesh.abstract_mesh
-    if spec is None:
-        if present is None or present == wanted or present.axis_names != mesh.axis_names:
-            return x
-        present_spec = jax.typeof(x).sharding.spec
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if not explicit.issuperset(present_spec.reduced):
-            # JAX counts some gradients of what is reduced over Auto axes once per device, so the
-            # array is no longer reduced over axes that become Auto.
-            less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
-            x = jax.sharding.reshard(x, NamedSharding(present, less_reduced))
-        spec = keep_axes(present_spec, explicit)
-    elif present == wanted:
-        padded = with_entries(spec, pad_entries(spec, x.ndim))  # as types have their specs
-        if jax.typeof(x).sharding.spec == padded:
-            return x
-    # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
-    with jax.sharding.use_abstract_mesh(wanted):
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    new = [*leaves]
+    targets: dict[int, NamedSharding] = {}  # by the position of the array
+    for i, spec in enumerate([None] * len(new) if specs is None else specs):
+        present = type_mesh(new[i])
+        if spec is None:
+            if present is None or present == wanted or present.axis_names != mesh.axis_names:
+                continue
+            present_spec = jax.typeof(new[i]).sharding.spec
+            if not explicit.issuperset(present_spec.reduced):
+                # JAX counts some gradients of what is reduced over Auto axes once per device, so
+                # the array is no longer reduced over axes that become Auto.
+                less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
+                new[i] = jax.sharding.reshard(new[i], NamedSharding(present, less_reduced))
+            spec = keep_axes(present_spec, explicit)
+        elif present == wanted:
+            padded = with_entries(spec, pad_entries(spec, new[i].ndim))  # as types have their specs
+            if jax.typeof(new[i]).sharding.spec == padded:
+                continue
+        targets[i] = NamedSharding(mesh, spec)
+    if targets:
+        # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
+        with jax.sharding.use_abstract_mesh(wanted):
+            arrays = jax.sharding.reshard([new[i] for i in targets], [*targets.values()])
+        for i, array in zip(targets, arrays, strict=True):
+            new[i] = array
+    return new
