@@ -238,7 +238,7 @@ def too_long_shards(lib: Library) -> Any:
 
 
 @mistake(
-    "unknown-axis",
+    "specs-that-do-not-fit-the-mesh",
     "an axis that the mesh does not have, in `jit`",
     ValueError,
     "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
@@ -252,7 +252,7 @@ def no_axis(lib: Library) -> Any:
 
 
 @mistake(
-    "unknown-axis",
+    "specs-that-do-not-fit-the-mesh",
     "an axis that the mesh does not have, in `shard_map`",
     ValueError,
     "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
@@ -265,7 +265,7 @@ def no_axis_shards(lib: Library) -> Any:
 
 
 @mistake(
-    "axis-used-twice",
+    "specs-that-do-not-fit-the-mesh",
     "one axis used twice",
     ValueError,
     "P('model', 'model') for model.blocks[0].up, model.blocks[1].up",

@@ -63,15 +63,13 @@ def check_mesh(
         lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    # One section of docs/errors.md for the message: that about the first mismatch.
-    first = next(iter(mismatches.values()))[0]
-    anchor = ""
-    if first.kind == "unknown":
-        anchor = "unknown-axis"
-    elif first.kind == "repeated":
-        anchor = "axis-used-twice"
-    head = f"{transform.name}: these specs do not fit the mesh:"
-    raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
+    raise_listed(
+        ValueError,
+        f"{transform.name}: these specs do not fit the mesh:",
+        lines,
+        f"The mesh has the axes {axes}.",
+        anchor="specs-that-do-not-fit-the-mesh",
+    )
 
 
 def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[Mismatch]:
