@@ -3,13 +3,15 @@
 The rules always lead from names of tensors to paths of arrays. Reading, arrays are filled by
 tensors; saving, or in a ``transfer`` with ``reverse``, tensors are filled by arrays. Here, a
 *source* is read and a *goal* is filled, whichever of the two it is.
+
+First the rules give pairs of a tensor and an array, each with a *placement*: which part of the
+tensor is which part of the array. Then the pairs are sorted by goal, and what is missing is listed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.types import AnyArray
@@ -38,84 +40,91 @@ def fill_by_rules(
     ignored. ``cast`` allows other dtypes among floats and among integers. A CheckpointError lists
     all that does not fit, after the line ``head``, which calls it by ``nouns``.
     """
-    matching = _Matching(rules, tensors, arrays, cast, reverse)
-    near = suggestions(len(tensors))
-    unknown = []
+    sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
+    source_noun, goal_noun = nouns
+    pairs = []
+    for name, tensor in tensors.items():
+        for target in rules.targets(name) or ():
+            if target.path in arrays:
+                source, goal = (target.path, name) if reverse else (name, target.path)
+                placement, problem = _place(name, tensor, target, arrays[target.path])
+                pairs.append(_Pair(source, goal, placement, problem))
+    # In reverse, a tensor with the rule None needs nothing that fills it.
+    filled: Filled = {name: [] for name in goals if not (reverse and rules.targets(name) == [])}
+    for source, goal, placement, _ in pairs:
+        if placement is not None:
+            filled[goal].append((placement.inverse(source) if reverse else placement, source))
+    # What has a problem with its shape is not listed as incomplete, too.
+    misfits = {x.goal for x in pairs if x.problem and (reverse or not filled[x.goal])}
+    incomplete = [
+        f"  {name}, shape {goals[name].shape}{gap}"
+        for name, parts in filled.items()
+        if name not in misfits
+        for gap in gaps([placement for placement, _ in parts], source_noun)
+    ]
+    dtypes = [
+        f"  {source}: {sources[source].dtype}, {goal}: {goals[goal].dtype}"
+        for source, goal, _, problem in pairs
+        if not problem and not is_castable(sources[source].dtype, goals[goal].dtype, cast)
+    ]
+    a_source, a_goal = ("an array" if noun == "array" else f"a {noun}" for noun in nouns)
+    problems = {
+        f"{goal_noun.capitalize()}s without {a_source}": incomplete,
+        f"{source_noun.capitalize()}s without {a_goal}": [
+            *_unknown_names(rules, tensors, everything, reverse),
+            # Of a tensor that is read, a part may be unused.
+            *(_unused_parts(pairs, arrays, goal_noun) if reverse else ()),
+        ],
+        "Of another shape": [pair.problem for pair in pairs if pair.problem],
+        OF_ANOTHER_DTYPE: dtypes,
+    }
+    raise_listed(CheckpointError, head, by_kind(problems))
+    return filled
+
+
+class _Pair(NamedTuple):
+    """A source and a goal that a rule names together."""
+
+    source: str
+    goal: str
+    placement: Placement | None  # of the tensor in the array; None if there is none
+    problem: str  # of their shapes, as a line of the error; empty if they fit
+
+
+def _place(
+    name: str, tensor: AnyArray, target: Target, array: AnyArray
+) -> tuple[Placement | None, str]:
+    """Places a tensor in an array. Returns the placement and what is wrong with the shapes."""
+    line = f"  {name}, shape {tensor.shape}: {target.path}, shape {array.shape}"
+    try:
+        placement = target.tensor.place(name, target.groups, array.shape)
+    except ValueError as error:
+        return None, f"{line}: {error}"
+    is_right = placement.tensor_shape == tensor.shape
+    return placement, "" if is_right else f"{line} needs {placement.tensor_shape}"
+
+
+def _unknown_names(
+    rules: Rules, tensors: Iterable[str], arrays: Collection[str], reverse: bool
+) -> Iterator[str]:
+    """Describes tensors without a rule, and rules that name no array."""
+    tensors = [*tensors]
+    near = suggestions(len(tensors))  # near(name, names): a hint at the name that was meant
     for name in tensors:
         targets = rules.targets(name)
         if targets is None and not reverse:  # in reverse, a tensor that nothing fills is missing
-            unknown.append(f"  {name}: no rule matches")
+            yield f"  {name}: no rule matches"
         for target in targets or ():
-            if target.path not in everything:
-                unknown.append(f"  {name}: no array {target.path}{near(target.path, everything)}")
-            if target.path in arrays:
-                matching.add(name, target)
-    source, goal = nouns
-    a_source, a_goal = ("an array" if noun == "array" else f"a {noun}" for noun in nouns)
-    problems = {
-        f"{goal.capitalize()}s without {a_source}": list(matching.incomplete(source)),
-        f"{source.capitalize()}s without {a_goal}": [*unknown, *matching.unused(goal)],
-        "Of another shape": matching.shapes,
-        OF_ANOTHER_DTYPE: matching.dtypes,
-    }
-    raise_listed(CheckpointError, head, by_kind(problems))
-    return matching.filled
+            if target.path not in arrays:
+                yield f"  {name}: no array {target.path}{near(target.path, arrays)}"
 
 
-@dataclasses.dataclass
-class _Matching:
-    """The pairs of tensors and arrays that were found so far, and the problems of these pairs."""
-
-    rules: Rules
-    tensors: Mapping[str, AnyArray]
-    arrays: Mapping[str, AnyArray]
-    cast: bool
-    reverse: bool
-
-    def __post_init__(self) -> None:
-        pair = self.tensors, self.arrays
-        self._sources, self._goals = pair[::-1] if self.reverse else pair
-        # A tensor with the rule None needs nothing that fills it.
-        is_ignored = {name: self.reverse and self.rules.targets(name) == [] for name in self._goals}
-        self.filled: Filled = {name: [] for name in self._goals if not is_ignored[name]}
-        self._used: dict[str, list[Placement]] = {path: [] for path in self.arrays}
-        self._misfits: set[str] = set()  # what has a problem already is not called incomplete, too
-        self.shapes, self.dtypes = list[str](), list[str]()
-
-    def add(self, name: str, target: Target) -> None:
-        """Adds a tensor and an array that it belongs to."""
-        tensor, path = self.tensors[name], target.path
-        shape = self.arrays[path].shape
-        line = f"  {name}, shape {tensor.shape}: {path}, shape {shape}"
-        source, goal = (path, name) if self.reverse else (name, path)
-        try:
-            placement = target.tensor.place(name, target.groups, shape)
-        except ValueError as error:
-            self._misfits |= {goal, path}
-            self.shapes.append(f"{line}: {error}")
-            return
-        self._used[path].append(placement)
-        into = placement.inverse(path) if self.reverse else placement
-        self.filled[goal].append((into, source))
-        there, here = self._sources[source].dtype, self._goals[goal].dtype
-        if placement.tensor_shape != tensor.shape:
-            if self.reverse:
-                self._misfits.add(goal)
-            self.shapes.append(f"{line} needs {placement.tensor_shape}")
-        elif not is_castable(there, here, self.cast):
-            self.dtypes.append(f"  {source}: {there}, {goal}: {here}")
-
-    def incomplete(self, source: str) -> Iterator[str]:
-        """Describes the goals of which a part is filled not once."""
-        for name, pairs in self.filled.items():
-            if name in self._misfits and not (pairs and not self.reverse):
-                continue
-            for gap in gaps([placement for placement, _ in pairs], source):
-                yield f"  {name}, shape {self._goals[name].shape}{gap}"
-
-    def unused(self, goal: str) -> Iterator[str]:
-        """Describes the arrays of which a part goes nowhere; without ``reverse`` there are none."""
-        for path, placements in self._used.items():
-            if self.reverse and path not in self._misfits:
-                for gap in gaps(placements, goal, once=False):
-                    yield f"  {path}, shape {self.arrays[path].shape}{gap}"
+def _unused_parts(
+    pairs: Sequence[_Pair], arrays: Mapping[str, AnyArray], noun: str
+) -> Iterator[str]:
+    """Describes the arrays of which a part is in no tensor; ``noun`` is the word for those."""
+    misfits = {pair.source for pair in pairs if pair.placement is None}  # listed already
+    for path in (path for path in arrays if path not in misfits):
+        placed = [x.placement for x in pairs if x.source == path and x.placement is not None]
+        for gap in gaps(placed, noun, once=False):
+            yield f"  {path}, shape {arrays[path].shape}{gap}"
