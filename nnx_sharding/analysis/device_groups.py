@@ -14,6 +14,7 @@ device 6 is at (1, 2), and {1,5} runs over data.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from typing import NamedTuple, TypeAlias
@@ -24,13 +25,18 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of the devices in
 Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh axis
 
 
-class _AxisPart(NamedTuple):
-    """The part of a mesh axis along which groups run: the axis is (before, size, after)."""
+class _Axis(NamedTuple):
+    """A mesh axis as (before, part, after), of which groups run along the part."""
 
     before: int  # the size of what varies more slowly; each of its positions has own groups
-    size: int  # 1 if groups do not run along the axis
+    part: int  # 1 if groups do not run along the axis
+    after: int
 
 
+# mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}
+_MESH = re.compile(
+    r"mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<devices>.*)\))? *\{(?P<axes>[^{}]*)\}"
+)
 # More devices than any program has: the text is damaged, and must not allocate memory for them.
 _MAX_DEVICES = 1 << 22
 
@@ -45,7 +51,7 @@ def read_groups(text: str) -> Groups | None:
             sizes, _, numbers = text.partition("<=")
             return _tuples(_iota(numbers).reshape(_numbers(sizes)))  # (groups, devices of each)
         return number_lists(text)
-    except ValueError:
+    except (KeyError, ValueError):  # KeyError: an axis that the mesh does not have
         return None
 
 
@@ -76,29 +82,24 @@ def _mesh_groups(text: str) -> Groups:
     Groups run along the axes in the last braces; of ``'a':(1)2`` along a part of size 2, with 1
     before it. ``device_ids`` are the devices in the order of the mesh, as a list or as an iota.
     """
-    mesh, _, axes = text.rpartition("{")
-    mesh, _, order = mesh.partition("], device_ids=(")
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", mesh)}
-    if order and not order.startswith("["):
-        devices = np.array(_numbers(order))
-    else:
-        devices = _iota(order or f"[{math.prod(sizes.values())}]")
-    parts = {  # a whole axis has no part
-        name: _AxisPart(int(before or 1), int(size or sizes.get(name, 1)))
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)
-    }
-    dims = list[int]()  # three for each axis: before the part, the part, after it
-    for name, size in sizes.items():
-        part = parts.get(name, _AxisPart(before=size, size=1))
-        taken = part.before * part.size
-        if not taken or size % taken:
-            raise ValueError(f"{name} is not divisible into {part.before} × {part.size}")
-        dims += [part.before, part.size, size // taken]
+    match = _MESH.match(text)
+    if match is None:
+        raise ValueError("no mesh")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", match["sizes"])}
+    order = match["devices"] or f"[{math.prod(sizes.values())}]"
+    devices = _iota(order) if order.startswith("[") else np.array(_numbers(order))
+    axes = {name: _Axis(size, 1, 1) for name, size in sizes.items()}  # groups run along none
+    named = re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", match["axes"])
+    for name, before, part in named:  # a whole axis, such as 'b', has no part
+        taken = int(before or 1) * int(part or sizes[name])
+        if not taken or sizes[name] % taken:
+            raise ValueError(f"{name} is not divisible by {taken}")
+        axes[name] = _Axis(int(before or 1), int(part or sizes[name]), sizes[name] // taken)
+    dims = [*itertools.chain(*axes.values())]
     # (before, part, after, before, part, after, …) → (before, after, …, part, part, …)
-    grouped = range(1, len(dims), 3)
-    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(sizes), 0))
+    groups = np.moveaxis(devices.reshape(dims), range(1, len(dims), 3), range(-len(axes), 0))
     # → (groups, devices of a group)
-    return _tuples(groups.reshape(-1, math.prod(dims[1::3])))
+    return _tuples(groups.reshape(-1, math.prod(axis.part for axis in axes.values())))
 
 
 def _tuples(groups: np.ndarray) -> Groups:
