@@ -62,32 +62,29 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
         is_transfer = instruction.opcode in ("send", "recv")
         if is_transfer and (match := _RENDEZVOUS.search(instruction.rest)):
             exchanges[match[1]].append(instruction)
-    end_opcodes: dict[str, str] = {}  # name of a send or recv → the new opcode of its end
     replaced: dict[str, Instruction] = {}  # by name
     for transfers in exchanges.values():
-        match = _EXCHANGE.search(transfers[0].rest)
         ends = {transfer.opcode: transfer for transfer in transfers}
-        send, recv = ends.get("send"), ends.get("recv")
-        if len(transfers) != 2 or send is None or recv is None:
+        if len(transfers) != 2 or len(ends) != 2:
             continue
-        if match is None or match["kind"] not in _KINDS:
+        send, recv = ends["send"], ends["recv"]
+        match = _EXCHANGE.search(transfers[0].rest)
+        shape = _RECEIVED.match(recv.shape_text)  # the first part of (array, context, token)
+        if match is None or match["kind"] not in _KINDS or shape is None:
             continue
-        if shape := _RECEIVED.match(recv.shape_text):  # the first part of (array, context, token)
-            operation = _operation_of_sent(send, by_name)
-            metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
-            groups = match["groups"]
-            # The receive becomes the collective, of what is sent. The others become instructions
-            # that do nothing: the end of the receive passes the result on in a tuple.
-            rest = f'%{send.operand_names[0]}), between_slices="{groups}"{metadata}'
-            replaced[send.name] = send._replace(opcode="after-all")
-            replaced[recv.name] = recv._replace(
-                opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
-            )
-            end_opcodes |= {send.name: "after-all", recv.name: "tuple"}
-    for instruction in instructions:
-        is_end = instruction.opcode in ("send-done", "recv-done")
-        if is_end and (opcode := end_opcodes.get(instruction.operand_names[0])):
-            replaced[instruction.name] = instruction._replace(opcode=opcode)
+        operation = _operation_of_sent(send, by_name)
+        metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
+        rest = f'%{send.operand_names[0]}), between_slices="{match["groups"]}"{metadata}'
+        # The receive becomes the collective, of what is sent; the send does nothing.
+        replaced[send.name] = send._replace(opcode="after-all")
+        replaced[recv.name] = recv._replace(
+            opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
+        )
+    # The end of the send does nothing, that of the receive passes the result on in a tuple.
+    for end in instructions:
+        opcode = {"send-done": "after-all", "recv-done": "tuple"}.get(end.opcode)
+        if opcode and end.operand_names[0] in replaced:
+            replaced[end.name] = end._replace(opcode=opcode)
     return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
 
