@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 
@@ -202,6 +202,9 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
     """Yields the paths to Variables and traced arrays among the static values of an object.
 
+    A module with ``self.config = {"scale": x}``, where ``config`` is static, has ``x`` at
+    ``("config", "scale")``.
+
     Args:
       entry: describes the object.
       static_ids: the ids of static values that were there before the call, and are left out.
@@ -216,19 +219,14 @@ def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
             pending += [(path, aux) for aux in child.aux]
         elif isinstance(child, StaticObject):
             pending += [(path + key, part) for key, part in parts_of(child).items()]
-        elif _is_traced(child) and _compat.identity(_value_of(child)) not in static_ids:
+        elif _is_traced(child) and _compat.identity(child.value) not in static_ids:
             yield path
 
 
-def _is_traced(child: Child) -> bool:
+def _is_traced(child: Child) -> TypeGuard[Static]:
     """Whether a child is a static value that is a traced array, a Variable or a module."""
-    value = _value_of(child)
+    value = child.value if isinstance(child, Static) else None
     return isinstance(value, jax.core.Tracer) or _compat.is_graph_object(value)
-
-
-def _value_of(child: Child) -> Any:
-    """Returns a static value; None for any other child."""
-    return child.value if isinstance(child, Static) else None
 
 
 def check_donated(

@@ -262,24 +262,24 @@ class Mapped(InnerTransform):
         """
         # The objects of the arguments keep their indices; new ones come after them.
         flat = flatten(out, first_objects=unflattened.objects)
-        caller = f"{self.name}: {self.out_name}"
+        caller = f"{self.name}: {self.out_name}"  # for messages
+        # The output, in the parts that `out_axes` has an axis or filters for.
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
-        # The specs of the arguments hold for what was attached to them, the specs of the output for
-        # the rest.
-        resolved = resolve(
+        # The specs of the arguments hold for what was attached to them, those of the output for the
+        # rest. `plan.variables` are the Variables whose axes are known from the call.
+        axes_by_index = resolve(
             locate(flat.structure, [*plan.graph_arguments, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
             decided=plan.variables,
             decided_arguments={argument.name for argument in plan.graph_arguments},
-        )
-        new_variables = []
-        for index, (_, axis) in resolved.variables.items():
-            is_new = index >= len(unflattened.objects)
-            if is_new and axis.index is not None:
-                new_variables.append((flat.objects[index], axis.index))
-        return new_variables
+        ).variables
+        return [
+            (flat.objects[index], axis.index)
+            for index, (_, axis) in axes_by_index.items()
+            if index >= len(unflattened.objects) and is_mapped(axis)
+        ]
 
 
 def is_mapped(axis: Axis | None) -> bool:

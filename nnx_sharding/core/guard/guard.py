@@ -23,7 +23,7 @@ from ..plan import Plan
 from ..structure import Structure
 from ..transform import Dependencies
 from .recipe import Recipe
-from .walk import Matched, Walk
+from .walk import Walk
 
 
 class Guard(NamedTuple):
@@ -84,10 +84,12 @@ def match(
         return None
     if matched is None:
         return None
-    other = Matched(*matched)
+    # The other graph's arrays and objects, the pins that its recipe compares (equal statics, ids of
+    # objects), and the traces in which its objects were made.
+    leaves, objects, statics, ids, traces = matched
     # A walk compares the trace that the recorded graph belongs to, but not that of another one. A
     # call may only change objects of the current trace.
-    if not _compat.are_current(other.traces):
+    if not _compat.are_current(traces):
         return None
-    recipe = walk.recipe._replace(statics=other.statics, ids=other.ids)
-    return Flat(structure, other.leaves, other.objects, updatable=True), recipe
+    recipe = walk.recipe._replace(statics=statics, ids=ids)
+    return Flat(structure, leaves, objects, updatable=True), recipe
