@@ -249,7 +249,6 @@ NIGHTLY = (
     "docs.py::test_page[docs/guides/deep_models.md]",
     "docs.py::test_page[docs/guides/pipeline.md]",
     "docs.py::test_page[docs/guides/planning.md]",
-    "docs.py::test_page[docs/guides/profiling.md]",
     "docs.py::test_page[docs/guides/randomness.md]",
     "docs.py::test_page[docs/guides/safetensors.md]",
     "docs.py::test_page[docs/guides/testing.md]",

@@ -50,7 +50,7 @@ def tables(results: Results) -> str:
     failing = [
         name for name in _NUMBERS if any("failed" in m.get(name, {}) for m in results.values())
     ]
-    head = ["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent, GiB", "authors"]
+    head = ["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent, GiB"]
     rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *failing]]
     for model, measures in sorted(results.items()):
         verdicts = (_verdict(measures.get(measure), notes) for measure in failing)
@@ -93,9 +93,9 @@ def _figures(measures: Mapping[str, Mapping[str, Any]], notes: list[str]) -> lis
     sent = measures.get("bytes")
     if sent and "result" in sent:
         ours, authors = sent["result"]["ours"], sent["result"].get("authors")
-        cells += [_gib(ours), "none" if authors is None else f"{ours / authors:.2f}×"]
+        cells.append(_gib(ours) + (f" ({ours / authors:.2f}×)" if authors else ""))
     else:
-        cells += [_verdict(sent, notes)] * 2
+        cells.append(_verdict(sent, notes))
     return [*cells, *_memory(measures.get("memory"), notes)]
 
 
