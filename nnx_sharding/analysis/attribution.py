@@ -62,7 +62,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..specs.paths import enclosing_paths
@@ -259,16 +259,14 @@ def _work_by_place(
     """
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
+        runs, around = module.runs[name], attribution.place_around(name)
         for instruction, work in parts:
-            place = attribution.place(instruction)
+            place = attribution.place(instruction) or around
             # What is outside of modules, such as a loss, may be repeated in fusions of modules that
             # need it, and counts with those.
-            is_repeated = place is not None and not place.path and module.runs[name].is_fused
-            if place is None or is_repeated:
-                around = attribution.place_around(name)
-                if place is None or around.path:
-                    place = around
-            sums[place] = sums[place].plus(work, times=module.runs[name].least)
+            if not place.path and around.path and runs.is_fused:
+                place = around
+            sums[place] = sums[place].plus(work, times=runs.least)
     return sums
 
 
@@ -453,21 +451,8 @@ class Attribution:
         Both are followed step by step, to the nearest that are in modules; those outside of modules
         count if no others are found. What is computed from the backward pass belongs to it.
         """
-        home, name, _ = value
-        within = self._module.within[home]
-        # The names from which the search goes on, in both directions.
-        frontiers = {"operands": {name}, "users": {name}}
-        seen = {name}
         outside = None  # the place outside of modules that was found first
-        for distance in range(_MAX_DISTANCE):
-            found: dict[str, list[Place]] = {}  # at this distance, by direction
-            for direction, names in frontiers.items():
-                linked = self._linked(home, names, direction) - seen
-                places = {name: self._named_place(within[name]) for name in sorted(linked)}
-                found[direction] = [place for place in places.values() if place is not None]
-                frontiers[direction] = {x for x, place in places.items() if place is None}
-                seen |= linked
-            before, after = found["operands"], found["users"]
+        for distance, (before, after) in enumerate(self._places_by_distance(value)):
             known = before or after
             if not known:
                 continue
@@ -480,30 +465,50 @@ class Attribution:
             outside = outside or Place("", backward)
         return outside
 
+    def _places_by_distance(self, value: Value) -> Iterator[list[list[Place]]]:
+        """Yields the places of the nearest operands and of the nearest users of an instruction.
+
+        First those of its own operands and users, then step by step those of theirs, where they
+        have no name.
+        """
+        home, name, _ = value
+        within, users = self._module.within[home], self._module.users[home]
+
+        def operands_of(name: str) -> list[str]:
+            return [x for x in within[name].operand_names if x in within]
+
+        def users_of(name: str) -> list[str]:
+            return [user.name for user, _ in users.get(name, ())]
+
+        seen = {name}
+        frontiers = {operands_of: {name}, users_of: {name}}  # from which the search goes on
+        for _ in range(_MAX_DISTANCE):
+            found = []
+            for linked_to, names in frontiers.items():
+                linked = {x for name in names for x in linked_to(name)} - seen
+                seen |= linked
+                places = {x: self._named_place(within[x]) for x in sorted(linked)}
+                found.append([place for place in places.values() if place is not None])
+                frontiers[linked_to] = {x for x, place in places.items() if place is None}
+            yield found
+
     def _joined(self, paths: Sequence[str]) -> str:
         """Returns the place of what serves several: the innermost module around all of them."""
         return common(sorted(paths))
 
-    def _linked(self, home: str, names: Iterable[str], direction: str) -> set[str]:
-        """Collects the names of the operands, or of the users, of instructions of a computation.
-
-        ``home`` is the name of the computation, ``direction`` is ``operands`` or ``users``.
-        """
-        within = self._module.within[home]
-        if direction == "users":
-            users = self._module.users[home]
-            return {user.name for name in names for user, _ in users.get(name, ())}
-        return {x for name in names for x in within[name].operand_names if x in within}
-
     def _modules_of_parameters(self, value: Value) -> set[str]:
         """Collects the modules of the parameters that the instruction of a value is given."""
-        modules = set[str]()
-        for operand in self._module.operands(value):
-            number = self._module.argument(self._source(operand, through_moves=True))
-            owner = None if number is None else self.argument(number)
-            if owner is not None and owner.use == "parameters" and owner.place is not None:
-                modules.add(owner.place.path or "")
-        return modules
+        owners = map(self._argument_behind, self._module.operands(value))
+        return {
+            owner.place.path or ""
+            for owner in owners
+            if owner is not None and owner.use == "parameters" and owner.place is not None
+        }
+
+    def _argument_behind(self, value: Value) -> Owner | None:
+        """Returns what the argument counts as of which a value is a copy, a slice and so on."""
+        number = self._module.argument(self._source(value, through_moves=True))
+        return None if number is None or number not in self._rows else self.argument(number)
 
     def places(self, schedule: Iterable[str]) -> list[Place]:
         """Lists the place at each step of a schedule; an unknown one is that of the step before."""
@@ -534,11 +539,9 @@ class Attribution:
         if buffer.name not in self._module.homes:  # the compiler's own, such as a call's stack
             return Owner(None, "intermediates")
         array = Value(self._module.homes[buffer.name], buffer.name, buffer.index)
-        number = self._module.argument(self._source(array, through_moves=True))
-        if number is not None and number in self._rows:
-            owner = self.argument(number)
-            return owner._replace(use="outputs") if is_result else owner
-        # Rule 2: the place.
+        if (argument := self._argument_behind(array)) is not None:
+            return argument._replace(use="outputs") if is_result else argument
+        # Rule 2: the place, which is that of the instruction that computes the array.
         computed = self._source(array)
         maker = self._module.maker(computed)
         assert maker is not None  # _source stops before what damaged text lacks
@@ -549,12 +552,13 @@ class Attribution:
         # Rule 3: the use.
         if is_result or place is None:
             return Owner(place, "outputs" if is_result else "intermediates")
-        if place.backward and dims in self._parameter_dims[place.path]:
-            return Owner(place, "gradients")  # also of a shard, or of one layer in a loop
-        next_backward = bisect.bisect_right(backward_steps, buffer.first)  # an index
-        last = self._carried_until(buffer, allocation, computed)
-        is_kept = next_backward < len(backward_steps) and backward_steps[next_backward] <= last
-        return Owner(place, "activations" if is_kept and not place.backward else "intermediates")
+        if place.backward:  # a gradient may also be of a shard, or of one layer in a loop
+            is_gradient = dims in self._parameter_dims[place.path]
+            return Owner(place, "gradients" if is_gradient else "intermediates")
+        # Of the forward pass: is there a step of the backward pass while it is live?
+        first, last = buffer.first, self._carried_until(buffer, allocation, computed)
+        num_before, num_until = (bisect.bisect(backward_steps, step) for step in (first, last))
+        return Owner(place, "activations" if num_before < num_until else "intermediates")
 
     def _carried_until(self, buffer: Buffer, allocation: Allocation, source: Value) -> int:
         """Returns the last step at which an array is live, through loops that carry it on.
