@@ -548,11 +548,13 @@ def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-class _ForwardResult(NamedTuple):
-    """What a forward rule was given and left for the backward rule, besides its output."""
+class _ForwardPass(NamedTuple):
+    """What the backward rule has to know of the forward rule, besides arrays."""
 
-    arguments: Flat  # as they were before the rule
-    residuals: Flat  # the arguments that are not differentiated, and what the rule returned
+    outcome: Outcome  # what it did to objects
+    before: Structure  # of the arguments before it
+    cotangent_form: TangentForm  # of the arguments
+    residuals: Structure  # of the arguments that are not differentiated, and what it left
 
 
 class _CallWithVjp(_Call):
@@ -574,9 +576,10 @@ class _CallWithVjp(_Call):
           keeps it, a pytree of the residual arrays.
         """
         forward_rule, _ = self.rules
-        # The arguments and residuals. The pure function that calls the rule returns arrays of the
-        # output alone, so they are noted here.
-        notes: list[_ForwardResult] = []
+        # The arguments before the rule; its residuals, after the arguments that are not
+        # differentiated. The pure function that calls the rule returns arrays of the output alone,
+        # so they are noted here.
+        notes: list[tuple[Flat, Flat]] = []
 
         @functools.wraps(forward_rule, updated=())
         def output_of_rule(*args: Any) -> Any:
@@ -585,58 +588,43 @@ class _CallWithVjp(_Call):
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
             check_pair(f"custom_vjp: {expected}", pair)
             output, residuals = pair
-            notes.append(_ForwardResult(arguments, flatten((self.split(args).nondiff, residuals))))
+            notes.append((arguments, flatten((self.split(args).nondiff, residuals))))
             return output
 
         outcome, outputs = self.trace(output_of_rule, arrays, forward_rule)
         arguments, residuals = notes[-1]
-        # JAX keeps the arrays, the leaves of the pytree; `_backward` gets the rest as it is.
-        kinds = [isinstance(x, jax.Array | np.ndarray) for x in residuals.leaves]
-        leaves = [*zip(residuals.leaves, kinds, strict=True)]
-        backward = functools.partial(
-            self._backward,
-            outcome=outcome,
-            before=arguments.structure,
-            form=self.cotangent_form(arguments),
-            residuals=residuals.structure,
-            others=[None if is_array else leaf for leaf, is_array in leaves],
+        forward = _ForwardPass(
+            outcome, arguments.structure, self.cotangent_form(arguments), residuals.structure
         )
-        residual_arrays = [leaf if is_array else None for leaf, is_array in leaves]
-        return outputs, jax.tree_util.Partial(backward, residual_arrays)
+        # JAX keeps the arrays, the leaves of the pytree; all other leaves are kept here.
+        leaves = residuals.leaves
+        slots = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+        others = replace_slots(leaves, slots, [None] * len(slots))
+
+        def backward(arrays: Sequence[object], cotangents: GroupArrays) -> tuple[list[Any]]:
+            return self._backward(forward, replace_slots(others, slots, arrays), cotangents)
+
+        return outputs, jax.tree_util.Partial(backward, [leaves[slot] for slot in slots])
 
     def _backward(
-        self,
-        arrays: Sequence[object],
-        cotangents: GroupArrays,
-        *,
-        outcome: Outcome,
-        before: Structure,
-        form: TangentForm,
-        residuals: Structure,
-        others: Sequence[object],
+        self, forward: _ForwardPass, residuals: Sequence[object], cotangents: GroupArrays
     ) -> tuple[list[Any]]:
         """Runs the backward rule.
 
         Args:
-          arrays: the leaves of the residuals that are arrays; None for others.
+          forward: what the forward rule did.
+          residuals: the leaves of what it left, by slot.
           cotangents: the cotangents of the outputs.
-          outcome: what the forward rule did.
-          before: the structure of the arguments before it.
-          form: the form of their cotangents.
-          residuals: the structure of what the forward rule left: the arguments that are not
-            differentiated, and what it returned for this rule.
-          others: the leaves of the residuals that are no arrays; None for arrays.
 
         Returns:
-          The cotangents of the arrays in ``slots``; None for zeros.
+          The cotangents of the arrays in ``self.slots``; None for zeros.
         """
         _, backward_rule = self.rules
-        pairs = zip(arrays, others, strict=True)
-        leaves = [other if array is None else array for array, other in pairs]
-        nondiff, user_residuals = unflatten(residuals, leaves).root
+        outcome, before, form, _ = forward
+        nondiff, user_residuals = unflatten(forward.residuals, residuals).root
         # By slot after the call; the last one is in `_NO_SLOT`.
         values = [*self.tangents_after(outcome, cotangents), None]
-        arguments = _arguments_after(before, outcome)
+        arguments = _arguments_after(before, outcome)  # their structure
         options: dict[str, Any] = {}
         # Flax's two contracts, by the mode; `custom_vjp` describes them.
         if self.transform.has_states:
