@@ -96,8 +96,7 @@ def accumulate_interleaved(
     batch_by_position = {i: microbatches[id(x)] for i, x in inputs.items() if id(x) in microbatches}
 
     def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
-        found = find_call(function, arrays)
-        loss = TracedLoss(function, arrays, flat, slots, found, found.written_types())
+        loss = TracedLoss(function, arrays, flat, slots, find_call(function, arrays))
         targets = [position[slot] for slot in call.slots]
         names = [call.plan.names[slot] for slot in call.slots]
         triples = zip(targets, names, is_split, strict=True)

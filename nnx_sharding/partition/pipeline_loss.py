@@ -63,7 +63,7 @@ class PipelineCall:
       x: the arrays that it would get.
       layers: the arrays of the layers, (S, D, …), by slot.
       others: all other arrays that layers get: further arguments, and what all layers share.
-      written: the slots of the arrays of the layers that the call writes.
+      written: the arrays of the layers that the call writes, (S, D, …), by slot.
     """
 
     def __init__(self, results: Arrays | None = None, written: Mapping[int, Any] | None = None):
@@ -115,16 +115,6 @@ class PipelineCall:
         out, written = self.loop.call_group(by_slot, tree, others)
         return jax.tree.leaves(out), written
 
-    def written_types(self) -> dict[int, jax.ShapeDtypeStruct]:
-        """Returns the types of the arrays that layers write, (S, D, …), by slot."""
-        assert self.loop is not None
-        stages = self.loop.stages
-        layers = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.layers.values()]
-        _, written = jax.eval_shape(self.call_layers, layers, self.x, self.others)
-        return {
-            slot: jax.ShapeDtypeStruct((stages, *x.shape), x.dtype) for slot, x in written.items()
-        }
-
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Takes the place of pipelines within the block."""
@@ -142,7 +132,7 @@ PIPELINE_CALL: ContextVar[PipelineCall | None] = ContextVar("PIPELINE_CALL", def
 
 
 def find_call(function: Function, arrays: Arrays) -> PipelineCall:
-    """Returns the call of a pipeline in a function of arrays, with abstract arrays."""
+    """Returns the call of a pipeline in a function of arrays, with types in place of arrays."""
     calls = list[PipelineCall]()
 
     def run(arrays: Arrays) -> None:
@@ -153,6 +143,12 @@ def find_call(function: Function, arrays: Arrays) -> PipelineCall:
     jax.eval_shape(run, arrays)
     call = calls[-1]
     call.x, call.others, call.layers = jax.tree.map(as_type, (call.x, call.others, call.layers))
+    assert call.loop is not None
+    stages = call.loop.stages
+    # What the layers of one stage, (D, …), write, and the same of all stages, (S, D, …).
+    of_stage = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in call.layers.values()]
+    _, written = jax.eval_shape(call.call_layers, of_stage, call.x, call.others)
+    call.written = {slot: as_type(x, stages) for slot, x in written.items()}
     return call
 
 
@@ -258,7 +254,6 @@ class TracedLoss:
         before: Flat,
         slots: Sequence[int],
         call: PipelineCall,
-        written: Mapping[int, jax.ShapeDtypeStruct],
     ):
         """Traces a loss.
 
@@ -267,14 +262,12 @@ class TracedLoss:
           arrays: the arrays of its arguments.
           before: the arguments.
           slots: the slots of the arrays.
-          call: the call of the pipeline in an earlier trace.
-          written: the arrays of the layers that the pipeline writes, (S, D, …), by slot.
+          call: the call of the pipeline, from :func:`find_call`.
         """
-        written_slots = [*written]
 
         # Returns all that a part may be asked for, in the order of the positions of outputs.
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
-            self.call = PipelineCall(results, dict(zip(written_slots, written, strict=True)))
+            self.call = PipelineCall(results, dict(zip(call.written, written, strict=True)))
             with self.call.in_place():
                 [value], (*groups, outcome) = function(arrays)
             # All arrays of the arguments and of what the loss returns, by slot, after the call.
@@ -289,7 +282,7 @@ class TracedLoss:
                 [*self.call.layers.values()],
             ]
 
-        inputs = [*arrays], call.x, [*written.values()]
+        inputs = [*arrays], call.x, [*call.written.values()]
         self.closed, shapes = jax.make_jaxpr(program, return_shape=True)(*inputs)
         _, self.results, self.written = positions_of(inputs)
         self.returned, state, self.x, self.others, self.layers = positions_of(shapes)
