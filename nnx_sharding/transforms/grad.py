@@ -23,7 +23,7 @@ From other modules:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -432,36 +432,36 @@ class ValueAndGrad(Differentiable[P, R]):
         """
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
-        filters = self._chosen_filters(call, arguments)  # by argument, in the order of argnums
-        matching = [*self._matching(plan, flat, filters)]
-        if self._transform.must_match and not any(named.location.slots for named in matching):
+        has_updates = self._modes["updates"]
+        chosen = self._chosen_filters(call, arguments)
+        # As in Flax, whose tree mode differentiates everything.
+        default = nnx.Param if has_updates else ...
+        filters = {name: default if x is None else x for name, x in chosen.items()}
+        locations = self._differentiated(plan, flat, filters)
+        if self._transform.must_match and not any(
+            named.location.slots for in_argument in locations.values() for named in in_argument
+        ):
             self._refuse_empty(flat, filters)
-        targets = []
-        for name, chosen in zip(filters, self._transform.wrt, strict=True):
-            locations = [named for named in matching if named.argument.name == name]
-            # As in Flax, without graph updates a gradient has the form of the whole argument,
-            # unless the user gave a filter that says which part.
-            is_state = self._modes["updates"] or chosen.filter is not None
-            targets.append(Target(arguments[name], values[name], locations, is_state))
-        return targets
+        # As in Flax, without graph updates a gradient has the form of the whole argument, unless
+        # the user gave a filter that says which part.
+        return [
+            Target(arguments[name], values[name], locations[name], has_updates or x is not None)
+            for name, x in chosen.items()
+        ]
 
     def _chosen_filters(
         self, call: SortedCall, arguments: Mapping[str, Argument]
     ) -> dict[str, Any]:
-        """Returns the filter for each differentiated argument, by the name of the argument.
+        """Returns the filter that the user gave for each differentiated argument, or None.
 
+        By the name of the argument, in the order of ``argnums``.
         ``arguments`` has all arguments of the call by name.
 
         Raises:
           ValueError: ``argnums`` names an argument twice, or one that the call does not have.
         """
         name, wrt = self._transform.name, self._transform.wrt
-        # As in Flax, whose tree mode differentiates everything.
-        default = nnx.Param if self._modes["updates"] else ...
-        chosen = {
-            self._name_of(argument, call): default if filter_ is None else filter_
-            for argument, filter_ in wrt
-        }
+        chosen = {self._name_of(argument, call): filter_ for argument, filter_ in wrt}
         # A name and a position may be the same argument, which shows only in a call.
         if len(chosen) < len(wrt):
             positions = [argnum for argnum, _ in wrt]
@@ -473,23 +473,24 @@ class ValueAndGrad(Differentiable[P, R]):
             )
         return chosen
 
-    def _matching(
+    def _differentiated(
         self, plan: Plan, flat: Flat, chosen: Mapping[str, object]
-    ) -> Iterator[NamedLocation]:
-        """Yields where in the arguments there is a Variable or a bare array that a filter chooses.
+    ) -> dict[str, list[NamedLocation]]:
+        """Finds the Variables and bare arrays that filters choose, by the name of the argument.
 
         Args:
           plan: the plan of the call.
           flat: its arguments.
           chosen: the filters, by the names of the differentiated arguments.
         """
+        locations: dict[str, list[NamedLocation]] = {name: [] for name in chosen}
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        yielded = set[int]()  # the Variables so far, by index
+        taken = set[int]()  # the Variables so far, by index
         for named in locate(flat.structure, plan.arguments):
             path, index, slots = named.location  # the index of a Variable; None for a bare array
             predicate = predicates.get(named.argument.name)
             # As in Flax, what is shared has its gradient only in the first place.
-            if predicate is None or index in yielded:
+            if predicate is None or index in taken:
                 continue
             # A Variable without arrays (slots) may hold an empty pytree: its gradient is empty,
             # too. One that holds something else, such as a static value, has none.
@@ -500,9 +501,10 @@ class ValueAndGrad(Differentiable[P, R]):
             subject = named.subject(flat.objects, flat.leaves)
             if path and not any(predicate(other, subject) for other in named.paths):
                 continue
-            yield named
+            locations[named.argument.name].append(named)
             if index is not None:
-                yielded.add(index)
+                taken.add(index)
+        return locations
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing.
