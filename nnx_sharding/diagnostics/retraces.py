@@ -475,16 +475,18 @@ class Observer(NamedTuple):
         avals = tuple(map(jax.typeof, leaves))
         context = _compat.trace_context()
         key = context, plan.trace_key, avals
-        new = Trace(self.log.count + 1, plan, avals, context, key, nested)
-        is_known = any(new.key == trace.key for trace in earlier)
-        if nested or not plan.transform.keeps_captures:
-            unlisted = unlisted_captures(fun) if is_known else ()
-            new = new._replace(captured=facts_of_captured(fun), unlisted=tuple(unlisted))
+        is_known = any(key == trace.key for trace in earlier)
+        captured, unlisted = None, tuple[str, ...]()
+        if nested or not plan.transform.keeps_captures:  # then what it captures may cause a trace
+            captured = facts_of_captured(fun)
+            unlisted = tuple(unlisted_captures(fun)) if is_known else ()
+        number = self.log.count + 1
+        new = Trace(number, plan, avals, context, key, nested, captured, unlisted)
         # To trace again for the same arguments, as after `jax.clear_caches()`, does not count for
         # the function's own limit.
         own_limits = () if self.limit is None or is_known else (self.limit,)
         limits = (*own_limits, *LIMITS.get())
-        refused_by = _take_all(limits)
+        refused_by = _take_all(limits)  # a limit without a trace left; None if each gave one
         if refused_by is not None:
             raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
         number = self.log.add(new)
