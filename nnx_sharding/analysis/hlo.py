@@ -268,16 +268,45 @@ def parse(text: str) -> Module:
       >>> instruction.opcode, instruction.operand_names, instruction.attributes
       ('all-reduce', ('x',), {'to_apply': '%add'})
     """
+    head, computations, skipped = _split(text)
+    # Two ways in which compilers abbreviate are written in full here, so that nothing else has to
+    # know them.
+    if "xla_megascale" in text:  # collectives between slices, as exchanges with the hosts
+        for computation in computations:
+            computation.instructions[:] = with_exchanges(computation.instructions)
+    if any(f" {kind}-start(" in text for kind in ABBREVIATED):  # without the computation they run
+        computations += [made for computation in [*computations] for made in spell_out(computation)]
+    title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
+    return Module(title[1] if title else "", head, computations, tuple(skipped))
+
+
+class _Parts(NamedTuple):
+    """The parts of a text; the fields are those of a `Module`."""
+
+    head: str
+    computations: list[Computation]
+    skipped: list[str]
+
+
+def _split(text: str) -> _Parts:
+    """Splits a text into instructions, by computation."""
+    head: list[str] = []
     computations: list[Computation] = []
-    head: list[str] = []  # what comes before the first computation
-    skipped: list[str] = []  # lines that are not understood, for which figures are unknown
-    instructions: list[Instruction] | None = None  # of the open computation; None outside of one
-    # The number of brackets that the last instruction leaves open; None if it was not counted, as
-    # for the nearly all that are of one line.
+    skipped: list[str] = []
+    is_open = False  # whether the last computation goes on
+    # How many more brackets the last instruction opens than closes; None if they were not counted,
+    # as for the nearly all that are of one line.
     depth: int | None = None
     for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None and instructions:  # perhaps the next line of the last one
+        instructions = computations[-1].instructions if is_open else []
+        if match := _INSTRUCTION.match(line):
+            if not is_open:  # a part of a module, without a header
+                computations.append(Computation("", False, instructions))
+            is_open, depth = True, None
+            root, name, shape, opcode, rest = match.groups()
+            instructions.append(Instruction(name, opcode, shape, rest, is_root=bool(root)))
+            continue
+        if instructions:  # perhaps the next line of the last one
             last = instructions[-1]
             # ``rest`` is what follows the bracket before the operands, so one is open already.
             depth = 1 + nesting(last.rest) if depth is None else depth
@@ -285,35 +314,19 @@ def parse(text: str) -> Module:
                 depth += nesting(line)
                 instructions[-1] = last._replace(rest=f"{last.rest}\n{line}")
                 continue
-        if match:
-            depth = None
-            if instructions is None:  # a part of a module, without a header
-                instructions = []
-                computations.append(Computation("", False, instructions))
-            root, name, shape, opcode, rest = match.groups()
-            instructions.append(Instruction(name, opcode, shape, rest, is_root=bool(root)))
-        elif line.rstrip().endswith("{") and (header := _HEADER.match(line)):
+        if line.rstrip().endswith("{") and (header := _HEADER.match(line)):
             entry, name = header.groups()
-            instructions = []
-            computations.append(Computation(name, bool(entry), instructions))
+            computations.append(Computation(name, bool(entry), []))
+            is_open = True
         elif line.lstrip().startswith("}"):
-            instructions = None
+            is_open = False
         elif not computations:
             head.append(line)
         elif line.strip():
             skipped.append(line.strip())
-    if instructions is not None and computations[-1].name:  # the text was cut off
+    if is_open and computations[-1].name:  # the text was cut off
         skipped.append(f"the end of {computations[-1].name}")
-    # Two ways in which compilers abbreviate are written in full here, so that nothing else has to
-    # know them.
-    if "xla_megascale" in text:
-        for computation in computations:
-            computation.instructions[:] = with_exchanges(computation.instructions)
-    if any(f" {kind}-start(" in text for kind in ABBREVIATED):
-        computations += [made for computation in [*computations] for made in spell_out(computation)]
-    before = "\n".join(head)
-    title = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
-    return Module(title[1] if title else "", before, computations, tuple(skipped))
+    return _Parts("\n".join(head), computations, skipped)
 
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
