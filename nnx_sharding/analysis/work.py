@@ -38,7 +38,7 @@ import functools
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -531,30 +531,29 @@ def _read_bytes(
 
 def _read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
     """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
-    parts: dict[int, int | None] = dict.fromkeys(range(count), 0)  # by operand; None: all of it
+    read = Counter[int]()  # bytes, by the number of the operand
+    whole = set[int]()  # the operands that are read as a whole
     # Name of an instruction that is an operand, perhaps in another shape → the operand's number.
     views: dict[str, int] = {}
     for user in callee.instructions:
         if user.opcode == "parameter" and user.number is not None:
             views[user.name] = user.number
             continue
-        # Its own operands that are operands of the fusion: (which of its own, which of those).
-        used = [(i, views[name]) for i, name in enumerate(user.operand_names) if name in views]
+        # Which of its own operands is which operand of the fusion.
+        used = {i: views[name] for i, name in enumerate(user.operand_names) if name in views}
         if not used:
             continue
         is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
         if is_view and not user.is_root:
-            views[user.name] = used[0][1]
+            views[user.name] = next(iter(used.values()))
         elif is_view or base(user.opcode) not in _READ_PARTS:
-            parts |= dict.fromkeys([operand for _, operand in used])  # all of it
+            whole.update(used.values())
         else:
-            operands = operands_of(user, module.within[callee.name])
-            read = _read_bytes(user, operands, module)
-            for i, operand in used:
-                known = parts.get(operand)
-                more = read[i]
-                parts[operand] = None if known is None or more is None else known + more
-    return [parts[operand] for operand in range(count)]
+            sizes = _read_bytes(user, operands_of(user, module.within[callee.name]), module)
+            whole.update(operand for i, operand in used.items() if sizes[i] is None)
+            for i, operand in used.items():
+                read[operand] += sizes[i] or 0
+    return [None if operand in whole else read[operand] for operand in range(count)]
 
 
 def _read_by_scatter(
