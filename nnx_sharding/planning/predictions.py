@@ -260,8 +260,11 @@ def predict(
     jax.tree.map(sums.add, candidate.in_shardings, tuple(args), is_leaf=is_single)
     return Prediction(
         arguments=sums.bytes,
-        sent=BytesSent(within_slices=sums.within, between_slices=sums.between),
-        idle=sums.idle,
+        sent=BytesSent(
+            within_slices=sum((sent.within_slices for sent in sums.sent), 0.0),
+            between_slices=sum((sent.between_slices for sent in sums.sent), 0.0),
+        ),
+        idle=1.0 if sums.schedule is None else _time_ratio(sums.schedule),
         key=tuple(sums.key),
     )
 
@@ -271,14 +274,12 @@ class _Sums:
 
     Attributes:
       bytes: of the arguments on one device.
-      within, between: the bytes that one device sends within slices, and between them.
-      idle: as in `Prediction`.
+      sent: the bytes that one device sends, for each of the formulas and arrays.
       key: what the shardings are, for comparisons.
       sizes: of the mesh axes with more than one device.
       crossing: the mesh axes along which there are different slices.
       tokens: of the batch, on one device.
-      ticks: how often a stage of a pipeline gathers its layers, and sums their gradients; else 1.
-      interleaves: whether a pipeline runs by 1F1B.
+      schedule: that of a pipeline, if there is one.
     """
 
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
@@ -289,8 +290,8 @@ class _Sums:
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
-        self.bytes, self.within, self.between, self.idle = 0, 0.0, 0.0, 1.0
-        self.ticks, self.interleaves = 1, False
+        self.bytes, self.sent = 0, list[BytesSent]()
+        self.schedule: Schedule | None = None
         self.key: list[Any] = [tuple(self.sizes.items())]
         self.tokens = arguments.tokens / self._num_devices("replica", *SHARDING)
 
@@ -336,7 +337,8 @@ class _Sums:
         stacked = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
         # The bytes of a token between two layers: as many as the smallest parameter of a layer.
         per_token = min((row.bytes_total / row.shape[0] for row in stacked), default=0.0)
-        stages, sent = {*self.axes.in_mesh(self.sizes, "stage")}, 0.0
+        stages = {*self.axes.in_mesh(self.sizes, "stage")}
+        sent = 0.0  # between stages
         if schedule is not None and not stacked:  # blocks of a list
             moved = [
                 row.bytes_total
@@ -346,20 +348,17 @@ class _Sums:
             per_token = min(moved, default=0.0)
             sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
         if schedule is not None:
-            self.idle = schedule.ticks / schedule.microbatches
-            self.ticks, self.interleaves = schedule.ticks, schedule.interleaves
+            self.schedule = schedule
             # In each tick forward and backward; and what leaves the stages, and its gradient.
-            sent += 2 * self.tokens * per_token * (self.idle + 1)
-        if stages & self.crossing:
-            self.between += sent
-        else:
-            self.within += sent
+            sent += 2 * self.tokens * per_token * (_time_ratio(schedule) + 1)
+        is_between = bool(stages & self.crossing)
+        self.sent.append(BytesSent(0.0, sent) if is_between else BytesSent(sent, 0.0))
         if (devices := self._num_devices("context")) > 1:
             layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
             # All-to-all may be within one axis, and a ring over another.
             rounds = CONTEXT_ROUNDS[_method_of(declared)](devices)
             rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
-            self.within += 2 * self.tokens * per_token * rounds * layers
+            self.sent.append(BytesSent(2 * self.tokens * per_token * rounds * layers, 0.0))
 
     def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
@@ -401,10 +400,11 @@ class _Sums:
             shards, devices = self._product(axes & over), self._product(axes)
             sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
             held /= shards
-        is_reduced_once = self.interleaves and data.isdisjoint(over)
-        times = self.ticks if stage and not is_reduced_once else 1
-        self.within += times * sent[0]
-        self.between += times * sent[1]
+        times = 1
+        if self.schedule is not None and stage:  # in each tick, for the layers of a stage
+            is_reduced_once = self.schedule.interleaves and data.isdisjoint(over)
+            times = 1 if is_reduced_once else self.schedule.ticks
+        self.sent.append(BytesSent(times * sent[0], times * sent[1]))
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(row, axes_of_dims, expert=expert, model=model, stage=stage)
 
@@ -440,7 +440,13 @@ class _Sums:
             # The features that are not sharded, in an all-reduce, which sends twice its bytes.
             elements = 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
         per_token = layers * element_bytes * elements
-        self.within += self.tokens * per_token * (1 - 1 / self._product(expert or model))
+        sent = self.tokens * per_token * (1 - 1 / self._product(expert or model))
+        self.sent.append(BytesSent(sent, 0.0))
+
+
+def _time_ratio(schedule: Schedule) -> float:
+    """Returns the time of a step compared with one in which no stage waits."""
+    return schedule.ticks / schedule.microbatches
 
 
 def _is_on_host(sharding: Any) -> bool:
