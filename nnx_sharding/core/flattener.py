@@ -114,9 +114,8 @@ class Flattener:
                 self.link_index(index)
         self.describe_pending()
         entries, slots = tuple(self.entries), tuple(self.slots)
-        structure = Structure(
-            entries, root, slots, tuple(root_slots), static_children, self.origins
-        )
+        own_slots = tuple(root_slots)
+        structure = Structure(entries, root, slots, own_slots, static_children, self.origins)
         structure.shares = self.has_repeats
         return structure
 
@@ -202,28 +201,32 @@ class Flattener:
         statics = [*compress(values, form.is_static)]
         # Nodes of one form (class and names) with the same statics share what describes these.
         known = self._nodes.get(_compat.identity(form))
-        if known is not None and all(map(operator.is_, statics, known.statics)):
-            undescribed, children = form.others, [*known.children]  # the indices of the rest
-            comparisons = known.comparisons
-        else:
-            undescribed, children = tuple(range(len(values))), [LEAF] * len(values)
-            comparisons = b""  # not yet known
+        if known is not None and not all(map(operator.is_, statics, known.statics)):
+            known = None
+        children = [LEAF] * len(values) if known is None else [*known.children]
         positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
         if self.recorder is not None:
+            comparisons = b"" if known is None else known.comparisons  # empty: not yet known
             content = in_dict or values
             positions = self.recorder.open_node(position, form.names, content, comparisons)
-        for i in undescribed:
+        for i in range(len(values)) if known is None else form.others:
             place = positions[form.order[i]]
             children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
-        static_children = compress(children, form.is_static)
-        # Links from static attributes have to be counted at each node, so these are not shared.
-        if not comparisons and all(type(child) is Static for child in static_children):
-            to_share = bytearray(len(values))
-            for i in compress(undescribed, form.is_static):
-                to_share[form.order[i]] = comparison_of(children[i])
-            described = _Described(children, statics, bytes(to_share), form)
-            self._nodes[_compat.identity(form)] = described
+        if known is None:
+            self._share_static_children(form, statics, children)
         return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
+
+    def _share_static_children(
+        self, form: _compat.NodeForm, statics: Sequence[Any], children: Sequence[Child]
+    ) -> None:
+        """Keeps the children of a node, for others of its form with the same static values."""
+        # Links from static attributes have to be counted at each node, so these are not shared.
+        if not all(type(child) is Static for child in compress(children, form.is_static)):
+            return
+        by_place = bytearray(len(children))  # in the ``__dict__``
+        for i in compress(range(len(children)), form.is_static):
+            by_place[form.order[i]] = comparison_of(children[i])
+        self._nodes[_compat.identity(form)] = _Described(children, statics, bytes(by_place), form)
 
     def describe_metadata(self, variable: object, position: int) -> tuple[tuple[str, Child], ...]:
         """Returns pairs of name and child for the metadata of a Variable, sorted by name.
