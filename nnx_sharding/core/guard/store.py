@@ -260,52 +260,39 @@ class Guards:
         Likewise if one of ``identities`` is, the objects that the walk compares by identity.
         """
         all_guards, recent = self._guards, self.recent  # not self, which would live as long
-        modules = []
-        for argument in plan.graph_arguments:
-            indices = [part.child for part in argument.parts if isinstance(part.child, int)]
-            modules += [flat.objects[index] for index in indices]
 
         def forget(_: object) -> None:
             recent.clear()
             all_guards.pop(key, None)
 
-        references = tuple(watch((*modules, *identities), forget))
-        guard = self._make_guard(key.form.names, walk, plan, flat.leaves, references)
-        self._guards_of(key).add(guard)
-        return guard
-
-    def _make_guard(
-        self,
-        names: tuple[str, ...],
-        walk: Walk,
-        plan: Plan,
-        leaves: Arrays,
-        references: tuple[Any, ...],
-    ) -> Guard:
-        """Returns the guard for a walk of the arguments that a plan is for.
-
-        ``names`` are those of keyword arguments, ``leaves`` the arrays by slot. ``references`` are
-        weak ones, which drop the guard when one of its objects is gone.
-        """
+        modules = [
+            flat.objects[part.child]
+            for argument in plan.graph_arguments
+            for part in argument.parts
+            if isinstance(part.child, int)
+        ]
         # A call looks at these arrays: those that it may have to place, or all if shapes matter.
+        leaves = flat.leaves
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))  # by slot
         avals = [getattr(leaves[slot], "aval", None) for slot in slots]  # None for a NumPy array
-        key = self._dependencies(leaves)
-        return Guard(
+        dependencies = self._dependencies(leaves)
+        guard = Guard(
             walk=walk,
-            names=names,
+            names=key.form.names,
             plan=plan,
-            key=key,
+            key=dependencies,
             donates=bool(plan.donated),
             context_of=_compat.context_mesh if self._reads_context else None,
-            context=key.mesh,
+            context=dependencies.mesh,
             slots=pack_int32(slots),
             shardings=[targets.get(slot) for slot in slots],
             avals=avals if self._reads_shapes else [],
             known=[None] * len(slots),  # `call.c` notes here which arrays fit
-            references=references,
+            references=tuple(watch((*modules, *identities), forget)),
         )
+        self._guards_of(key).add(guard)
+        return guard
 
     def _guards_of(self, key: _Key) -> _GuardList:
         """Returns the guards of some arguments; adds an empty list if there are none."""

@@ -60,7 +60,13 @@ class Walk(Protocol):
 
 
 class PythonWalk:
-    """The walk in Python. In ``walk.c``, the methods have the same names."""
+    """The walk in Python. In ``walk.c``, the methods have the same names.
+
+    ``_read`` returns the stream of a graph, ``_leaves_in`` and so on pick items of it: arrays by
+    slot, objects by index, frozen statics, mentions of objects, and traces. ``_first_mention`` has
+    for each mention the number of the first one of its object in the recorded graph; -1 if it has
+    to be the recorded object (it is *pinned*).
+    """
 
     def __init__(self, recipe: Recipe):
         """Unpacks the numbers of a recipe, once for all walks."""
@@ -71,14 +77,12 @@ class PythonWalk:
             (OPENERS[Opcode(opcode)], position, recipe.types[position], expected)
             for (opcode, position, _), expected in rows
         ]
-        # Functions, each of which picks the items of one kind from a stream.
         self._leaves_in = items_getter(unpack_int32(recipe.leaves))
         self._objects_in = items_getter(unpack_int32(recipe.objects))
         self._frozen_in = items_getter(unpack_int32(recipe.frozen))
         self._mentions_in = items_getter(unpack_int32(recipe.mentions))
         self._traces_in = items_getter(unpack_int32(recipe.traces))
         self._leaf_types = [recipe.types[position] for position in unpack_int32(recipe.leaves)]
-        # For each mention, the number of the first mention of its object; -1 if it is pinned.
         self._first_mention = np.frombuffer(recipe.first, np.int32)
 
     def follow(self, arguments: tuple[Any, ...]) -> Followed | None:
