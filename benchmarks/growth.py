@@ -134,9 +134,9 @@ def line(row: Mapping[str, Any]) -> str:
     cells = [
         row["title"],
         row["peer"],
-        f"{' / '.join(f'{size:,}' for size in row['sizes'])} {row['unit']}",
-        " / ".join(milliseconds(seconds) for seconds in row["ours_s"]),
-        " / ".join(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios),
+        f"{', '.join(map(str, row['sizes']))} {row['unit']}",
+        ", ".join(milliseconds(seconds) for seconds in row["ours_s"]),
+        ", ".join(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios),
         row["wanted"] if isinstance(row["wanted"], str) else f"{row['wanted']:g}",
         f"{exponent(row['sizes'], row['ours_s']):.2f}",
         f"{exponent(row['sizes'], row['peer_s']):.2f}",
@@ -145,9 +145,9 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Two or more digits."""
+    """Two or more digits, without commas between thousands: these are between values."""
     value = seconds * 1e3
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 if __name__ == "__main__":
