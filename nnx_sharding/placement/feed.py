@@ -47,7 +47,8 @@ class Feed(Generic[T]):
                 self._make_one()
             elif self._thread is None and not self._over:
                 self._start()
-            self._change.wait_for(lambda: self._ready or self._over or self._stopped)
+            while not (self._ready or self._over or self._stopped):
+                self._change.wait()
             if self._ready:
                 self._change.notify_all()  # the thread may wait for room
                 return self._ready.popleft()
@@ -86,7 +87,8 @@ class Feed(Generic[T]):
     def _has_room(self) -> bool:
         """Waits for room in the queue; False if the feed was stopped instead."""
         with self._change:
-            self._change.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
+            while not self._stopped and len(self._ready) >= self._depth:
+                self._change.wait()
             return not self._stopped
 
     def _make_one(self) -> None:
