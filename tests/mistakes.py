@@ -527,6 +527,20 @@ def explicit_shards(lib: Library) -> Any:
         return f(Model(), x)
 
 
+@mistake(
+    "declared-otherwise-than-its-type",
+    "an array without a sharding, in `shard_map` within `jit`",
+    ValueError,
+    "x is float32[8,4], declared P('data',)",
+    "declare it in the jit around, too",
+    "reshard(x, P('data',))",
+)
+def explicit_shards_in_a_trace(lib: Library) -> Any:
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        f = lib.shard_map(forward, in_specs=(P(), P("data")), out_specs=P("data"))
+        return nnx.jit(lambda model, x: f(model, x))(Model(), X)
+
+
 def explicit_shards_over_one_axis(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("model")))

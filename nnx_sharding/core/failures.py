@@ -238,15 +238,16 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
         mesh = actual.mesh if by_option or transform.context is None else transform.context
         usable = transform.usable_axes or {*mesh.axis_names}
         explicit = axes_of_type(mesh, AxisType.Explicit) & usable
-        # An uncommitted array has no sharding yet: JAX gives it the declared one.
-        if actual.mesh.empty or not explicit or (by_option and not is_committed(leaf)):
+        # Outside of a trace, JAX gives an uncommitted array, which has no mesh, the declared one.
+        has_mesh = not actual.mesh.empty
+        is_typed = has_mesh or isinstance(leaf, jax.core.Tracer)
+        if not is_typed or not explicit or (by_option and not is_committed(leaf)):
             continue
         rank = len(aval.shape)
         if _in_type(actual.spec, explicit, rank) != _in_type(spec, explicit, rank):
-            yield (
-                f"  {name} is {aval.str_short()}, declared {spec!r}: write {actual.spec!r}, or "
-                f"pass jax.sharding.reshard({name}, {spec!r})"
-            )
+            change = f"write {actual.spec!r}" if has_mesh else "declare it in the jit around, too"
+            text = f"  {name} is {aval.str_short()}, declared {spec!r}: {change}, or pass "
+            yield f"{text}jax.sharding.reshard({name}, {spec!r})"
 
 
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
