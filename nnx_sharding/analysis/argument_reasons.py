@@ -11,6 +11,7 @@ From other modules:
 
     Plan            has the user's specs of each argument, by parts of it (``arguments``)
     NamedLocation   where a Variable or array is in an argument, and the expression for it
+    StateSharding   rules: ``filters``, the ``shardings`` that they give, and ``names`` of filters
     ParameterRow    an argument of the program: its path, spec and shapes
 """
 
@@ -95,31 +96,39 @@ class ArgumentReasons:
             return _Declared(None, "", [fact])
         if not isinstance(rules, StateSharding):
             return _Declared(rules, option, [f"{option} has {_spec_text(rules)} for {name}."])
-        subject = location.subject(self._objects, self._leaves)
-        match = rules.find_below(location.part.below, location.paths[0], subject)
-        first, declared = match.number, match.sharding  # the rule that decides, by its number
-        if first is None:
-            return _Declared(None, "", [f"No rule of {option} for {name} matches."])
-        facts = [f"{_rule_text(rules, first)} decides: {_spec_text(declared)}."]
-        if note := getattr(rules.filters[first], "note", ""):
-            is_whole = isinstance(declared, PartitionSpec) and not any(declared.partitions)
-            if is_whole:
-                facts = [f"{_rule_text(rules, first)} leaves it replicated: {note}."]
-            else:
-                facts.append(f"Its note: {note}.")
+        return self._declared_by_rule(rules, location, f"No rule of {option} for {name} matches.")
+
+    def _declared_by_rule(
+        self, rules: StateSharding, location: NamedLocation, no_rule: str
+    ) -> _Declared:
+        """Says which of the user's rules decides, and which later ones it overrides.
+
+        ``no_rule`` is the sentence for an array that no rule matches.
+        """
+        subject = location.subject(self._objects, self._leaves)  # what filters get
+        # The first rule that matches one of the paths of the array; its number is None for none.
+        path, number, declared = rules.find_below(location.part.below, location.paths[0], subject)
+        if number is None:
+            return _Declared(None, "", [no_rule])
+        rule, note = _rule_text(rules, number), getattr(rules.filters[number], "note", "")
+        facts = [f"{rule} decides: {_spec_text(declared)}."]
+        if note and isinstance(declared, PartitionSpec) and not any(declared.partitions):
+            facts = [f"{rule} leaves it replicated: {note}."]
+        elif note:
+            facts.append(f"Its note: {note}.")
         overridden = [
-            number
-            for number in range(first + 1, len(rules.filters))
+            later
+            for later in range(number + 1, len(rules.filters))
             # A rule for the rest says nothing about this array.
-            if rules.filters[number] not in (..., True)
-            and to_predicate(rules.filters[number])(match.path, subject)
+            if rules.filters[later] not in (..., True)
+            and to_predicate(rules.filters[later])(path, subject)
         ]
-        for number in overridden[:_MOST_OVERRIDDEN]:
-            says = _spec_text(rules.shardings[number])
-            facts.append(f"{_rule_text(rules, number)} says {says}, and is overridden.")
+        for later in overridden[:_MOST_OVERRIDDEN]:
+            says = _spec_text(rules.shardings[later])
+            facts.append(f"{_rule_text(rules, later)} says {says}, and is overridden.")
         # Which paths a strategy lists is of no interest.
-        rule = _strategy(rules, first) or without_address(rules.names[first])
-        return _Declared(declared, rule, facts)
+        name = _strategy(rules, number) or without_address(rules.names[number])
+        return _Declared(declared, name, facts)
 
 
 def _subject(row: ParameterRow) -> str:
