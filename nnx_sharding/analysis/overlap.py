@@ -21,7 +21,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 from .hlo import Module
@@ -152,12 +152,7 @@ class Overlap:
         # The first of the chain needs none of the others, and the last is needed by none.
         needed = next(names for names in before if not names & chain)
         waiting = next(names for names in after if not names & chain)
-        # The next products that use the collective: what is reached without passing another one.
-        loops = {x.name for x in body.instructions if x.opcode == "while"}
-        edges = {name: used for name, used in users.items() if name not in products - chain}
-        next_products = set.union(*(_all_reached(x, edges) for x in chain)) & products - chain
-        # If all of them are in an inner loop, the collective only moves what that starts with.
-        if next_products and next_products <= loops:
+        if _is_moved_into_loop(body, chain, products - chain, users):
             return None
         own = chain if len(chain) == 1 else set()  # a product with a collective in it
         return Independent(products=len(products - needed - waiting - own), of=len(products))
@@ -186,6 +181,20 @@ class Overlap:
         if instruction.opcode in PRODUCTS or is_call:
             contents[_PRODUCT_COUNT] += 1
         return contents
+
+
+def _is_moved_into_loop(
+    body: Computation, chain: Set[str], products: Set[str], users: Mapping[str, Iterable[str]]
+) -> bool:
+    """Whether a collective only moves what inner loops start with.
+
+    So it is if all of the next products that use it are in these: what is reached from the
+    ``chain`` without passing another product.
+    """
+    edges = {name: used for name, used in users.items() if name not in products}
+    next_products = set.union(*(_all_reached(x, edges) for x in chain)) & products
+    loops = {x.name for x in body.instructions if x.opcode == "while"}
+    return bool(next_products) and next_products <= loops
 
 
 # What libraries for CPUs and GPUs call products of matrices.
