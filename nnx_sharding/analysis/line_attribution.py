@@ -259,24 +259,21 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
 
     The first type of a line is that of its result.
     """
-    # By line: how many values of each type it makes, and the modules in whose calls it runs.
-    counts: defaultdict[Line | None, Counter[tuple[Any, ...]]] = defaultdict(Counter)
-    modules: defaultdict[Line | None, set[str]] = defaultdict(set)
+    by_line: defaultdict[Line | None, list[MadeValue]] = defaultdict(list)
     for value in reversed(made):  # the result of a line is what it makes last
-        kind = value.dtype, value.shape, value.spec, value.backward
-        counts[value.line][kind] += value.times
-        if value.module:
-            modules[value.line].add(value.module)
+        by_line[value.line].append(value)
     rows = []
-    for line, kinds in counts.items():
-        types = [
-            ValueType(dtype, shape, spec, backward, count)
-            for (dtype, shape, spec, backward), count in kinds.items()
-        ]
+    for line, values in by_line.items():
+        counts = Counter[ValueType]()
+        for value in values:
+            kind = ValueType(value.dtype, value.shape, value.spec, value.backward, count=0)
+            counts[kind] += value.times
+        types = [dataclasses.replace(kind, count=count) for kind, count in counts.items()]
         types.sort(key=lambda kind: kind.backward)  # the forward pass first
         file, number = line or (None, None)
         code = "" if line is None else source_text(*line)
-        rows.append(LineRow(file, number, code, tuple(types), tuple(sorted(modules[line]))))
+        modules = sorted({value.module for value in values if value.module})
+        rows.append(LineRow(file, number, code, tuple(types), tuple(modules)))
     return LineTable(_ordered(rows), "figures, as the program is not compiled", _remark(made))
 
 
@@ -404,16 +401,19 @@ def inferred_activations(
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))
         if row.chosen_by == "compiler" and spec is not None:
-            # How many shards there are along each dimension; the last one may be smaller.
-            counts = (
-                math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions
-            )
-            shard = tuple(-(-n // k) for n, k in zip(row.shape, counts, strict=True))
-            size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
-            row = dataclasses.replace(
-                row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by="inferred"
-            )
+            row = _with_spec(row, spec, sizes)
         yield row
+
+
+def _with_spec(row: ActivationRow, spec: PartitionSpec, sizes: Mapping[str, int]) -> ActivationRow:
+    """Returns the row of an activation that is sharded by an inferred spec."""
+    # By dimension; the last shard may be smaller.
+    counts = [math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions]
+    shard = tuple(-(-n // count) for n, count in zip(row.shape, counts, strict=True))  # rounded up
+    size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
+    return dataclasses.replace(
+        row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by="inferred"
+    )
 
 
 def _with_constraint(
