@@ -251,24 +251,25 @@ class WalkRecorder:
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
         order = self._order()
-        # Positions below are new ones: of items in the order of a walk.
+        # From here on, positions are those in the order of a walk: ``moved[recorded position]``.
         stream, moved = order.stream, order.new_position
-        size = len(stream)
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
         leaves, traces = moved[self.leaf_positions], moved[self._traces]
-        opened = order.steps[:, 1]  # the field ``position`` of each step
-        types: list[type | None] = [None] * size
+        _, opened, _ = order.steps.T
+        types: list[type | None] = [None] * len(stream)
         for position in (*opened.tolist(), *leaves.tolist()):
             types[position] = type(stream[position])
-        rules = np.zeros(size, int)  # a `Rule` for each item: how it is compared
-        pins = np.zeros(size, int)  # its number among ``frozen`` or ``mentions``
-        rules[[kind is not None for kind in types]] |= Rule.TYPED
+        rules = np.zeros(len(stream), int)  # a `Rule` for each item: how it is compared
+        rules[opened] |= Rule.TYPED
+        rules[leaves] |= Rule.TYPED
         rules[traces] |= Rule.OF_TRACE
-        for rule, positions in ((Rule.FROZEN, frozen), (Rule.MENTION, mentions)):
-            rules[positions] |= rule
-            pins[positions] = np.arange(len(positions))
+        rules[frozen] |= Rule.FROZEN
+        rules[mentions] |= Rule.MENTION
+        pins = np.zeros(len(stream), int)  # its number among ``frozen`` or ``mentions``
+        pins[frozen] = np.arange(len(frozen))
+        pins[mentions] = np.arange(len(mentions))
         return Recipe(
             steps=pack_int32(order.steps),
             expected=tuple(order.expected),
@@ -320,7 +321,8 @@ class WalkRecorder:
         opcodes, opened, starts = steps.T
         is_late_step = opcodes >= Opcode.TREE
         if not is_late_step.any():
-            return _Order(steps, self._expected, np.arange(size), stream)
+            unmoved = np.arange(size)
+            return _Order(steps, self._expected, new_position=unmoved, stream=stream)
         ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
         is_late_item = np.zeros(size, bool)  # by position
         for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
@@ -330,13 +332,13 @@ class WalkRecorder:
         old_position = np.argsort(is_late_item, kind="stable")  # by new position
         old_step = np.argsort(is_late_step, kind="stable")  # by new step
         new_position = np.argsort(old_position)  # the inverse permutation, by old position
-        counts = (ends - starts)[old_step]
+        counts = (ends - starts)[old_step]  # how many items each step appends
         new_starts = self._num_arguments + np.cumsum(counts) - counts
         return _Order(
-            np.column_stack([opcodes[old_step], new_position[opened[old_step]], new_starts]),
-            [self._expected[i] for i in old_step.tolist()],
-            new_position,
-            [stream[i] for i in old_position.tolist()],
+            steps=np.column_stack([opcodes[old_step], new_position[opened[old_step]], new_starts]),
+            expected=[self._expected[i] for i in old_step.tolist()],
+            new_position=new_position,
+            stream=[stream[i] for i in old_position.tolist()],
         )
 
 
