@@ -257,13 +257,12 @@ class WalkRecorder:
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
         leaves, traces = moved[self.leaf_positions], moved[self._traces]
-        _, opened, _ = order.steps.T
+        typed = np.concatenate([order.steps[:, 1], leaves])  # what a step opens, and arrays
         types: list[type | None] = [None] * len(stream)
-        for position in (*opened.tolist(), *leaves.tolist()):
+        for position in typed.tolist():
             types[position] = type(stream[position])
         rules = np.zeros(len(stream), int)  # a `Rule` for each item: how it is compared
-        rules[opened] |= Rule.TYPED
-        rules[leaves] |= Rule.TYPED
+        rules[typed] |= Rule.TYPED
         rules[traces] |= Rule.OF_TRACE
         rules[frozen] |= Rule.FROZEN
         rules[mentions] |= Rule.MENTION
@@ -321,8 +320,7 @@ class WalkRecorder:
         opcodes, opened, starts = steps.T
         is_late_step = opcodes >= Opcode.TREE
         if not is_late_step.any():
-            unmoved = np.arange(size)
-            return _Order(steps, self._expected, new_position=unmoved, stream=stream)
+            return _Order(steps, self._expected, np.arange(size), stream)  # nothing moves
         ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
         is_late_item = np.zeros(size, bool)  # by position
         for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
