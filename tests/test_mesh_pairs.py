@@ -169,6 +169,21 @@ def test_arrays_of_another_mesh_are_taken_as_by_jax(one, other, spec):
         goal.check(fun(x), spec, W * 2 + 1)
 
 
+@pytest.mark.parametrize("other", ALL, ids=str)
+def test_shardings_on_another_mesh_than_the_one_in_context(other):
+    """As by JAX: the two differ in the types of their axes only."""
+
+    def fun(x):
+        return x * 2 + 1
+
+    options = {"in_shardings": NamedSharding(other, P("d"))}
+    kinds = (AxisType.Auto,) * other.devices.ndim
+    with jax.set_mesh(mesh_of(other.devices.shape, other.axis_names, kinds)):
+        wanted, x = jax.jit(fun, **options)(W), jit(fun, **options)(W)
+    np.testing.assert_array_equal(x, wanted)
+    assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+
+
 @settings(max_examples=max(20, settings().max_examples // 10))
 @given(st.data())
 def test_arrays_that_have_no_mesh_yet(data):

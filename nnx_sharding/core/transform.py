@@ -302,6 +302,8 @@ class Sharded(Transform):
         whose types have no mesh get them.
         """
         targets = dict(plan.explicit_root_shardings)  # by slot: the sharding that a type gets
+        if (around := _compat.context_mesh()) and not axes_of_type(around, AxisType.Explicit):
+            targets = {}  # under Auto axes, JAX computes with no types of Explicit ones
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
             # An array may come from another mesh with Explicit axes, which would stay in its type.
@@ -316,9 +318,8 @@ class Sharded(Transform):
         if mesh is None:
             return RetypedArrays.unchanged(typed)
         options = {"name": self.name, "option": "auto_axes"}
-        return RetypedArrays.of(
-            AxisTypeChange.of(mesh, self.auto_axes, AxisType.Auto, **options), typed
-        )
+        change = AxisTypeChange.of(mesh, self.auto_axes, AxisType.Auto, **options)
+        return RetypedArrays.of(change, typed)
 
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
