@@ -77,6 +77,48 @@ class Rule(NamedTuple):
     dropout_rate: float = 0.0  # of weights
 
 
+class Part(NamedTuple):
+    """Consecutive tokens of an array, so that parts can be read and written where they are."""
+
+    start: int | jax.Array
+    length: int
+
+    def slice(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Returns the part of an array whose tokens are the given dimension."""
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.length, axis % x.ndim)
+
+    def put(self, x: jax.Array, new: jax.Array, axis: int = 1) -> jax.Array:
+        """Returns an array with a new part, in place if the compiler can."""
+        return jax.lax.dynamic_update_slice_in_dim(x, new, self.start, axis)
+
+    def add(self, x: jax.Array, more: jax.Array) -> jax.Array:
+        """Adds to the part of an array, (b, tokens, …)."""
+        return self.put(x, self.slice(x) + more)
+
+    @property
+    def block_length(self) -> int:
+        """The length of the equal blocks of the part.
+
+        It is the largest divisor of its length up to ``BLOCK_LENGTH``. If that is less than an
+        eighth of it, as for 2 × 1,039 tokens, it is the next larger divisor: so many small products
+        take several times as long as the memory of larger scores is worth.
+        """
+        length = self.length
+        shorter = next(n for n in range(min(length, BLOCK_LENGTH), 0, -1) if length % n == 0)
+        if shorter == length or shorter >= BLOCK_LENGTH / 8:
+            return shorter
+        return next(n for n in range(BLOCK_LENGTH, length + 1) if length % n == 0)
+
+    @property
+    def block_numbers(self) -> jax.Array:
+        """The numbers of its blocks, to loop over."""
+        return jnp.arange(self.length // self.block_length)
+
+    def block(self, number: jax.Array) -> Part:
+        """Returns one of its blocks."""
+        return Part(self.start + number * self.block_length, self.block_length)
+
+
 class Marks(NamedTuple):
     """What is known of tokens, apart from their features; None if it decides nothing."""
 
@@ -107,6 +149,11 @@ class Block(NamedTuple):
     key: jax.Array  # bskd
     value: jax.Array  # bskd
     marks: Marks = Marks()
+
+    def slice(self, part: Part) -> Block:
+        """Returns that of some of the keys."""
+        key, value = part.slice(self.key), part.slice(self.value)
+        return Block(key, value, _slice_marks(self.marks, part))
 
 
 class Softmax(NamedTuple):
@@ -149,45 +196,75 @@ class Softmax(NamedTuple):
 
 
 def add_keys(
-    rule: Rule, softmax: Softmax, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+    rule: Rule,
+    softmax: Softmax,
+    query: jax.Array,
+    block: Block,
+    seen: Visibility,
+    first_key: Any,
+    keys: Part,
 ) -> Softmax:
-    """Adds keys to the softmax of one block of queries, bqkgd, block by block.
+    """Adds a part of the keys to the softmax of one block of queries, bqkgd, block by block.
 
     The other arguments are as for `pair_gradients`.
     """
-    size = _block_length(block.key)
 
     def add(softmax: Softmax, j: jax.Array) -> tuple[Softmax, None]:
-        keys = _key_block(block, j)
+        part = keys.block(j)
+        few = block.slice(part)
 
         def run(softmax: Softmax) -> Softmax:
-            return softmax.add(rule, query, keys, seen, first_key + j * size)
+            return softmax.add(rule, query, few, seen, first_key + part.start)
 
-        return _if_visible(rule, seen.marks, keys.marks, run, softmax), None
+        return _if_visible(rule, seen.marks, few.marks, run, softmax), None
 
-    softmax, _ = jax.lax.scan(add, softmax, jnp.arange(block.key.shape[1] // size))
+    softmax, _ = jax.lax.scan(add, softmax, keys.block_numbers)
     return softmax
 
 
+class Pair(NamedTuple):
+    """A part of the queries and a part of the keys, of which a query may attend to a key."""
+
+    queries: Part
+    keys: Part
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether both parts are one block each, so that there is nothing to loop over."""
+        return all(part.block_length == part.length for part in self)
+
+
 def add_in_blocks(
-    rule: Rule, softmax: Softmax, query: jax.Array, block: Block, seen: Visibility, first_key: Any
+    rule: Rule,
+    softmax: Softmax,
+    query: jax.Array,
+    block: Block,
+    seen: Visibility,
+    first_key: Any,
+    pair: Pair,
 ) -> Softmax:
-    """Adds keys to the softmax of queries, bqkgd, one pair of blocks after the other.
+    """Adds a part of the keys to the softmax of a part of the queries, bqkgd, block by block.
 
     The other arguments are as for `pair_gradients`.
     """
-    size = _block_length(query)
-    if _is_one_pair(query, block):
-        return softmax.add(rule, query, block, seen, first_key)
+
+    def add_to(softmax: Softmax, part: Part) -> Softmax:
+        old = Softmax(*(part.slice(x, 3) for x in softmax))
+        few, few_seen = part.slice(query), _slice_seen(seen, part)
+        if pair.is_one_block:
+            start = first_key + pair.keys.start
+            new = old.add(rule, few, block.slice(pair.keys), few_seen, start)
+        else:
+            new = add_keys(rule, old, few, block, few_seen, first_key, pair.keys)
+        return Softmax(*(part.put(x, y, 3) for x, y in zip(softmax, new, strict=True)))
+
+    if pair.is_one_block:
+        return add_to(softmax, pair.queries)
 
     def of_queries(softmax: Softmax, i: jax.Array) -> tuple[Softmax, None]:
-        part = Softmax(*(_slice(x, i, size, 3) for x in softmax))
-        part_seen = _slice_seen(seen, i, size)
-        part = add_keys(rule, part, _slice(query, i, size), block, part_seen, first_key)
-        pairs = zip(softmax, part, strict=True)
-        return Softmax(*(_put_at(x, i * size, new, 3) for x, new in pairs)), None
+        return add_to(softmax, pair.queries.block(i)), None
 
-    softmax, _ = jax.lax.scan(of_queries, softmax, jnp.arange(query.shape[1] // size))
+    softmax, _ = jax.lax.scan(of_queries, softmax, pair.queries.block_numbers)
     return softmax
 
 
@@ -199,10 +276,10 @@ class QueryGradients(NamedTuple):
     lse: jax.Array  # bkgq
     delta: jax.Array  # bkgq
 
-    def block(self, index: Any, size: int) -> QueryGradients:
-        """Returns that of one block of the queries."""
-        query, d_out = (_slice(x, index, size) for x in self[:2])
-        lse, delta = (_slice(x, index, size, 3) for x in self[2:])
+    def slice(self, part: Part) -> QueryGradients:
+        """Returns that of some of the queries."""
+        query, d_out = (part.slice(x) for x in self[:2])
+        lse, delta = (part.slice(x, 3) for x in self[2:])
         return QueryGradients(query, d_out, lse, delta)
 
 
@@ -247,29 +324,30 @@ def pair_gradients(
 def add_key_gradients(
     rule: Rule,
     gradients: Gradients,
-    part: QueryGradients,
+    queries: QueryGradients,
     block: Block,
     seen: Visibility,
     first_key: Any,
+    keys: Part,
 ) -> Gradients:
-    """Adds what one block of queries and keys, block by block, contribute to their gradients.
+    """Adds what one block of queries and a part of the keys, block by block, add to gradients.
 
     The other arguments are as for `pair_gradients`.
     """
-    size = _block_length(block.key)
 
     def add(gradients: Gradients, j: jax.Array) -> tuple[Gradients, None]:
-        keys, start = _key_block(block, j), j * size
+        part = keys.block(j)
+        few = block.slice(part)
 
         def run(gradients: Gradients) -> Gradients:
-            more = pair_gradients(rule, part, keys, seen, first_key + start)
+            more = pair_gradients(rule, queries, few, seen, first_key + part.start)
             d_query = gradients.query + more.query
-            d_key = _add_at(gradients.key, start, more.key)
-            return Gradients(d_query, d_key, _add_at(gradients.value, start, more.value))
+            d_key = part.add(gradients.key, more.key)
+            return Gradients(d_query, d_key, part.add(gradients.value, more.value))
 
-        return _if_visible(rule, seen.marks, keys.marks, run, gradients), None
+        return _if_visible(rule, seen.marks, few.marks, run, gradients), None
 
-    gradients, _ = jax.lax.scan(add, gradients, jnp.arange(block.key.shape[1] // size))
+    gradients, _ = jax.lax.scan(add, gradients, keys.block_numbers)
     return gradients
 
 
@@ -280,24 +358,27 @@ def add_gradients_in_blocks(
     block: Block,
     seen: Visibility,
     first_key: Any,
+    pair: Pair,
 ) -> Gradients:
-    """Adds what queries and keys contribute to their gradients, pair of blocks by pair.
+    """Adds what a part of the queries and one of the keys add to gradients, block by block.
 
     The other arguments are as for `pair_gradients`.
     """
-    size = _block_length(queries.query)
-    if _is_one_pair(queries.query, block):
-        more = pair_gradients(rule, queries, block, seen, first_key)
-        return Gradients(*(x + added for x, added in zip(gradients, more, strict=True)))
+    if pair.is_one_block:
+        few, few_seen = queries.slice(pair.queries), _slice_seen(seen, pair.queries)
+        start = first_key + pair.keys.start
+        more = pair_gradients(rule, few, block.slice(pair.keys), few_seen, start)
+        parts = zip((pair.queries, pair.keys, pair.keys), gradients, more, strict=True)
+        return Gradients(*(part.add(x, added) for part, x, added in parts))
 
     def of_queries(gradients: Gradients, i: jax.Array) -> tuple[Gradients, None]:
-        part, part_seen = queries.block(i, size), _slice_seen(seen, i, size)
-        of_part = gradients._replace(query=_slice(gradients.query, i, size))
-        new = add_key_gradients(rule, of_part, part, block, part_seen, first_key)
-        return new._replace(query=_put_at(gradients.query, i * size, new.query)), None
+        part = pair.queries.block(i)
+        few, few_seen = queries.slice(part), _slice_seen(seen, part)
+        of_part = gradients._replace(query=part.slice(gradients.query))
+        new = add_key_gradients(rule, of_part, few, block, few_seen, first_key, pair.keys)
+        return new._replace(query=part.put(gradients.query, new.query)), None
 
-    steps = jnp.arange(queries.query.shape[1] // size)
-    gradients, _ = jax.lax.scan(of_queries, gradients, steps)
+    gradients, _ = jax.lax.scan(of_queries, gradients, pair.queries.block_numbers)
     return gradients
 
 
@@ -385,15 +466,16 @@ def _forward(
     # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
     query, block, seen = jax.lax.optimization_barrier((query, Block(key, value, marks), seen))
     grouped = group_heads(query, block.key.shape[2])  # bqkgd
-    size = _block_length(grouped)
+    queries, keys = (Part(0, x.shape[1]) for x in (query, block.key))
 
-    def of_queries(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part, part_seen = _slice(grouped, index, size), _slice_seen(seen, index, size)
-        start = Softmax.of_nothing(part, block.value.shape[-1])
-        out, lse = add_keys(rule, start, part, block, part_seen, 0).results()
+    def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = queries.block(i)
+        few, few_seen = part.slice(grouped), _slice_seen(seen, part)
+        start = Softmax.of_nothing(few, block.value.shape[-1])
+        out, lse = add_keys(rule, start, few, block, few_seen, 0, keys).results()
         return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
 
-    outs, lses = jax.lax.map(of_queries, jnp.arange(grouped.shape[1] // size))
+    outs, lses = jax.lax.map(of_queries, queries.block_numbers)
     out = ungroup_heads(_join(outs, 1))  # (blocks, b, queries, k, g, d) → bqhd
     return out, (query, block, seen, out, _join(lses, 3))
 
@@ -402,18 +484,18 @@ def _backward(rule: Rule, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any,
     query, block, seen, out, lse = kept
     wide = wide_dtype(query)
     grouped, d_grouped = (group_heads(x, block.key.shape[2]) for x in (query, d_out))  # bqkgd
-    queries = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
-    size = _block_length(grouped)
+    whole = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
+    queries, keys = (Part(0, x.shape[1]) for x in (query, block.key))
 
-    def of_queries(d_keys: list[jax.Array], index: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        part, part_seen = queries.block(index, size), _slice_seen(seen, index, size)
-        start = Gradients(jnp.zeros_like(part.query, wide), *d_keys)
-        new = add_key_gradients(rule, start, part, block, part_seen, 0)
+    def of_queries(d_keys: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        part = queries.block(i)
+        few, few_seen = whole.slice(part), _slice_seen(seen, part)
+        start = Gradients(jnp.zeros_like(few.query, wide), *d_keys)
+        new = add_key_gradients(rule, start, few, block, few_seen, 0, keys)
         return [new.key, new.value], (new.query * rule.scale).astype(query.dtype)
 
     zeros = [jnp.zeros_like(x, wide) for x in (block.key, block.value)]
-    steps = jnp.arange(grouped.shape[1] // size)
-    (d_key, d_value), d_queries = jax.lax.scan(of_queries, zeros, steps)
+    (d_key, d_value), d_queries = jax.lax.scan(of_queries, zeros, queries.block_numbers)
     d_query = ungroup_heads(_join(d_queries, 1))  # (blocks, b, queries, k, g, d) → bqhd
     d_key, d_value = (x.astype(query.dtype) for x in (d_key * rule.scale, d_value))
     return d_query, d_key, d_value, None, None
@@ -429,57 +511,16 @@ def delta_of(out: jax.Array, d_out: jax.Array, key_heads: int) -> jax.Array:
     return jnp.moveaxis(group_heads(delta, key_heads)[..., 0], 1, 3)
 
 
-def _block_length(x: jax.Array) -> int:
-    """Returns the length of the equal blocks of the sequence of an array, (b, tokens, …).
-
-    It is the largest divisor of the sequence up to ``BLOCK_LENGTH``. If that is less than an eighth
-    of it, as for 2 × 1,039 tokens, it is the next larger divisor: so many small products take
-    several times as long as the memory of larger scores is worth.
-    """
-    length = x.shape[1]
-    shorter = next(n for n in range(min(length, BLOCK_LENGTH), 0, -1) if length % n == 0)
-    if shorter == length or shorter >= BLOCK_LENGTH / 8:
-        return shorter
-    return next(n for n in range(BLOCK_LENGTH, length + 1) if length % n == 0)
+def _slice_marks(marks: Marks, part: Part) -> Marks:
+    return jax.tree.map(lambda x: part.slice(x, -1), marks)  # type: ignore[no-any-return]
 
 
-def _is_one_pair(query: jax.Array, block: Block) -> bool:
-    """Whether queries, bqkgd, and keys are one block each, so that there is nothing to loop over.
-
-    Whether the queries may attend to the keys is then known to the caller.
-    """
-    return all(_block_length(x) == x.shape[1] for x in (query, block.key))
-
-
-def _slice(x: jax.Array, index: Any, size: int, axis: int = 1) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis % x.ndim)
-
-
-def _slice_marks(marks: Marks, index: Any, size: int) -> Marks:
-    return jax.tree.map(lambda x: _slice(x, index, size, -1), marks)  # type: ignore[no-any-return]
-
-
-def _slice_seen(seen: Visibility, index: Any, size: int) -> Visibility:
+def _slice_seen(seen: Visibility, part: Part) -> Visibility:
+    """Returns what some of the queries see."""
     mask = seen.mask
     if mask is not None and mask.shape[2] > 1:
-        mask = _slice(mask, index, size, 2)
-    return Visibility(_slice_marks(seen.marks, index, size), mask, seen.dropout)
-
-
-def _key_block(block: Block, index: Any) -> Block:
-    size = _block_length(block.key)
-    key, value = _slice(block.key, index, size), _slice(block.value, index, size)
-    return Block(key, value, _slice_marks(block.marks, index, size))
-
-
-def _add_at(x: jax.Array, start: jax.Array, more: jax.Array) -> jax.Array:
-    """Adds to some tokens of an array, (b, tokens, …)."""
-    sums = jax.lax.dynamic_slice_in_dim(x, start, more.shape[1], 1) + more
-    return jax.lax.dynamic_update_slice_in_dim(x, sums, start, 1)
-
-
-def _put_at(x: jax.Array, start: jax.Array, new: jax.Array, axis: int = 1) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis)
+        mask = part.slice(mask, 2)
+    return Visibility(_slice_marks(seen.marks, part), mask, seen.dropout)
 
 
 def _if_visible(
