@@ -19,6 +19,7 @@ from nnx_sharding import (
     Carry,
     InOutSharding,
     StateSharding,
+    accumulate_gradients,
     grad,
     jit,
     place,
@@ -821,8 +822,9 @@ DECLARATIONS = {
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("accumulated", [None, "gpipe", "1f1b"])  # the schedule of microbatches
 @pytest.mark.parametrize("name", DECLARATIONS)
-def test_arguments_with_a_declared_sharding_of_rows(name, is_list, kind):
+def test_arguments_with_a_declared_sharding_of_rows(name, accumulated, is_list, kind):
     change, seen = DECLARATIONS[name]
     mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(kind,) * 2)
     model = MaskedRows(change, is_list=is_list)
@@ -830,9 +832,19 @@ def test_arguments_with_a_declared_sharding_of_rows(name, is_list, kind):
         jax.random.normal(jax.random.key(0), (16, 4, 4)),
         jax.random.uniform(jax.random.key(1), (16, 4, 1)),
     )
-    argnums = (0, 1) if "differentiated" in name else 0
+    is_differentiated = "differentiated" in name
+    if is_differentiated and accumulated:
+        pytest.skip("the batch is not differentiated there")
+    argnums, steps = (0, 1) if is_differentiated else 0, 4 if accumulated == "1f1b" else 2
 
     def step(model, x, keep):
+        if accumulated:
+
+            def loss_of_rows(model, x, keep):
+                return (model(x, keep) ** 2).mean()
+
+            return accumulate_gradients(loss_of_rows, steps=steps)(model, x, keep)
+
         def loss(model, keep):
             return (model(x, keep) ** 2).mean()
 
@@ -840,11 +852,13 @@ def test_arguments_with_a_declared_sharding_of_rows(name, is_list, kind):
 
     rows = P("data")
     declared = {"same$": rows} if name == "output of a module" else None
-    sharding = pipeline(model, mesh=mesh, microbatches=4)
-    specs = sharding, rows, rows
+    schedule = {"schedule": "1f1b"} if accumulated == "1f1b" else {"microbatches": 4}
+    specs = pipeline(model, mesh=mesh, **schedule), rows, rows
     run = jit(step, in_shardings=specs, mesh=mesh, activation_shardings=declared)
-    if kind not in seen:
-        with pytest.raises(ValueError, match=r"16 rows, as many(.|\n)*mask\['keep'\]: shape \(16,"):
+    if kind not in seen and accumulated != "1f1b":  # there, layers run with a whole microbatch
+        number = 16 // (steps if accumulated else 1)
+        message = rf"{number} rows, as many(.|\n)*mask\['keep'\]: shape \({number},"
+        with pytest.raises(ValueError, match=message):
             run.trace(model, *args)
         return
     with jax.set_mesh(jax.make_mesh((1, 1), ("stage", "data"), devices=jax.devices()[:1])):

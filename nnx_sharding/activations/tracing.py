@@ -55,10 +55,12 @@ from ..specs.activation_sharding import (
 )
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
+    axes_of,
     axes_of_type,
     first_axes,
     fit_sharding,
     keep_axes,
+    pad_entries,
     spec_and_mesh,
     spec_axes,
 )
@@ -133,6 +135,18 @@ def sharded_activations(
         if not is_explained(error):  # what a module raised is, with its name
             refuse_constraint(error, plan.transform.name)
         raise
+
+
+def declared_rows(x: object) -> NamedSharding | None:
+    """Returns how the first dimension of an array is declared to be sharded in this trace.
+
+    What is made of an array, such as its microbatches, is not declared: who makes it can constrain
+    it by this. None outside of a trace with a strategy, or if nothing is declared.
+    """
+    scope = current_handler()
+    if not isinstance(scope, Scope) or not isinstance(x, jax.Array):
+        return None
+    return scope.declared_rows(x)
 
 
 class Scope:
@@ -368,7 +382,11 @@ class Scope:
             )
 
     def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
-        """Returns over which axes the first dimension of an array is declared to be sharded.
+        """Returns over which axes the first dimension of an array is declared to be sharded."""
+        return first_axes(self._declared_shardings(x), self._transform.context)
+
+    def _declared_shardings(self, x: jax.Array) -> list[Any]:
+        """Lists the shardings that are declared for an array.
 
         Only what is declared for the array itself counts: a sharding in its type, of an argument of
         the function, or of a constraint; not what operations make of such an array.
@@ -376,8 +394,18 @@ class Scope:
         slots = self._plan.structure.root_slots  # of arguments that are in no module
         value = _compat.differentiated_value(x)
         declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
-        declared += [jax.typeof(x).sharding, _compat.constrained_by(value)]
-        return first_axes(declared, self._transform.context)
+        return [*declared, jax.typeof(x).sharding, _compat.constrained_by(value)]
+
+    def declared_rows(self, x: jax.Array) -> NamedSharding | None:
+        """Returns a sharding of the first dimension of an array, as it is declared, or None."""
+        if self._mesh is None or type_spec(x) is not None:  # on Explicit axes its type says it
+            return None
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        for sharding in self._declared_shardings(x):
+            pair = spec_and_mesh(sharding, self._transform.context)
+            if pair is not None and (rows := axes_of(pad_entries(pair[0], 1)[0])):
+                return NamedSharding(mesh_in_trace(self._mesh), PartitionSpec(rows, *others))
+        return None
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
         """Shards an output of a layer on Auto axes like the columns of its kernel."""

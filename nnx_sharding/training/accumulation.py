@@ -40,11 +40,12 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.axis_types import output_spec, with_auto_axes
-from ..core.constrain import retype, type_mesh, type_spec
+from ..activations.tracing import declared_rows
+from ..core.constrain import apply_shardings, retype, type_mesh, type_spec
 from ..core.prefixes import PathFunction
 from ..errors import raise_listed
 from ..partition.axis_modes import explicit_axes
@@ -169,10 +170,11 @@ class _Accumulation:
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
         names = _batch_names(self.gradient, bound, self.batch)
         _check_rows(bound.arguments, names)
+        rows = [declared_rows(x) for x in jax.tree.leaves([bound.arguments[x] for x in names])]
         batch = {name: _split_rows(name, bound.arguments[name], self.steps) for name in names}
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
         if self.axis is None:
-            return self._accumulate(bound, rest, batch, frozenset())
+            return self._accumulate(bound, rest, batch, frozenset(), rows)
         explicit = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit)
         auto = frozenset(axes_of(self.axis)).difference(explicit)
         # Parameters and other arguments are replicated over the axis, as shard sums need it.
@@ -180,7 +182,7 @@ class _Accumulation:
 
         # Both are arguments and not in `bound`: `explicit_axes` changes only the types of these.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            return self._accumulate(bound, rest, batch, auto)
+            return self._accumulate(bound, rest, batch, auto, rows)
 
         run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
         return run(rest, batch)  # type: ignore[no-any-return]
@@ -191,6 +193,7 @@ class _Accumulation:
         rest: _Arguments,
         batch: _Arguments,
         auto: frozenset[AxisName],
+        rows: Sequence[NamedSharding | None],
     ) -> tuple[Any, Any]:
         """Returns the mean value and gradient of the microbatches.
 
@@ -203,6 +206,7 @@ class _Accumulation:
           rest: those of them that are the same for all microbatches.
           batch: those with rows, reshaped to (batch / steps, steps, …).
           auto: the Explicit axes that are Auto for the loss.
+          rows: how the rows of each array of the batch are declared to be sharded over Auto axes.
 
         Returns:
           The value, with ``has_aux`` a pair of it and the auxiliary data of all microbatches,
@@ -227,7 +231,7 @@ class _Accumulation:
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
-            value, totals = accumulate(_Microbatches(bound, *inputs, sums, is_split))
+            value, totals = accumulate(_Microbatches(bound, *inputs, rows, sums, is_split))
             gradients = []
             for total, spec, mesh in zip(totals, specs, meshes, strict=True):
                 mean = total / self.steps
@@ -264,6 +268,7 @@ class _Accumulation:
 
         def step(totals: list[Any], shared: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
+            microbatch = batch.as_declared(microbatch)
             call = batch.prepare(self.gradient, {**shared, **microbatch})
             value, gradients = differentiate(call, microbatch)
             _check_aux(value[1] if self.has_aux else ())
@@ -309,6 +314,7 @@ class _Microbatches:
       bound: the arguments by name, in the order of the loss; `prepare` changes their values.
       shared: those that are the same for all microbatches.
       stacked: those with rows, (steps, rows, …).
+      rows: how the rows of each array of those are declared to be sharded over Auto axes.
       sums: splits sums over rows; None if these are not known to be sharded.
       is_split: for each array that is differentiated, whether its total is kept as shard sums.
     """
@@ -316,8 +322,21 @@ class _Microbatches:
     bound: inspect.BoundArguments
     shared: _Arguments
     stacked: _Arguments
+    rows: Sequence[NamedSharding | None]
     sums: ShardSums | None
     is_split: Sequence[bool]
+
+    def as_declared(self, microbatch: _Arguments) -> _Arguments:
+        """Constrains the arrays of a microbatch as the whole arrays are declared.
+
+        Types on Auto axes do not say it, and a pipeline splits only arguments of layers whose rows
+        are known to be sharded.
+        """
+        if not any(self.rows):
+            return microbatch
+        leaves, treedef = jax.tree.flatten(microbatch)
+        constrained = apply_shardings(leaves, self.rows)
+        return cast(_Arguments, jax.tree.unflatten(treedef, constrained))
 
     def prepare(self, gradient: ValueAndGrad[..., Any], arguments: _Arguments) -> PreparedCall:
         """Prepares a call of the loss in which some arguments have these values."""
