@@ -123,8 +123,8 @@ def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 HEAD = (
-    "| CPU time of … | peer | sizes | ours, ms | × peer | wanted | exponent, ours | peer |\n"
-    "|---|---|---|---:|---:|---:|---:|---:|"
+    "| CPU time of … | peer | sizes | ours, ms | × peer | wanted | exponent |\n"
+    "|---|---|---|---:|---:|---:|---:|"
 )
 
 
@@ -139,7 +139,6 @@ def line(row: Mapping[str, Any]) -> str:
         ", ".join(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for ratio in ratios),
         row["wanted"] if isinstance(row["wanted"], str) else f"{row['wanted']:g}",
         f"{exponent(row['sizes'], row['ours_s']):.2f}",
-        f"{exponent(row['sizes'], row['peer_s']):.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 

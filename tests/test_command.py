@@ -257,7 +257,7 @@ class CommandTest(parameterized.TestCase):
             self.assertEqual(code, 0, anchor)
             self.assertRegex(text, r"^##+ ")
             self.assertNotIn("<!--", text)
-        self.assertIn("**Remedy:** Pad", self.run_command("explain", "not-divisible")[1])
+        self.assertIn("\n\nPad", self.run_command("explain", "not-divisible")[1])
         self.assertNotIn("Unused filter", self.run_command("explain", "no-filter-matches")[1])
         code, names, _ = self.run_command("explain")
         self.assertIn("not-divisible", names.split())

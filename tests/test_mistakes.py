@@ -131,7 +131,8 @@ class MistakesTest(parameterized.TestCase):
 
     def test_page_explains_each(self):
         parts = re.split(r"^(?=###? )", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        sections = (mistakes.SECTION.match(part) for part in parts if "**Remedy:**" in part)
+        has_remedy = re.compile(r"^```\n\n\S", re.MULTILINE)  # text after the message
+        sections = (mistakes.SECTION.match(part) for part in parts if has_remedy.search(part))
         explained = {mistakes.anchor_of(section[2]) for section in sections if section}
         self.assertContainsSubset({case.anchor for case in MISTAKES.values()}, explained)
 

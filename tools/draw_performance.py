@@ -9,6 +9,7 @@ not of that run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -181,7 +182,12 @@ def number(value: float) -> str:
 def growth(_: dict[str, Any]) -> str:
     """The table of ``python -m benchmarks.growth``."""
     found = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
-    rows = [line(row) for case in found.values() for row in case["rows"]]
+    lines = [line(row).split(" | ") for case in found.values() for row in case["rows"]]
+    rows = [" | ".join(lines[0])]
+    for before, cells in itertools.pairwise(lines):
+        # Where several peers are compared with one program, its sizes and times are shown once.
+        repeated = [i for i in (2, 3) if cells[i] == before[i]]
+        rows.append(" | ".join("" if i in repeated else cell for i, cell in enumerate(cells)))
     runs: dict[str, list[str]] = {}
     for name, case in found.items():
         runs.setdefault(described(case["machine"]), []).append(name)

@@ -54,7 +54,10 @@ def tables(results: Results) -> str:
     rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *failing]]
     for model, measures in sorted(results.items()):
         verdicts = (_verdict(measures.get(measure), notes) for measure in failing)
-        rows.append([_name(model), *_figures(measures, notes), *verdicts])
+        cells = [*_figures(measures, notes), *verdicts]
+        if len({*cells}) == 1:  # nothing could be run: the reason once
+            cells[1:] = [""] * (len(cells) - 1)
+        rows.append([_name(model), *cells])
     sentences = "".join(_summary(name, results) for name in _NUMBERS if name not in failing)
     listed = "".join(f"{i}. {note}\n" for i, note in enumerate(notes, 1))
     return f"{_table(rows)}\n{sentences}\n## Notes\n\n{listed}"
@@ -127,9 +130,11 @@ def _verdict(result: Mapping[str, Any] | None, notes: list[str]) -> str:
 def _note(text: str, notes: list[str]) -> int:
     """Returns the number of a note: the first sentence of a text, which is added if it is new.
 
-    What follows in an error is about details of the model, and how to write it otherwise.
+    What follows in an error is about details of the model, and how to write it otherwise. Of
+    several places, ``…: first: 3 layers second: 3 layers``, only the first is shown.
     """
     text = text.split(". ")[0].partition("; compared with")[0]
+    text = re.sub(r"(: \S+: \d+ layers) .*", r"\1, …", text)
     text = re.sub(r"^ValueError: |\.$", "", text).replace("|", "\\|").replace("<", "&lt;")
     if text not in notes:
         notes.append(text)
