@@ -201,9 +201,9 @@ def explicit_mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
 
-PLAIN, BY_HAND = "plain JAX", "plain JAX, Explicit mesh by hand"
+PLAIN, BY_HAND = "plain JAX", "Explicit mesh by hand"
 # The floor of our ratios to layers by hand: Flax's layers have more operations, with or without us.
-LAYERS, LAYERS_BY_HAND = "plain JAX, NNX layers", "plain JAX, NNX layers, Explicit mesh by hand"
+LAYERS, LAYERS_BY_HAND = "NNX layers", "NNX layers, Explicit mesh by hand"
 OURS, OURS_ON_MESH = "ours", "ours, Explicit mesh"
 
 
