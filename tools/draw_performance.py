@@ -191,7 +191,9 @@ def growth(_: dict[str, Any]) -> str:
     runs: dict[str, list[str]] = {}
     for name, case in found.items():
         runs.setdefault(described(case["machine"]), []).append(name)
-    texts = (f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items())
+    texts = [f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items()]
+    if len(runs) == 1:
+        texts = [*runs]
     return "\n".join([HEAD, *rows, "", "\n\n".join(texts)])
 
 
