@@ -403,7 +403,9 @@ class Scope:
         others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         for sharding in self._declared_shardings(x):
             pair = spec_and_mesh(sharding, self._transform.context)
-            if pair is not None and (rows := axes_of(pad_entries(pair[0], 1)[0])):
+            declared = () if pair is None else axes_of(pad_entries(pair[0], 1)[0])
+            # A `shard_map` has divided the rows over its own axes already.
+            if rows := tuple(axis for axis in declared if axis in self._axes):
                 return NamedSharding(mesh_in_trace(self._mesh), PartitionSpec(rows, *others))
         return None
 
