@@ -140,8 +140,8 @@ wheels: $(VENV)/.installed-wheels  ## build wheels for this platform (on Linux i
 check:  ## run all gates, which have to pass before a merge, and report the time of each
 	.ci/run
 
-# What the gates leave out: slow tests with coverage, random walks at full length, the other modes, all
-# Pythons with the newest releases, the TPU compiler, sanitizers.
+# The gates and what they leave out: slow tests with coverage, random walks at full length, the other
+# modes, all Pythons with the newest releases, the TPU compiler, sanitizers.
 # Goes on after a failure, so that one night shows all of them.
 nightly:  ## run everything, and report the time of each part
 	.ci/run nightly

@@ -558,6 +558,25 @@ serve(1)
         assert compiler.wait(120) == 0
 
 
+def test_an_interruption_ends_compilers_at_work(monkeypatch, uncached):
+    """Threads that wait for an answer read the pipes of processes that another thread ends."""
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    never_answers = functools.partial(subprocess.Popen, ["sleep", "600"], stdin=-1, stdout=-1)
+    monkeypatch.setattr(CompilerProcess, "_start", lambda _: never_answers())
+    for _ in range(20):
+        workers = compiling._Workers(8, None, by_module=False)
+        with pytest.raises(KeyboardInterrupt), workers:
+            for name in range(compiling._NUM_WORKERS):
+                workers.start(str(name), (low, None), lowering_seconds=0)
+            while not all(process._process for process in workers._processes):
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+        assert all(process._process is None for process in workers._processes)
+        for future in workers.running:
+            assert "crashed with SIGKILL" in future.result().report.error
+
+
 def test_a_closed_compiler_starts_no_process():
     """A thread may still be about to start one when a search ends."""
     (_, _, way), *_ = all_strategies([])

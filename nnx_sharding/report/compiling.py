@@ -278,8 +278,10 @@ class _Workers:
 
     def __exit__(self, *exception: object) -> None:
         for process in self._processes:  # without waiting for what still runs
-            process.close()
+            process.kill()
         self._executor.shutdown(cancel_futures=True)
+        for process in self._processes:  # only now: threads read the pipes until they end
+            process.close()
 
     @property
     def is_free(self) -> bool:
@@ -399,14 +401,18 @@ class CompilerCrash(jax.errors.JaxRuntimeError):  # type: ignore[misc]
 
 
 class CompilerProcess:
-    """A process that compiles one program after another."""
+    """A process that compiles one program after another.
+
+    One thread at a time uses it. Only :meth:`kill` may be called by another one: it leaves the
+    pipes open, which that thread may be reading until the end.
+    """
 
     def __init__(self, devices: Devices):
         self._devices = devices
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
-        # A thread may be about to start the process when another one closes this.
-        self._lock, self._is_closed = threading.Lock(), False
+        # A thread may be about to start the process when another one kills it.
+        self._lock, self._is_killed = threading.Lock(), False
 
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; the result cannot be called.
@@ -420,14 +426,19 @@ class CompilerProcess:
 
         return lowered._compiled_to(compile_with(lowered._stage, {}), compile_with)
 
-    def close(self) -> None:
-        """Ends the process."""
+    def kill(self) -> None:
+        """Ends the process, which may be in the middle of a program, and starts no other."""
         with self._lock:
-            self._is_closed = True
-        self._errors.close()
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process, and closes what it was connected with."""
+        self.kill()
         if self._process is not None:
-            self._process.kill()  # it may be in the middle of a program
             self._process.communicate()
+        self._errors.close()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
         """Sends a request, the arguments of ``compile_module``, and waits for the answer.
@@ -435,11 +446,11 @@ class CompilerProcess:
         The process is started for the first request, and again after a crash.
 
         Raises:
-          CompilerCrash: the process ended, or this was closed.
+          CompilerCrash: the process ended, or was killed.
           JaxRuntimeError: the compiler refused the program.
         """
         with self._lock:
-            if self._is_closed:
+            if self._is_killed:
                 raise CompilerCrash("the search had ended")
             if self._process is None:
                 self._process = self._start()
@@ -450,7 +461,8 @@ class CompilerProcess:
             process.stdin.flush()
             answer: dict[str, Any] | str = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
-            self._process = None
+            with self._lock:
+                self._process = None
             raise CompilerCrash(self._last_words(process)) from None
         if isinstance(answer, str):  # the text of an error
             raise jax.errors.JaxRuntimeError(answer)
