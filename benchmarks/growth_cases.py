@@ -340,11 +340,8 @@ def batches(kilobytes: int) -> dict[str, Maker]:
 
         return call
 
-    return {
-        "device_put": lambda: put,
-        "prefetch=0": lambda: ours(0),
-        "prefetch=2": lambda: ours(2),
-    }
+    ways = {"device_put": put, "prefetch=0": ours(0), "prefetch=2": ours(2)}
+    return {name: lambda way=way: way for name, way in ways.items()}
 
 
 class Arrays(nnx.Module):
@@ -385,16 +382,15 @@ def files(megabytes: int) -> dict[str, Maker]:
         save_safetensors(target, model, rules)
         shutil.rmtree(target)
 
-    return {
-        "safetensors save_file": lambda: save_plain,
-        "save_safetensors": lambda: save_ours,
-        "safetensors load_file": lambda: load,
-        "load_safetensors": lambda: functools.partial(
-            load_safetensors, folder / "ours", model, rules
-        ),
-        "Orbax": lambda: functools.partial(orbax.restore, folder / "orbax", abstract),
-        "restore": lambda: functools.partial(restore, folder / "saved", model),
+    ways: dict[str, Timed] = {
+        "safetensors save_file": save_plain,
+        "save_safetensors": save_ours,
+        "safetensors load_file": load,
+        "load_safetensors": functools.partial(load_safetensors, folder / "ours", model, rules),
+        "Orbax": functools.partial(orbax.restore, folder / "orbax", abstract),
+        "restore": functools.partial(restore, folder / "saved", model),
     }
+    return {name: lambda way=way: way for name, way in ways.items()}
 
 
 def accumulation(layers: int) -> dict[str, Maker]:
