@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding as ns
 from nnx_sharding.checkpoint import Tensor, load_safetensors, restore, save, save_safetensors
+from nnx_sharding.experimental import all_to_all_attention, ring_attention
 from nnx_sharding.placement import shard_batches
 from nnx_sharding.report import check_sharding
 
@@ -430,6 +431,32 @@ def accumulation(layers: int) -> dict[str, Maker]:
     }
 
 
+def attention(tokens: int) -> dict[str, Maker]:
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    by_position = NamedSharding(mesh, P(None, "context"))
+    shape = (1, tokens, 8, 32)  # (batch, length, heads, features)
+    inputs = [
+        jax.device_put(jax.random.normal(jax.random.key(i), shape), by_position) for i in range(3)
+    ]
+
+    def gradients(attend: Callable[..., jax.Array]) -> Maker:
+        def loss(*inputs: jax.Array) -> jax.Array:
+            return jnp.sum(attend(*inputs, is_causal=True) ** 2)
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+        def call() -> Any:
+            return jax.block_until_ready(grad(*inputs))
+
+        return lambda: call
+
+    return {
+        "dot_product_attention": gradients(jax.nn.dot_product_attention),
+        "ring": gradients(functools.partial(ring_attention, mesh=mesh)),
+        "all_to_all": gradients(functools.partial(all_to_all_attention, mesh=mesh)),
+    }
+
+
 def calls(count: int) -> dict[str, Maker]:
     program = models.trivial(count // 6)
     flat, graphs = Flat(program), program.make()
@@ -527,6 +554,15 @@ CASES: dict[str, Case] = {
         (
             Row("accumulation: trace, lower", OURS, "a scan by hand", 1.3),
             Row("the same", OURS, LAYERS, 1.1),
+        ),
+    ),
+    "attention": Case(
+        "tokens",
+        (1024, 2048, 4096),
+        attention,
+        (
+            Row("`ring_attention`, gradients", "ring", "dot_product_attention", 1.0),
+            Row("`all_to_all_attention`, gradients", "all_to_all", "dot_product_attention", 1.0),
         ),
     ),
     "calls": Case(
