@@ -17,6 +17,7 @@ from nnx_sharding.analysis import HARDWARE, Cost, collectives_of, memory_of, roo
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import padded_bytes
 from nnx_sharding.analysis.work import with_loops
+from nnx_sharding.testing.lock import _collective_name
 from zoo import P, mesh_of
 
 TPU = "HloModule jit_f, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->f32[]}\n\n"
@@ -461,6 +462,30 @@ def test_gradients_of_the_layers_of_a_stage():
     assert sum(one.bytes * one.times for one in found) == 5 * 4 * (64 * 64 + 64) * 4
 
 
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(64, rngs=rngs)
+        self.up = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.up(self.norm(x)).reshape(*x.shape, 4).sum(-1)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+def test_gradients_of_a_stack_in_microbatches():
+    """That of the norm is reduced once, for which the backward pass is evaluated anew."""
+    mesh = mesh_of((8,), ("data",), "explicit")
+    model = nnx.eval_shape(lambda: nnx_sharding.stack(Normed, 4, rngs=nnx.Rngs(0)))
+    sharding = nnx_sharding.fsdp(model, mesh=mesh, min_size=1024)
+    gradient = nnx_sharding.accumulate_gradients(lambda model, x: (model(x) ** 2).mean(), steps=2)
+    step = jit(lambda model, x: gradient(model, x), in_shardings=(sharding, P("data")), mesh=mesh)
+    sent = step.lower(model, shape(32, 8, 64)).compile().collectives()
+    assert {(one.parameters, one.times) for one in sent if one.purpose == "gradient"} == {
+        (("model.layers.up.kernel",), 8), (("model.layers.norm.scale",), 1)
+    }  # fmt: skip
+    assert all(one.shapes == ((),) for one in sent if one.purpose == "sum")
+
+
 class Words(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 16, rngs=rngs)
@@ -534,3 +559,13 @@ def test_one_sum_of_two_gradients_names_both():
     )
     [one] = collectives_of(text, {"data": 2}, rows)
     assert (one.purpose, one.parameters) == ("gradient", ("m.down.kernel", "m.up.kernel"))
+
+
+def test_a_sum_of_two_operations_has_the_name_of_the_first():
+    text = (
+        "%s = f32[8] all-reduce(%a), replica_groups={{0,1}}, "
+        'metadata={op_name="jit(f)/m/(up/dot_general:reduce_sum)"}'
+    )
+    found = collectives_of(text, {"data": 2}, [])
+    assert "  m/up/dot_general +1" in str(found)
+    assert _collective_name(found[0]).endswith(" for sum of dot_general and reduce_sum")

@@ -17,6 +17,7 @@ import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -141,21 +142,28 @@ def used_part(
 def run_equation(
     equation: Any, inputs: Sequence[Any], mesh: AbstractMesh | None = None
 ) -> list[Any]:
-    """Runs one operation of a traced program, under the names and lines that it was traced with.
+    """Runs one operation of a traced program, with the mesh and settings that it was traced with.
 
-    Also with the mesh that it was traced with, unless another one is given.
+    With another mesh if one is given.
     """
     parameters = equation.primitive.get_bind_params(equation.params)
     with contextlib.ExitStack() as stack:
         stack.enter_context(equation.ctx.manager)
         if mesh is not None:
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        if source_info_util is not None:
-            names = source_info_util.current_name_stack() + equation.source_info.name_stack
-            traceback = equation.source_info.traceback
-            stack.enter_context(source_info_util.user_context(traceback, name_stack=names))
         out = equation.primitive.bind(*inputs, **parameters)
     return [*out] if equation.primitive.multiple_results else [out]
+
+
+def in_scope_of(equation: Any) -> AbstractContextManager[object]:
+    """Gives what runs within the block the names and the line of an operation that was traced."""
+    if source_info_util is None:
+        return contextlib.nullcontext()
+    names = source_info_util.current_name_stack() + equation.source_info.name_stack
+    context: AbstractContextManager[object] = source_info_util.user_context(
+        equation.source_info.traceback, name_stack=names
+    )
+    return context
 
 
 @contextlib.contextmanager

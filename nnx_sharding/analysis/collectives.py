@@ -283,8 +283,8 @@ def _row(collective: Collective) -> tuple[str, ...]:
     For example, ``model.blocks[0].up.kernel`` and ``[1]`` become ``model.blocks[*].up.kernel``.
     """
     *cells, of, source = _cells(collective)
-    if collective.parameters:
-        first, *rest = collective.parameters
+    if names := collective.parameters or operations(collective.operation or ""):
+        first, *rest = names
         of = f"{first} +{len(rest)}" if rest else first
     return *cells, folded(_FUNCTION.sub("", of)), source
 

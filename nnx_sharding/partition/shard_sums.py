@@ -226,7 +226,8 @@ class ShardSums:
         chosen = _sums_that_lead_to(jaxpr, wanted)
         for equation in jaxpr.eqns:
             wants = [variable in chosen for variable in equation.outvars]
-            outputs = self._run_equation(equation, [read(x) for x in equation.invars], wants)
+            with _compat.in_scope_of(equation):
+                outputs = self._run_equation(equation, [read(x) for x in equation.invars], wants)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
 

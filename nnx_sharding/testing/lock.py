@@ -32,7 +32,7 @@ from ..analysis.by_line import NO_LINE, LineRow
 from ..analysis.by_module import ModuleRow, path_text
 from ..analysis.collectives import Collective, axes_text
 from ..analysis.json_codec import file_path
-from ..analysis.names import folded
+from ..analysis.names import folded, operations
 from ..analysis.parameters import ParameterRow
 from ..analysis.program import ProgramReport
 from ..analysis.units import printable
@@ -285,8 +285,9 @@ def _collective_name(collective: Collective) -> str:
     paths = sorted({folded(path) for path in collective.parameters})
     if len(paths) > 2:
         paths = [paths[0], f"{len(paths) - 1} others"]
-    operation = (collective.operation or "").rpartition("/")[2]
-    where = " and ".join(paths) or folded(collective.module or operation)
+    # Without a module, the names of what XLA has merged to one, such as reduce_sum and dot_general.
+    names = {name.rpartition("/")[2] for name in operations(collective.operation or "")}
+    where = " and ".join(paths) or folded(collective.module or " and ".join(sorted(names)))
     of = f" of {where}" if where else ""
     axes = axes_text(collective.axes)
     return _escaped(f"{collective.kind} over {axes} for {collective.purpose or 'unknown'}{of}")
