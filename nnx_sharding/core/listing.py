@@ -252,9 +252,6 @@ class Listing:
     def _add_tuple_field(self, field: object) -> None:
         self.tokens.append(field.__reduce__()[1])  # its index
 
-    def _add_descriptor(self, descriptor: Any) -> None:
-        self.tokens.append(descriptor.__qualname__)
-
     def _add_context_variable(self, variable: contextvars.ContextVar[Any]) -> None:
         self.tokens.append(variable.name)
         self.add(variable.get(None))
@@ -270,10 +267,10 @@ class Listing:
         if holds_values(value):  # a trace has arrays as constants
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
-            self._add_descriptor(value)
+            self.tokens.append(value.__qualname__)
         elif isinstance(value, logging.Logger):  # on which no result depends
             self._add_identity(value)
-        elif _is_wrapper(value):
+        elif _is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
             # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
             # options cannot change as long as it is the same object.
             self._add_identity(value)
@@ -314,11 +311,6 @@ def holds_values(value: Any) -> bool:
         or _compat.is_ref(value)
         or _compat.is_hijax_variable(value)
     )
-
-
-def _is_wrapper(value: object) -> bool:
-    """Whether something is a library's object around a user's function, as from ``jax.jit``."""
-    return _is_stateless(type(value).__module__) and callable(getattr(value, "__wrapped__", None))
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)

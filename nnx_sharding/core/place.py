@@ -132,8 +132,13 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     for move, target in last:
         move.target = without_reductions(target)
     _put_from_host([move for move in moves if _needs_host(move, alias)])
-    # XLA reshards only in the default memory of devices.
-    programs = [move for move in moves if _needs_program(move.array, move.target)]
+    # A program reshards arrays on their own devices: XLA does so only in their default memory.
+    programs = [
+        move
+        for move in moves
+        if isinstance(move.array, jax.Array)
+        and _is_resharded(move.array.sharding, move.target, move.array.ndim)
+    ]
     _put([(move, main_memory(move.array.sharding)) for move in programs])
     _reshard([(move, main_memory(move.target)) for move in programs])
     _put([(move, move.target) for move in moves], alias=alias)
@@ -195,11 +200,6 @@ def _put(steps: _Steps, alias: bool = True) -> None:
         copies = jax.device_put(arrays, targets, may_alias=None if alias else False)
         for (move, _), array in zip(pending, copies, strict=True):
             move.advance(array)
-
-
-def _needs_program(array: AnyArray, target: Sharding | Format) -> bool:
-    """Whether a program has to reshard an array on its own devices."""
-    return isinstance(array, jax.Array) and _is_resharded(array.sharding, target, array.ndim)
 
 
 # Cached, since the many arrays of a model have few different shardings.

@@ -86,25 +86,14 @@ def _normalized(spec: Any) -> Any:
     if prefix is not None:  # the result of ``nnx.prefix``
         return PathFunction(prefix.function, leaves_by_path(prefix.specs, is_single_spec))
     if _compat.is_node(spec):
-        return _specs_in_module(spec)
+        # A module holds specs instead of arrays. Each is the value of a Variable, as
+        # `nnx.get_named_sharding` makes them, or has replaced the Variable.
+        parts = leaves_by_path(spec, lambda x: is_single_spec(x) or isinstance(x, nnx.Variable))
+        return StateSharding(
+            (nnx.filterlib.PathIn(path), x.get_raw_value() if isinstance(x, nnx.Variable) else x)
+            for path, x in parts.items()
+        )
     return spec
-
-
-def _specs_in_module(module: object) -> StateSharding:
-    """Returns the specs that a module holds instead of arrays, as one filter for each path.
-
-    Each is the value of a Variable, as ``nnx.get_named_sharding`` makes them, or has replaced it.
-    """
-    filters: list[tuple[Any, Any]] = []
-    for path, spec in leaves_by_path(module, _is_spec_or_variable).items():
-        is_variable = isinstance(spec, nnx.Variable)
-        filters.append((nnx.filterlib.PathIn(path), spec.get_raw_value() if is_variable else spec))
-    return StateSharding(filters)
-
-
-def _is_spec_or_variable(x: object) -> bool:
-    """Whether ``x`` is a spec, or a Variable that may hold one."""
-    return is_single_spec(x) or isinstance(x, nnx.Variable)
 
 
 class Specs:

@@ -72,7 +72,10 @@ class Draft:
     def __enter__(self) -> Draft:
         """Locks the path, deletes what killed writers left, and makes the draft's own folder."""
         with contextlib.ExitStack() as stack:
-            self._make_parents(stack)
+            missing = [folder for folder in self.path.parents if not folder.exists()]
+            for folder in reversed(missing):  # the highest one first
+                folder.mkdir(exist_ok=True)
+                stack.callback(_remove_empty, folder)
             is_locked = stack.enter_context(_locked(self.path, self._prefix + "lock"))
             self._was = identity(self.path)
             if is_locked:
@@ -96,13 +99,6 @@ class Draft:
         check_unchanged(self.path, self._was)
         exchange(new, self.path)
         sync(self.path.parent, deep=False)
-
-    def _make_parents(self, stack: contextlib.ExitStack) -> None:
-        """Makes the missing folders above the path; ``stack`` deletes those that stay empty."""
-        missing = [folder for folder in self.path.parents if not folder.exists()]
-        for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
-            stack.callback(_remove_empty, folder)
 
     def _delete(self, draft: Path) -> None:
         """Deletes a draft, but no file in it that no writer could have made, nor its folder."""

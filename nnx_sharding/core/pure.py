@@ -143,7 +143,10 @@ def call_and_pack(
     after = _flatten_after(plan, output, unflattened, carried, before)
     # What was returned or attached, and the name and the spec of each array, by slot.
     locations = _locate_new(plan, output, after.structure)
-    names = _names_after(plan, after.structure, locations)
+    names = slot_names(after.structure.num_leaves, locations)
+    for index, (known_name, _) in plan.variables.items():  # known Variables keep theirs
+        for slot in after.structure.slots[index]:
+            names[slot] = known_name
     if not transform.returns_any:
         head = f"{name}: these results are not arrays:"
         if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
@@ -237,29 +240,16 @@ def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocat
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
     result = split_argument("output", transform.out_specs.tree, output, after.root, option)
-    has_new = plan.updates and not _is_unchanged(plan.structure, after)
-    return locate(after, [*plan.graph_arguments, result] if has_new else [result])
-
-
-def _is_unchanged(before: Structure, after: Structure) -> bool:
-    """Whether the objects are the same as before, and no module changed or holds arrays.
-
-    Then no Variable or array can be new, except in the output.
-    """
-    return len(before.entries) == len(after.entries) and all(
+    # If there are no new objects, and no module changed or holds arrays itself, then no Variable or
+    # array of the arguments can be new.
+    before = plan.structure
+    is_unchanged = len(before.entries) == len(after.entries) and all(
         new == old and not slots
         for old, new, slots in zip(before.entries, after.entries, after.slots, strict=True)
         if isinstance(old, NodeEntry)
     )
-
-
-def _names_after(plan: Plan, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
-    """Returns the names of the arrays after the call, by slot; known Variables keep theirs."""
-    names = slot_names(after.num_leaves, locations)
-    for index, (name, _) in plan.variables.items():
-        for slot in after.slots[index]:
-            names[slot] = name
-    return names
+    may_have_new = plan.updates and not is_unchanged
+    return locate(after, [*plan.graph_arguments, result] if may_have_new else [result])
 
 
 def _output_specs(

@@ -266,12 +266,18 @@ class FilterUse:
         All paths of a shared Variable are tried: a filter that names one of them has priority over
         those that do not depend on paths.
         """
-        matches = []
+        matches, matches_of_paths = [], []
+        filters = self.rules.filters
         for path in place.paths:
             match = self.rules.find_below(place.part.below, path, subject)
             self._record(match, subject, place.argument.name)
-            matches.append(match._replace(path=path))
-        return [match for match in matches if self._names_paths(match.number)] or matches[:1]
+            match = match._replace(path=path)
+            matches.append(match)
+            number = match.number
+            has_filter = number is not None and number < len(filters)
+            if has_filter and names_paths(to_predicate(filters[number])):  # type: ignore[index]
+                matches_of_paths.append(match)
+        return matches_of_paths or matches[:1]
 
     def _record(self, match: FilterMatch, subject: object, argument: str) -> None:
         """Records which filter decided about a subject, and which later ones match it, too.
@@ -294,12 +300,6 @@ class FilterUse:
         """Whether one of the paths is this one below another key, as in a tuple of modules."""
         paths = (path for x in self.rules.filters if isinstance(x, Paths) for path in x.paths)
         return any(other[1:] == path for other in paths)
-
-    def _names_paths(self, index: int | None) -> bool:
-        """Whether the filter with an index depends on paths."""
-        filters = self.rules.filters
-        in_range = index is not None and index < len(filters)
-        return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]
 
     def merge(self, other: FilterUse) -> FilterUse:
         """Joins the decisions of two uses whose rules are equal."""

@@ -106,10 +106,6 @@ def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Op
     return [(type(plain).__setitem__, plain, ..., content.reshape(detail.shape))]
 
 
-def _open_view(x: Any) -> tuple[Hashable, Sequence[Any]]:
-    return (x.readonly, _ArrayDetail(x.format, x.shape, x.tobytes())), ()
-
-
 def _assign_view(x: Any, detail: Any, _: Sequence[Any]) -> list[Operation]:
     _, content = detail  # a view does not change what it shows, or whether it is read-only
     return [(memoryview.__setitem__, x.cast("B"), slice(None), content.data)]
@@ -185,7 +181,11 @@ _BUILTINS: dict[type, _Builtin] = {
     np.generic: _Builtin(
         _open_array, lambda cls, detail, _: np.frombuffer(detail.data, detail.dtype)[0]
     ),
-    memoryview: _Builtin(_open_view, assign=_assign_view, is_view=True),
+    memoryview: _Builtin(
+        lambda x: ((x.readonly, _ArrayDetail(x.format, x.shape, x.tobytes())), ()),
+        assign=_assign_view,
+        is_view=True,
+    ),
     types.CellType: _Builtin(_open_cell, assign=_assign_cell, is_view=True),
     object: _Builtin(lambda x: (None, ())),
 }

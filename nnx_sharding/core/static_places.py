@@ -99,15 +99,6 @@ def _is_hidden(static: Static) -> bool:
     return static.by_identity and (is_variable or _compat.is_ref(value))
 
 
-def _is_random_stream(part: Child) -> bool:
-    """Whether a part of a Variable is ``Rngs`` in its metadata, as of ``nnx.Param(x, rngs=rngs)``.
-
-    Public models have these by mistake, and never draw from them. A program cannot: to draw is to
-    count, and Flax refuses to write to the caller's counter in a trace.
-    """
-    return isinstance(part, Static) and isinstance(part.value, nnx.Rngs | nnx.RngStream)
-
-
 class _Place(NamedTuple):
     """A place in the arguments of a call."""
 
@@ -161,12 +152,16 @@ def _places_below(
     """
     places = []
     for path, part in parts_of(holder).items():
-        if isinstance(holder, VariableEntry) and _is_random_stream(part):
-            continue
-        # What a cached_property stores follows from the rest, and is dropped after a trace.
-        is_static = isinstance(part, Static)
-        if is_static and isinstance(holder, StaticObject) and is_cache(holder.type, path[-1]):
-            continue
+        if isinstance(part, Static):
+            # `Rngs` in a Variable's metadata, as of `nnx.Param(x, rngs=rngs)`: public models have
+            # these by mistake, and never draw from them. A program cannot: to draw is to count, and
+            # Flax refuses to write to the caller's counter in a trace.
+            is_random_stream = isinstance(part.value, nnx.Rngs | nnx.RngStream)
+            if is_random_stream and isinstance(holder, VariableEntry):
+                continue
+            # What a cached_property stores follows from the rest, and is dropped after a trace.
+            if isinstance(holder, StaticObject) and is_cache(holder.type, path[-1]):
+                continue
         expression = accessor(place.expression, path)
         in_static = isinstance(holder, StaticObject) and in_uncopied
         places.append(_Place(expression, part, place.in_argument, in_static))
