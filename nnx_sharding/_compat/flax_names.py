@@ -100,11 +100,18 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     Nodes of one form have the same class, names of attributes, and marks of which are data. Nearly
     all of them keep their attributes in the ``__dict__``, so a form only has to put these values in
     the order of the keys.
+
+    Args:
+      node: the node.
+      forms: those that are forgotten after this walk; `_FORMS` has the others. One is added to
+        either unless Flax sees other attributes than those in the ``__dict__``.
     """
+    # Whether all attributes are in the `__dict__`. Otherwise Flax has to read the node each time.
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
     names, in_dict = tuple(attributes), list(attributes.values())
-    # Name → mark: whether the attribute is data, True or False, or what a user puts there.
+    # Name → mark: whether the attribute is data, True or False, or what a user puts there. Without
+    # the tag of `tag_node`, on which a form does not depend.
     statuses = _untagged(getattr(node, STATUSES, {}))
     mark_of: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     marks = tuple(mark_of.values())
@@ -113,8 +120,9 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     key = (type(node), *names, None, *mark_of, *marks, *set(map(type, marks)))
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
-        values = list(form.pick(in_dict))
+        values = list(form.pick(in_dict))  # by name → by key
         if form.statuses is not None:
+            # The node has equal ones; with the same object, structures are compared sooner.
             values[form.keys.index(STATUSES)] = form.statuses
         return NodeItems(form, values, in_dict)
     has_flags = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
@@ -130,13 +138,17 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
 def _read_items(
     node: Node, names: tuple[str, ...], in_dict: list[Any] | None, statuses: object
 ) -> NodeItems:
-    """Reads a node as Flax flattens it, and finds where in its ``__dict__`` each value is.
+    """Reads a node as Flax flattens it, and makes its form.
 
     Args:
       node: the node.
       names: of the attributes in its ``__dict__``.
       in_dict: their values; None if the node may have other attributes.
       statuses: the object that all nodes of its form share; None if they do not.
+
+    Returns:
+      The attributes, in which ``in_dict`` is None also if Flax sees others than these. The form is
+      then for this node alone.
     """
     flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
     pairs = list(flattened)
@@ -144,23 +156,11 @@ def _read_items(
     data_of_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
     keys = tuple(key for key, _ in pairs)
     values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
-    is_data = tuple(data_of_wrapper.get(type(x)) for _, x in pairs)
-    positions = {name: position for position, name in enumerate(names)}
-    # By key: its position among the names; -1 for what is not in the `__dict__`.
-    order = tuple(positions.get(str(key[0] if type(key) is tuple else key), -1) for key in keys)
-    # Whether Flax sees what is in the `__dict__`: a class may add attributes, or hide some.
-    is_same = in_dict is not None and sorted(order) == list(range(len(names)))
-    if is_same:
-        assert in_dict is not None
-        is_same = all(
-            _untagged(in_dict[position]) == value if key == STATUSES else in_dict[position] is value
-            for key, position, value in zip(keys, order, values, strict=True)
-        )
-    if not is_same:
-        order = tuple(range(len(keys)))
+    positions = None if in_dict is None else _positions_in_dict(keys, values, names, in_dict)
+    order = tuple(range(len(keys))) if positions is None else positions
     form = NodeForm(
         keys=keys,
-        is_data=is_data,
+        is_data=tuple(data_of_wrapper.get(type(x)) for _, x in pairs),
         metadata=metadata,
         names=names,
         order=order,
@@ -168,7 +168,34 @@ def _read_items(
         pick=operator.itemgetter(*order) if len(order) > 1 else list,
         statuses=statuses if STATUSES in keys else None,
     )
-    return NodeItems(form, values, in_dict if is_same else None)
+    return NodeItems(form, values, None if positions is None else in_dict)
+
+
+def _positions_in_dict(
+    keys: Sequence[Any], values: Sequence[Any], names: Sequence[str], in_dict: Sequence[Any]
+) -> tuple[int, ...] | None:
+    """Returns the position of each key's value in a ``__dict__``: of (b, a) in (a, b), (1, 0).
+
+    None if what Flax sees is not what is there: a class may add attributes, or hide some.
+
+    Args:
+      keys: the attributes as Flax flattens the node.
+      values: their values.
+      names: the attributes in the ``__dict__``.
+      in_dict: their values.
+    """
+    position_of = {name: position for position, name in enumerate(names)}
+    positions = tuple(
+        position_of.get(str(key[0] if type(key) is tuple else key), -1) for key in keys
+    )
+    if sorted(positions) != list(range(len(names))):
+        return None
+    for key, value, position in zip(keys, values, positions, strict=True):
+        in_place = in_dict[position]
+        # Statuses are compared by value: without their tag they are a new object.
+        if _untagged(in_place) != value if key == STATUSES else in_place is not value:
+            return None
+    return positions
 
 
 # Forms that hold nothing but names and flags. Flax keeps the classes of all nodes, too.

@@ -154,32 +154,48 @@ def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> l
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
-    """Yields a spec for each leaf of a pytree: ``{"a": P("x")}`` and ``{"a": (0, 1)}`` give two.
+    """Yields a spec for each leaf of a pytree, in order.
+
+    For ``{"a": P("x"), "b": None}`` and ``{"a": (0, 1), "b": 2}``, these are ``P("x")`` twice, then
+    None.
 
     Args:
       prefix: the user's specs for this part of the pytree.
       full: this part of the pytree; its leaves stand for modules, Variables and arrays.
       depth: the number of keys that lead to this part.
+
+    Raises:
+      ValueError: the specs are no prefix of the pytree.
+    """
+    specs = _by_path_if_state(prefix, full)
+    if is_single_spec(specs) or isinstance(specs, StateSharding):
+        yield from [_SpecAt(specs, depth)] * len(jax.tree_util.tree_leaves(full))
+        return
+    # A container of specs, so the value has to be one, too: `flatten_up_to` raises otherwise.
+    parts, treedef = jax.tree_util.tree_flatten(specs, is_leaf=lambda x: x is not specs)
+    if is_leaf_treedef(treedef):
+        raise ValueError(f"expected a sharding spec, got {specs!r}")
+    subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
+    for part, subtree in zip(parts, subtrees, strict=True):
+        yield from _broadcast(part, subtree, depth + 1)
+
+
+def _by_path_if_state(prefix: Any, full: Any) -> Any:
+    """Returns specs in the form for this part of a pytree, if they are those of a State or dict.
+
+    Specs by path become a ``StateSharding`` for a module, and an ``nnx.State`` for a State. Others
+    are returned unchanged.
     """
     is_leaf = jax.tree_util.all_leaves([full])
-    # Such as nnx.get_named_sharding returns, or a tree.map over Variables.
+    # A Variable that holds a spec, as nnx.get_named_sharding or a tree.map over Variables returns.
     if isinstance(prefix, nnx.Variable) and is_leaf:
         prefix = _compat.get_value(prefix)
     # A dict for a State, or for a module, has specs by path, as a State does.
     if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
         prefix = nnx.State(prefix)
     if isinstance(prefix, nnx.State) and not isinstance(full, nnx.State):
-        prefix = StateSharding(prefix)
-    if is_single_spec(prefix) or isinstance(prefix, StateSharding):
-        yield from [_SpecAt(prefix, depth)] * len(jax.tree_util.tree_leaves(full))
-        return
-    # The prefix is a container, so the value has to be one, too: `flatten_up_to` raises otherwise.
-    parts, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=lambda x: x is not prefix)
-    if is_leaf_treedef(treedef):
-        raise ValueError(f"expected a sharding spec, got {prefix!r}")
-    subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
-    for part, subtree in zip(parts, subtrees, strict=True):
-        yield from _broadcast(part, subtree, depth + 1)
+        return StateSharding(prefix)
+    return prefix
 
 
 def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:

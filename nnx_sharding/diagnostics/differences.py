@@ -33,7 +33,16 @@ from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
-from ..core.structure import LEAF, Container, StaticObject, Structure, parts_of
+from ..core.structure import (
+    LEAF,
+    Container,
+    Entry,
+    Leaf,
+    RefEntry,
+    StaticObject,
+    Structure,
+    parts_of,
+)
 from ..errors import shortened
 from ..specs.paths import Path, accessor
 
@@ -302,20 +311,33 @@ def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:
     return facts
 
 
-def _fact(text: str, part: Any) -> Fact:
-    """Describes a part that is not a single static value: ``LEAF``, a container or an entry."""
-    if part is LEAF or isinstance(part, Container):
-        return Fact(text, content=type(part), rest=getattr(part, "treedef", None))
-    if isinstance(part, StaticObject):
-        if part.identity is None:
-            return Fact(text, _origin(part.type), rest=part.kind)
-        return Fact(
-            text,
-            _origin(part.type),
-            rest=(part.kind, _identity(part.identity)),
-            by_identity=f"{part.type.__name__} defines no __eq__",
-        )
-    return Fact(text, _origin(part.type), rest=getattr(part, "metadata", None))
+def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
+    """Describes a part, other than a single static value, without its own parts.
+
+    These have facts of their own, so what they change as well, as an item changes the type of its
+    list, is compared last (``rest``).
+
+    Args:
+      text: the part in a message.
+      part: ``LEAF`` for an array, a container, or the entry of an object.
+    """
+    if isinstance(part, Leaf):
+        return Fact(text, content=Leaf)
+    if isinstance(part, Container):
+        return Fact(text, content=Container, rest=part.treedef)
+    origin = _origin(part.type)  # the file and line of its class
+    if isinstance(part, RefEntry):
+        return Fact(text, origin)
+    if not isinstance(part, StaticObject):  # a module or a Variable
+        return Fact(text, origin, rest=part.metadata)
+    if part.identity is None:  # it is compared by its parts
+        return Fact(text, origin, rest=part.kind)
+    return Fact(
+        text,
+        origin,
+        rest=(part.kind, _identity(part.identity)),
+        by_identity=f"{part.type.__name__} defines no __eq__",
+    )
 
 
 def _identity(static: Static) -> Any:

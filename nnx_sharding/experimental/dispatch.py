@@ -387,16 +387,21 @@ class _Dispatch(NamedTuple):
           The received rows, sorted by local expert, (devices · C, features), and the routing. The
           rows beyond ``routing.sizes.sum()`` are padding.
         """
+        # How many rows of this device go to each expert: the experts of a device are neighbors.
         sent = routing.counts[0].reshape(self.size, self.num_local_experts)
-        received = self.exchange(sent, 0, 0)  # (devices, local experts)
-        blocks = _to_experts(self, rows, sent.sum(1), received.sum(1))
-        # The block of each device is sorted by expert already. Its padding counts as of one expert
-        # more than there are, so that it is sorted to the end.
-        ends = jnp.cumsum(received, 1)[:, :, None]  # (devices, local experts, 1)
-        expert = (jnp.arange(len(rows)) >= ends).sum(1).ravel()  # (devices · C,)
+        # How many rows of each device come to each expert of this one: (devices, local experts).
+        received = self.exchange(sent, split=0, concat=0)
+        # A block of C rows from each device, (devices · C, features): sorted by expert, padded.
+        blocks = _to_experts(self, rows, sizes=sent.sum(1), received=received.sum(1))
+        # A row's expert is the number of experts whose rows end before it in the block. For padding
+        # it is one more than there are, so that it is sorted to the end.
+        ends = jnp.cumsum(received, axis=1)  # (devices, local experts)
+        is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
+        expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
-        sizes = received.sum(0)[None]
-        routing = routing._replace(sizes=sizes, places=places[None], received=received[None])
+        routing = routing._replace(
+            sizes=received.sum(0)[None], places=places[None], received=received[None]
+        )
         return blocks[places], routing
 
     def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ def export(
     @_compat.api_boundary
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
         """Traces and lowers the function for these arguments."""
-        _, plan, flat = fun._plan_without_running(args, kwargs)
+        plan, flat = fun._plan_without_running(args, kwargs)
         _check_refs(plan, flat.leaves)
         types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
         lower = jax.export.export(

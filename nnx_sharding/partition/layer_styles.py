@@ -280,7 +280,8 @@ def _rule_of_einsum(
       shapes: the shapes of its parameters.
     """
     match = _SUBSCRIPTS.fullmatch(subscripts)
-    rank = len(match["kernel"]) if match else 0
+    assert match is not None  # the caller has chosen them by this pattern
+    rank = len(match["kernel"])  # a letter for each dimension of the kernel, the second operand
     kernels = [
         name
         for name, shape in shapes.items()
@@ -288,11 +289,14 @@ def _rule_of_einsum(
     ]
     if len(kernels) != 1:
         return None
-    parameter = kernels[0]
-    shape = shapes[parameter]
-    # A stack of layers that is not known to be one has them in front.
-    inner_shape = shape[len(shape) - rank :]
-    return lambda _, name: _einsum_styles(subscripts, parameter, inner_shape, name)
+    [kernel] = kernels
+    # Further dimensions are in front: stacked layers that are not known to be these.
+    kernel_shape = shapes[kernel][len(shapes[kernel]) - rank :]
+
+    def styles(_: object, layer_name: str) -> list[Style]:
+        return _einsum_styles(subscripts, kernel, kernel_shape, layer_name)
+
+    return styles
 
 
 def _pairs(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:

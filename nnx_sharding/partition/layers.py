@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
@@ -124,7 +124,10 @@ class LayerDimensions:
         known = list(self._known_variables(flat))
         is_any_stacked = any(candidate for x in known for candidate in x.candidates)
         if is_any_stacked:  # most models have no layers stacked by a transform, and need no paths
-            known = self._with_paths(known, flat)
+            paths = flat.structure.paths_to_objects([((), flat.structure.root)])
+            # A shared layer has several paths, of which the first counts.
+            layers = {index: tuple(map(plain_key, found[0])) for index, found in paths.items()}
+            known = [x._replace(path=(*layers[x.layer], *x.path)) for x in known]  # in the model
             self._find_common_axes(known)
             for variable in known:
                 self._resolve(variable)
@@ -146,23 +149,22 @@ class LayerDimensions:
           slots: the slots of its arrays.
           shape: their shape.
         """
-        in_stack = Stacked(tuple(range(self._stack_counts.get(slots[0], 0))))
-        names = _names(subject, len(shape))
+        in_stack = tuple(range(self._stack_counts.get(slots[0], 0)))  # a `Stack` has them first
+        names = _names(subject, len(shape))  # of the dimensions, in its metadata
         named = {d for d, name in enumerate(names) if name in self._names}
         if named:
-            return Stacked(tuple(sorted(named.union(in_stack.dimensions))))
+            return Stacked(tuple(sorted(named.union(in_stack))))
         if id(subject) in self._resolved:
             return self._resolved[id(subject)]
-        if not self._common_axes:
-            return in_stack
-        modules = (path[:length] for length in reversed(range(len(path))))  # the closest one first
-        known_axes = next((self._common_axes[m] for m in modules if m in self._common_axes), None)
-        if known_axes is None:
-            return in_stack
-        like_others = self._follow_neighbors(known_axes, subject, shape)
-        # A `vmap` around the stack adds to its dimensions; less than these is not an answer.
-        is_more = len(like_others.dimensions) > len(in_stack.dimensions)
-        return like_others if is_more else in_stack
+        for length in reversed(range(len(path))):
+            axes_by_class = self._common_axes.get(path[:length])
+            if axes_by_class is not None:  # the closest module with known Variables
+                like_neighbors = self._follow_neighbors(axes_by_class, subject, shape)
+                # A `vmap` around the stack adds to its dimensions; less than these is no answer.
+                if len(like_neighbors.dimensions) > len(in_stack):
+                    return like_neighbors
+                break
+        return Stacked(in_stack)
 
     def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
         """Yields the parameters of Flax's layers, with the dimensions that may be stacked layers.
@@ -183,14 +185,6 @@ class LayerDimensions:
                 stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
                 candidates = _candidates(shape, layer_shape, stack_count)
                 yield _KnownVariable((name,), index, variable, shape, candidates)
-
-    @staticmethod
-    def _with_paths(known: Iterable[_KnownVariable], flat: Flat) -> list[_KnownVariable]:
-        """Returns the same parameters by their paths in the model."""
-        paths = flat.structure.paths_to_objects([((), flat.structure.root)])
-        # A shared layer has several paths, of which the first counts.
-        layers = {index: tuple(map(plain_key, found[0])) for index, found in paths.items()}
-        return [x._replace(path=(*layers[x.layer], *x.path)) for x in known]
 
     def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
         """Fills ``_common_axes``: which axes may all Variables of a class in a module have?"""

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _compat
 from ..diagnostics.progress import progress
-from ..errors import message
+from ..errors import raise_listed
 from ..partition.mesh import make_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
@@ -101,17 +101,20 @@ def assert_same(
     device = mesh.devices.flat[0]
     device_mesh = _mesh_of_one(mesh, device)
     options["in_shardings"] = shardings
-    run_on_mesh = RecordedStep(step, mesh, options)
-    run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
     device_options = dict(options)
     for name in {"in_shardings", "out_shardings"} & options.keys():
         device_options[name] = jax.tree.map(lambda x: _on_device(x, device), options[name])
+    # Each runs the step and returns all arrays that it computes, also those in its modules. Where
+    # devices draw masks of their own, a dropout drops elements only in `run_dropping`.
     run_on_device = RecordedStep(step, device_mesh, device_options)
+    run_on_mesh = RecordedStep(step, mesh, options)
+    run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
     # Each run changes its own copy, which is its input in the next step.
-    device_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
-    dropping_args = copied(args)
+    device_args, dropping_args = copied(args), copied(args)
+    mesh_args = [copied(args) for _ in range(runs)]
     traced = jit(step, mesh=device_mesh, **device_options).trace(*device_args)
-    rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)
+    rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)  # of types and the longest sum
+    # Copies with random errors of that size: how far their results spread is no difference.
     rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
@@ -128,19 +131,16 @@ def assert_same(
                 advance("the mesh")
             place = f"call {count} of {name}"
             for other in others:
-                if lines := unequal_runs(on_mesh, other):
-                    head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
-                    raise AssertionError(message(head, lines))
+                head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
+                raise_listed(AssertionError, head, unequal_runs(on_mesh, other))
             comparison = Comparison(before, on_device, spread, on_mesh, rounding, mesh)
-            # A cause comes before what follows from it; the last takes another run of the step.
-            lines = (
-                comparison.shared_masks()
-                or comparison.differences()
-                or _masks_of_replicas(comparison, run_dropping, dropping_args)
-            )
-            if lines:
-                head = f"{place} is not the same on {mesh.size} devices:"
-                raise AssertionError(message(head, lines))
+            # A cause comes before what follows from it.
+            lines = comparison.shared_masks() or comparison.differences()
+            if not lines and comparison.has_masks():  # of dropouts: this takes another run
+                with _compat.without_compiler_warnings():
+                    lines = comparison.masks_of_replicas(run_dropping(dropping_args))
+            head = f"{place} is not the same on {mesh.size} devices:"
+            raise_listed(AssertionError, head, lines)
 
 
 def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
@@ -169,16 +169,6 @@ def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:
     """Returns a mesh with the same axes, of size 1."""
     devices = np.array(device).reshape([1] * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, mesh.axis_types)
-
-
-def _masks_of_replicas(
-    comparison: Comparison, run_dropping: RecordedStep, args: tuple[Any, ...]
-) -> list[str]:
-    """Runs the step with its dropouts, if there are any, and lists the masks that are wrong."""
-    if not comparison.has_masks():
-        return []
-    with _compat.without_compiler_warnings():
-        return comparison.masks_of_replicas(run_dropping(args))
 
 
 def _on_device(sharding: Any, device: jax.Device) -> Any:

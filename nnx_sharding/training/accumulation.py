@@ -294,15 +294,27 @@ class _Accumulation:
         return value, reduced
 
     def _interleave(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
-        """Does the same as `_scan` with microbatches interleaved in the stages of a pipeline."""
-        first = jax.tree.map(lambda x: x[0], batch.stacked)  # (rows, …)
+        """Does the same as `_scan`, and returns the same, in the pipeline that is in the loss.
+
+        In the steps of its loop, a stage runs the forward pass of one microbatch and the backward
+        pass of another (1F1B).
+        """
+        first = jax.tree.map(lambda x: x[0], batch.stacked)  # (steps, rows, …) → (rows, …)
+        # The loss is traced for the first microbatch only. The loop replaces its arrays, which are
+        # known by their identity, by those of the others.
         call = batch.prepare(self.gradient, {**batch.shared, **first})
-        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)]
-        row_axes = () if batch.sums is None else batch.sums.axes
+        first_and_all = zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)
         value, totals = accumulate_interleaved(
-            self.gradient, call, pairs, self.dtype, row_axes, batch.is_split
+            self.gradient,
+            call,
+            batch=[*first_and_all],
+            dtype=self.dtype,
+            row_axes=() if batch.sums is None else batch.sums.axes,
+            is_split=batch.is_split,
         )
-        _check_aux(value[1] if self.has_aux else ())
+        if self.has_aux:
+            _, aux = value
+            _check_aux(aux)
         return value, totals
 
 

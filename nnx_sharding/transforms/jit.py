@@ -353,7 +353,7 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
 
 def declared_specs(function: Lifted[..., Any], *args: Any) -> dict[str, Any]:
     """Returns the declared spec of each array in the arguments, by its path; None without one."""
-    _, plan, flat = function._plan_without_running(args, {})
+    plan, flat = function._plan_without_running(args, {})
     shardings = (getattr(leaf, "sharding", None) for leaf in as_declared(plan, flat.leaves))
     specs = (getattr(sharding, "spec", None) for sharding in shardings)
     return dict(zip(plan.names, specs, strict=True))

@@ -394,7 +394,8 @@ class Lifted(LiftedFunction[P, R]):
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Traced, Sequence[Any]]:
         """Returns the traced function, and the arrays with which it was traced."""
-        call, plan, flat = self._plan_without_running(args, kwargs)
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
         leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         staged = self._program(plan, flat).staged
         # JAX may make a program for arrays that no call was made with.
@@ -411,7 +412,7 @@ class Lifted(LiftedFunction[P, R]):
 
         Modules in the output are new, abstract ones. The caller's objects are not changed.
         """
-        _, plan, flat = self._plan_without_running(args, kwargs)
+        plan, flat = self._plan_without_running(args, kwargs)
         leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
@@ -421,21 +422,26 @@ class Lifted(LiftedFunction[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        """Returns the jaxpr for these arguments; unlike the jaxpr of a stage, it has constants."""
-        _, plan, flat = self._plan_without_running(args, kwargs)
-        function = plan.pure_function(self._fingerprint(plan, flat))  # of all arrays
+        """Returns the jaxpr for these arguments, a function of all arrays in them.
+
+        Arrays that the user's function captures are constants of it, as in ``jax.make_jaxpr``; in
+        the jaxpr of a stage, such as ``jit(f).trace(x).jaxpr``, they are inputs.
+        """
+        plan, flat = self._plan_without_running(args, kwargs)
+        # The same one as in a call, so that JAX finds its trace: one for each fingerprint, the key
+        # for what the user's function can reach.
+        pure_function = plan.pure_function(self._fingerprint(plan, flat))
+        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         with self._tracing(flat):
-            return call_with_explained_errors(
-                plan, as_declared(plan, flat.leaves), jax.make_jaxpr(function)
-            )
+            return call_with_explained_errors(plan, leaves, jax.make_jaxpr(pure_function))
 
     def _plan_without_running(
         self, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[SortedCall, Plan, Flat]:
-        """Returns the sorted arguments, the plan, and the flattened arguments of a call."""
+    ) -> tuple[Plan, Flat]:
+        """Returns the plan of a call with these arguments, and the arguments, flattened."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
-        return call, plan, flat
+        return plan, flat
 
     @contextlib.contextmanager
     def _tracing(self, flat: Flat, plan: Plan | None = None) -> Iterator[None]:

@@ -136,10 +136,14 @@ def axes_specs(option: str, prefix: object) -> Specs:
       option: the name of the option, for messages.
       prefix: what the user gave for it, such as ``(0, None)``.
     """
+    # Also leaves: None, which is an axis, and what `nnx.prefix` returns, which has several.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         prefix, is_leaf=lambda x: x is None or _compat.prefix_state(x) is not None
     )
-    axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
+    axes = []
+    for path, axis in leaves:
+        place = accessor(option, tuple(map(path_key, path)))  # such as `in_axes[0]['mask']`
+        axes.append(_axis(place, axis))
     return Specs(jax.tree_util.tree_unflatten(treedef, axes))
 
 
@@ -205,9 +209,11 @@ class Mapped(InnerTransform):
         """
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
-            # References are updated in place, and never stacked.
-            axis = None if _compat.is_ref(leaf) else spec.index
-            if axis is not None and not _can_stack(leaf, axis):
+            axis = spec.index
+            if axis is None or _compat.is_ref(leaf):  # refs are updated in place, and never stacked
+                continue
+            ndim = getattr(jax.typeof(leaf), "ndim", None)  # None for a hijax type: never stacked
+            if ndim is None or not -ndim - 1 <= axis <= ndim:
                 lines.append(f"  {name}, {type_text(leaf)}: axis {axis}")
         raise_listed(
             ValueError,
@@ -285,12 +291,6 @@ class Mapped(InnerTransform):
 def is_mapped(axis: Axis | None) -> bool:
     """Whether an array with this spec has a dimension over which the function is mapped."""
     return axis is not None and axis.index is not None
-
-
-def _can_stack(leaf: object, axis: int) -> bool:
-    """Whether an array can get one more dimension at an axis."""
-    ndim = getattr(jax.typeof(leaf), "ndim", None)  # None for a hijax type, which can get none
-    return ndim is not None and -ndim - 1 <= axis <= ndim
 
 
 def captures(structure: Structure) -> set[int]:

@@ -67,7 +67,7 @@ def saved_residuals(
     from ..analysis.residuals import SavedResiduals, residual_of
 
     lifted: Lifted[..., Any] = fun if isinstance(fun, Lifted) else jit(fun)
-    _, plan, flat = lifted._plan_without_running(args, kwargs)
+    plan, flat = lifted._plan_without_running(args, kwargs)
     program = lifted._program(plan, flat).staged  # of all leaves
 
     def inexact_outputs(*leaves: object) -> list[jax.Array]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from .. import _compat
 from ..core.call_context import Caller, called_by, current_caller
 from ..core.functions import name_of
-from ..core.outcome import Outcome, OutputGroup
+from ..core.outcome import OutputGroup
 from ..core.plan import Plan
 from ..core.prefixes import Specs
 from ..core.unflatten import Unflattened
@@ -323,23 +323,20 @@ class _WhileLoop(Loop):
             return out
 
         with called_by(caller._replace(fun=checked_condition)):
-            *groups, outcome = self._function(*leaves)
-        self._check_unchanged(fun_name, outcome)
-        # The only array of the result. It may be an input that the condition returned unchanged.
-        [slot] = outcome.structure.root_slots
-        is_true: jax.Array = outcome.arrays(leaves, groups)[slot]
-        return is_true
-
-    def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
-        """Raises a ``ValueError`` if the condition changes an object: that would be lost."""
-        changed = [*outcome.values, *outcome.metadata, *outcome.statics]
-        changed += [change.node for change in outcome.nodes]
+            *groups, outcome = self._function(*leaves)  # new arrays, and what was done to objects
+        # A loop takes nothing but the bool from its condition, so changes would be lost.
+        changed = {*outcome.values, *outcome.metadata, *outcome.statics}  # indices of objects
+        changed |= {change.node for change in outcome.nodes}
         raise_listed(
             ValueError,
             f"while_loop: the condition {fun_name} changes these, which only the body can do:",
-            [f"  {name}" for name in self._names_of(sorted({*changed})).values()],
+            [f"  {name}" for name in self._names_of(sorted(changed)).values()],
             "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
         )
+        # By slot after the call: arrays of the groups, and of the inputs where they are unchanged.
+        arrays_after = outcome.arrays(leaves, groups)
+        [slot] = outcome.structure.root_slots  # of the bool, the only array of the result
+        return cast(jax.Array, arrays_after[slot])
 
 
 def _is_below(objects: object, i: Any, init_val: object, upper: Any) -> Any:
