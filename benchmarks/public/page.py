@@ -20,6 +20,7 @@ BEGIN, END = "<!-- written by benchmarks/public -->\n", "<!-- end -->\n"
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 _NUMBERS = ("Auto", "Explicit", "pipeline", "context", "experts")
+_STRATEGIES = ("tensor_parallel", "fsdp")
 _PODS = ("v5e-16", "v5p-8")
 
 
@@ -50,7 +51,7 @@ def tables(results: Results) -> str:
     failing = [
         name for name in _NUMBERS if any("failed" in m.get(name, {}) for m in results.values())
     ]
-    head = ["model", "parameters", "`tensor_parallel`", "`fsdp`", "sent, GiB"]
+    head = ["model", "parameters", "sharded", "sent, GiB"]
     rows = [[*head, *(f"{pod}, GiB" for pod in _PODS), *failing]]
     for model, measures in sorted(results.items()):
         verdicts = (_verdict(measures.get(measure), notes) for measure in failing)
@@ -85,14 +86,13 @@ def _figures(measures: Mapping[str, Mapping[str, Any]], notes: list[str]) -> lis
     """Returns the cells of a model that are no verdicts."""
     shares = measures.get("shares", {})
     if "result" not in shares:
-        cells = [_verdict(shares, notes)] * 3
+        cells = [_verdict(shares, notes)] * 2
     else:
         values = shares["result"]
-        cells = [_count(values["parameters"])]
-        for strategy in ("tensor_parallel", "fsdp"):
-            reason = values.get(f"{strategy} reason")
-            mark = f" [{_note(reason, notes)}]" if reason else ""
-            cells.append(f"{100 * values[strategy]:.1f}%{mark}")
+        less = min(_STRATEGIES, key=values.__getitem__)
+        reasons = [values.get(f"{strategy} reason") for strategy in _STRATEGIES]
+        marks = "".join(f" [{_note(reason, notes)}]" for reason in filter(None, reasons))
+        cells = [_count(values["parameters"]), f"{100 * values[less]:.1f}%{marks}"]
     sent = measures.get("bytes")
     if sent and "result" in sent:
         ours, authors = sent["result"]["ours"], sent["result"].get("authors")
