@@ -92,7 +92,7 @@ def read_buffers(folder: Path) -> Buffers | None:
         for name, index, length, offset in _VALUE.findall(values_in_it):
             if (name, index) in spans:
                 first, last = spans[name, index]
-                part = _read_index(index)
+                part = tuple(int(i) for i in index.split(",") if i)  # "1,0" → (1, 0), "" → ()
                 buffers.append(Buffer(name, part, int(length), int(offset), first, last))
         allocation = Allocation(
             size=int(size[1]),
@@ -117,11 +117,6 @@ def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
             last = buffer.last if following is None else min(buffer.last, following.first - 1)
             if last >= buffer.first:  # else another one took its place at once
                 yield dataclasses.replace(buffer, last=last)
-
-
-def _read_index(text: str) -> tuple[int, ...]:
-    """Reads ``1,0`` as (1, 0), and an empty text as ()."""
-    return tuple(map(int, filter(None, text.split(","))))
 
 
 # As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format.

@@ -119,7 +119,8 @@ class ProgramReport(JsonForm):
         yield text("memory: unknown") if self.memory is None else self.memory
         if self.by_module is not None:
             yield from ("", self.by_module)
-        yield from ("", text(f"cost: unknown, {self._why()}") if self.cost is None else self.cost)
+        yield ""
+        yield self.cost or text(f"cost: unknown, {why_unread(self.hlo)}")
         yield from ("", self._sent())
         collectives = self.collectives or Collectives()
         sent = collectives.by_purpose()
@@ -145,14 +146,10 @@ class ProgramReport(JsonForm):
             line = f'compiled.why("{subjects[0]}") says why it is so; as for any path above'
             yield text(line, "dim")
 
-    def _why(self) -> str:
-        """Says why figures that are read from the text of the program are unknown."""
-        return why_unread(self.hlo)
-
     def _sent(self) -> Any:
         """Draws what one device sends, by kind and mesh axes."""
         if self.collectives is None:
-            return text(f"collectives: unknown, {self._why()}")
+            return text(f"collectives: unknown, {why_unread(self.hlo)}")
         if not self.collectives:
             return text("no collectives")
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)

@@ -66,7 +66,11 @@ class Release:
 @contextlib.contextmanager
 def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
     """Begins a release of so many files; at the end, what was not published is deleted."""
-    with Draft(folder / MODEL_FILE, _is_of_model, lambda draft: _sweep(folder, draft)) as draft:
+    with Draft(
+        folder / MODEL_FILE,
+        is_ours=lambda name: name == INDEX_FILE or name.endswith(".safetensors"),
+        sweep=lambda draft: _sweep(folder, draft),
+    ) as draft:
         was = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
         yield Release(folder, draft, _free_names(folder, count, overwrite=overwrite), was)
 
@@ -95,10 +99,6 @@ def _model_files(folder: Path) -> set[str]:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             names.update(read_index(folder).values())
     return {name for name in names if (folder / name).is_file()}
-
-
-def _is_of_model(name: str) -> bool:
-    return name == INDEX_FILE or name.endswith(".safetensors")
 
 
 def _sweep(folder: Path, draft: Path) -> None:

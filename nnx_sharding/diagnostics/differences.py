@@ -281,22 +281,19 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
 
 
 def _label_of_part(label: str, whole: object, path: Path, signature: Signature) -> str:
-    """Returns the expression for what is at a path in a part of the arguments with a label."""
-    if label == "" and isinstance(whole, Container) and len(path) > 1:
-        return _label_in_call(signature, path)
-    return accessor(label, path) if path else f"{label}[...]"
+    """Returns the expression for what is at a path in a part of the arguments with a label.
 
-
-def _label_in_call(signature: Signature, path: Path) -> str:
-    """Returns the label for a path in all arguments of a call, the pair ``(args, kwargs)``.
-
-    For a function of ``(model, x)``, ``(0, 1, "image")`` is ``x['image']``, and ``(1, "train")`` is
-    ``train``. Those beyond the named ones are all called ``args``.
+    ``up.kernel`` in ``model`` is ``model.up.kernel``. All arguments together, with an empty label,
+    are the pair ``(args, kwargs)``: for a function of ``(model, x)``, ``(0, 1, "image")`` is
+    ``x['image']``, and ``(1, "train")`` is ``train``. Those beyond the named ones are all called
+    ``args``.
     """
-    is_keyword, argument, *rest = path
-    names = [*(signature.names[index] for index in signature.dynamic), "args"]
-    start = argument if is_keyword else names[min(argument, len(names) - 1)]
-    return accessor(start, tuple(rest))
+    if label == "" and isinstance(whole, Container) and len(path) > 1:
+        is_keyword, argument, *rest = path
+        names = [*(signature.names[index] for index in signature.dynamic), "args"]
+        start = argument if is_keyword else names[min(argument, len(names) - 1)]
+        return accessor(start, tuple(rest))
+    return accessor(label, path) if path else f"{label}[...]"
 
 
 def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:

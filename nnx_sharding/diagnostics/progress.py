@@ -105,13 +105,11 @@ def _is_quiet() -> bool:
 
 def _has_bar() -> bool:
     """Whether a bar can be drawn on stderr."""
-    if _is_notebook():  # no terminal; rich draws by ipywidgets, and warns without
-        return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR
-
-
-def _is_notebook() -> bool:
-    """Whether the program runs in a kernel. A program that starts kernels only imports theirs."""
+    # Whether the program runs in a kernel, as rich tells it. A program that starts kernels only
+    # imports theirs.
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return type(shell).__name__ == "ZMQInteractiveShell"  # as rich tells it
+    is_notebook = type(shell).__name__ == "ZMQInteractiveShell"
+    if is_notebook:  # no terminal; rich draws by ipywidgets, and warns without
+        return importlib.util.find_spec("ipywidgets") is not None
+    return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR

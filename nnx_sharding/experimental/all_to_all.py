@@ -40,7 +40,7 @@ import jax
 
 from .. import _compat
 from .attention_inputs import AttentionOptions, Inputs, inputs_of
-from .layout import Axes, Layout
+from .layout import Layout
 from .local_attention import AttentionFunction, LocalAttention, local_attention
 from .ring import attend_in_ring
 
@@ -122,16 +122,15 @@ def all_to_all_attention(
     if inputs.layout.mesh is None:
         local = local_attention(caller, attention, inputs, is_whole=True)
         return local(inputs.query, inputs.key, inputs.value, inputs.marks, inputs.seen)
-    arrays = inputs.query, inputs.key, inputs.value
-    query, key, value = exchange(inputs.layout, inner, arrays)
-    exchanged = _with_heads(inputs.layout, inner, tuple(outer))
+    layout = inputs.layout  # `inner` shards tokens; after the exchange, it shards heads
+    query, key, value = exchange(layout, inner, (inputs.query, inputs.key, inputs.value))
+    exchanged = layout._replace(sequence=tuple(outer), heads=(*layout.heads, inner))
     inputs = inputs._replace(layout=exchanged, query=query, key=key, value=value)
     if outer:
         out = attend_in_ring(inputs)
     else:
         out = _attend(inputs, local_attention(caller, attention, inputs, is_whole=True))
-    # The layout of the caller says where positions and heads return to.
-    [out] = exchange(_with_tokens(exchanged, inner), inner, (out,), back=True)
+    [out] = exchange(layout, inner, (out,), back=True)
     return out
 
 
@@ -158,16 +157,6 @@ def exchange(
     run = layout.map(local, (source,) * len(arrays), (target,) * len(arrays))
     exchanged: tuple[jax.Array, ...] = run(*arrays)
     return exchanged
-
-
-def _with_heads(layout: Layout, inner: str, outer: Axes) -> Layout:
-    """Returns the layout after the exchange."""
-    return layout._replace(sequence=outer, heads=(*layout.heads, inner))
-
-
-def _with_tokens(layout: Layout, inner: str) -> Layout:
-    """Returns the layout before the exchange."""
-    return layout._replace(sequence=(*layout.sequence, inner), heads=layout.heads[:-1])
 
 
 def _attend(inputs: Inputs, local: LocalAttention) -> jax.Array:

@@ -118,7 +118,12 @@ def optimizer_specs(
     for parameter in parameters:
         filter_index, spec = sharding.find(parameter.path, parameter.variable)
         parameter_specs[parameter.path] = PartitionSpec() if filter_index is None else spec
-    ownerless = _replicated(parameter_specs.values())
+    # State without an owner is replicated, on the mesh of the parameters if they all name one.
+    specs = parameter_specs.values()
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    whole = PartitionSpec()
+    ownerless = whole if mesh is None else NamedSharding(mesh, whole)
     state_specs: SpecsByPath = {}
     for state, owner in _with_owners(optimizer, states, parameters):
         if owner is None:
@@ -126,13 +131,6 @@ def optimizer_specs(
         else:
             state_specs[state.path] = _follow(state, owner, parameter_specs[owner.path])
     return state_specs
-
-
-def _replicated(specs: Iterable[Spec]) -> PartitionSpec | NamedSharding:
-    """Returns a replicated sharding, on the mesh of other shardings if all name the same one."""
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    return PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def optimizer_variables(

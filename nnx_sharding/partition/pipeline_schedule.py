@@ -121,7 +121,13 @@ class Schedule(PipelineSizes):
             is_in_accumulation = PIPELINE_CALL.get() is not None
             if is_in_accumulation:
                 schedule = dataclasses.replace(schedule, microbatches=1)
-            _check_axis_types(call_mesh)
+            # The constraints of the loop cannot speak of Explicit axes.
+            if axes_of_type(call_mesh, AxisType.Explicit):
+                raise ValueError(
+                    "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
+                    "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
+                    "axes."
+                )
             further = args, kwargs
             layer = module[0] if self.blocks else module.layers
             further_names = parameters_of(layer)[1:]  # the first one is that of `x`
@@ -377,15 +383,6 @@ def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> 
         "Or leave out the schedule.",
     )
     raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
-
-
-def _check_axis_types(mesh: AnyMesh) -> None:
-    """Refuses Explicit axes, of which the constraints of the loop cannot speak."""
-    if axes_of_type(mesh, AxisType.Explicit):
-        raise ValueError(
-            "pipeline: a Stack that is declared to run with Explicit axes cannot be a pipeline. "
-            "Leave it and its layers out of activation_shardings, or use Auto axes."
-        )
 
 
 def _check_captures(layers: nnx.Module) -> None:

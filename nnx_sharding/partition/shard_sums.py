@@ -240,7 +240,11 @@ class ShardSums:
             if _called(equation) is not None:
                 return self._run(equation.params["jaxpr"], inputs, wanted)
             if name in _REMAT:
-                return self._run_remat(equation, inputs, wanted)
+                # The backward pass with the forward pass that it recomputes: a barrier keeps the
+                # compiler from computing that only once, in the forward pass.
+                arrays = jax.lax.optimization_barrier([self._whole(x) for x in inputs])
+                inputs = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
+                return self._run(equation.params["jaxpr"], inputs, wanted)
             if name == "scan":
                 return self._run_scan(equation, inputs, wanted)
             if _is_linear(equation, inputs):
@@ -393,16 +397,6 @@ class ShardSums:
             else:
                 results.append(_Value(x, None if step.rows is None else step.rows + 1))
         return results
-
-    def _run_remat(
-        self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
-    ) -> list[_Value]:
-        """Runs a backward pass with the forward pass that it recomputes, behind a barrier."""
-        arrays = [self._whole(x) for x in inputs]
-        # The barrier keeps the compiler from computing it only once, in the forward pass.
-        arrays = jax.lax.optimization_barrier(arrays)
-        values = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
-        return self._run(equation.params["jaxpr"], values, wanted)
 
 
 def _run_mapped(

@@ -210,7 +210,9 @@ def _warn_of_large(
     sizes = {  # in elements
         parameter.path: sum(math.prod(shape) for shape in parameter.shapes)
         for parameter in parameters
-        if _is_parameter(parameter)
+        # Caches and other state do not count; bare arrays do, in a model without Variables.
+        if not _compat.is_any_variable(parameter.variable)
+        or isinstance(parameter.variable, nnx.Param)
     }
     total = sum(sizes.values())
     large = [
@@ -227,11 +229,6 @@ def _warn_of_large(
     head = f"tensor_parallel: these parameters stay replicated over {', '.join(map(repr, axes))}:"
     text = message(head, lines, "To shard one, give it a spec: override(sharding, {path: spec}).")
     warn_or_raise(UnshardedWarning, text, strict=False)
-
-
-def _is_parameter(named: NamedVariable) -> bool:
-    """Whether it is trained, or an array of a model without Variables; caches are neither."""
-    return not _compat.is_any_variable(named.variable) or isinstance(named.variable, nnx.Param)
 
 
 def _identity(path: Path, subject: object) -> int | Path:

@@ -267,13 +267,22 @@ class _Branches:
         Returns:
           The array in each slot after the branch; None for anything else.
         """
-        leaves = self._all_leaves(operands)
+        # All leaves for the pure function, by slot: the operands and the static ones.
+        operand, static = iter(operands), self._static
+        slots = range(len(self._plan.names))
+        leaves = [static[slot].value if slot in static else next(operand) for slot in slots]
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
         self._check_structures(number)
-        results = outcome.arrays(leaves, groups)  # by slot after the branch
-        self._reshard_like_old(outcome, leaves, results)
-        results = self._plain_results(results, operands)
+        after = outcome.arrays(leaves, groups)  # by slot after the branch
+        self._reshard_like_old(outcome, leaves, after)
+        # JAX cannot pass on refs, hijax values and flags from a branch. A hijax value can only be
+        # an operand that the branch returns unchanged.
+        not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
+        results = [
+            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in not_plain else None
+            for x in after
+        ]
         # A group has the expressions for its arrays; an unchanged input has the plan's.
         names = [
             self._plan.names[position] if group == INPUT else groups[group].names[position]
@@ -283,24 +292,6 @@ class _Branches:
         self._types[number] = [*map(_NamedType, names, types)]
         self._check_types(number)
         return results
-
-    def _plain_results(self, results: Sequence[object], operands: Sequence[object]) -> list[Any]:
-        """Replaces by None what JAX cannot pass on from a branch: refs, hijax values, flags.
-
-        A hijax value can only be an operand that the branch returns unchanged.
-        """
-        not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
-        return [
-            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in not_plain else None
-            for x in results
-        ]
-
-    def _all_leaves(self, operands: Sequence[object]) -> list[Any]:
-        """Returns all leaves for the pure function, by slot: the operands and the static ones."""
-        arrays = iter(operands)
-        count = len(self._plan.names)
-        static = self._static
-        return [static[slot].value if slot in static else next(arrays) for slot in range(count)]
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function.

@@ -745,7 +745,14 @@ class _CallWithJvp(_Call):
         [rule] = self.rules
         structure = outcome.structure
         # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
-        after = self.tangents_after(outcome, [[*map(_zero_like, group)] for group in outputs])
+        zeros = [
+            [
+                jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)
+                for x in group
+            ]
+            for group in outputs
+        ]
+        after = self.tangents_after(outcome, zeros)
         # What is returned unchanged is not an output of JAX's function, and has no tangent here.
         leaves = [
             None if group == INPUT else outputs[group][position]
@@ -780,7 +787,3 @@ class _CallWithJvp(_Call):
             for slot, tangent_slot in pairs:
                 if slot != _NO_SLOT:
                     after[slot] = flat.leaves[tangent_slot]
-
-
-def _zero_like(x: Any) -> Any:
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)

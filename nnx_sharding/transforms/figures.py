@@ -191,8 +191,9 @@ class Figures:
         if isinstance(subject, str):
             if subject in self._rows_by_path:
                 return self._why_argument(subject)
-            if paths_below := self._arguments_of(subject):
-                return self._why_module(subject, paths_below)
+            in_module = f"{subject}.", f"{subject}["
+            if paths := [path for path in self._rows_by_path if path.startswith(in_module)]:
+                return self._why_module(subject, paths)
         collectives = self.collectives or ()
         name = subject if isinstance(subject, str) else subject.name
         collective = next((x for x in collectives if x.name == name), None)
@@ -217,11 +218,6 @@ class Figures:
     def _why_argument(self, path: str) -> Reason:
         """Says why the argument with a path is sharded as it is."""
         return self._argument_reasons.reason(self._rows_by_path[path])
-
-    def _arguments_of(self, module_path: str) -> list[str]:
-        """Lists the paths of the arguments that a module holds."""
-        prefixes = f"{module_path}.", f"{module_path}["
-        return [path for path in self._rows_by_path if path.startswith(prefixes)]
 
     def _why_module(self, module_path: str, paths: list[str]) -> Reason:
         """Says how the arrays of a module are sharded, each with the first of its reasons.

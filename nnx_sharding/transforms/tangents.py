@@ -134,8 +134,7 @@ class TangentForm:
         """
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
-        # Of the values, without those whose tangents the user has omitted.
-        value_slots = self._without(_paths_of_none(given)) if may_omit else self._places
+        value_slots = self._places_with_tangents(given) if may_omit else self._places
         what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
         lines = []
         for path in dict.fromkeys((*value_slots, *given_slots)):
@@ -160,19 +159,15 @@ class TangentForm:
         raise_listed(TypeError, head, lines)
         return [tangents.get(slot) for slot in self._types]
 
-    def _without(self, omitted: Sequence[Path]) -> Mapping[Path, tuple[int, ...]]:
-        """Returns the places that are not below some paths."""
+    def _places_with_tangents(self, given: object) -> Mapping[Path, tuple[int, ...]]:
+        """Returns the places of values that are in no object or pytree that ``given`` omits."""
+        leaves = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
+        omitted = [path for path, leaf in leaves.items() if leaf is None]
         return {
             path: slots
             for path, slots in self._places.items()
             if not any(path[: len(start)] == start for start in omitted)
         }
-
-
-def _paths_of_none(tree: object) -> list[Path]:
-    """Returns the paths where None stands for an object or a pytree."""
-    leaves = leaves_by_path(tree, lambda x: x is None or _compat.is_graph_object(x))
-    return [path for path, leaf in leaves.items() if leaf is None]
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
