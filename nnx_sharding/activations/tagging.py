@@ -27,7 +27,7 @@ from ..core.unflatten import Unflattened
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import keep_axes, pad_entries, spec_and_mesh, spec_axes, with_entries
 from ..specs.paths import Path
-from ..specs.types import AxisName, Spec
+from ..specs.types import AxisName
 from .calls import Tag, VariableSpecs
 from .variables import Variable, is_parameter, modules_in, own_variables
 
@@ -99,7 +99,10 @@ class Tagger:
           inside: the axes that may shard it while its module runs.
         """
         value = _compat.get_value(variable)
-        declared = self._declared_spec(variable)
+        # What is declared for its array. One of several arrays, as of a quantized type, has none.
+        index = self._indices.get(id(variable))
+        slots = () if index is None else self.plan.structure.slots[index]
+        declared = self.plan.object_specs.get(slots[0]) if len(slots) == 1 else None
         pair = spec_and_mesh(type_spec(value) if declared is None else declared, self.mesh)
         if pair is None or not isinstance(value, jax.Array):
             return None
@@ -112,15 +115,6 @@ class Tagger:
             is_gathered=is_parameter(variable) and not gathered.isdisjoint(spec_axes(spec)),
             outside=with_entries(spec, pad_entries(spec, len(shape))),
         )
-
-    def _declared_spec(self, variable: Variable) -> Spec:
-        """Returns what is declared for the array of a Variable; None if nothing is.
-
-        A Variable of several arrays, as of a quantized type, has no spec of its own.
-        """
-        index = self._indices.get(id(variable))
-        slots = () if index is None else self.plan.structure.slots[index]
-        return self.plan.object_specs.get(slots[0]) if len(slots) == 1 else None
 
     def tag_foreign(self, module: object, sources: tuple[ActivationSharding, ...]) -> Tag:
         """Returns the tag of a module that is not from the arguments: the root of a path.

@@ -53,7 +53,7 @@ from ..specs.fitting import (
     with_entries,
 )
 from ..specs.state_sharding import StateSharding, is_single_spec
-from ..specs.types import AnyMesh, Arrays, Spec
+from ..specs.types import AnyMesh
 
 __all__ = [
     "analyze_sharding_strategy",
@@ -191,19 +191,13 @@ def with_sharding_constraint(
     )
     if log is None:
         log = os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES
-    if log:
-        _log_moves(names, flat.leaves, shardings)
-    return rebuild(flat, apply_shardings(flat.leaves, shardings))
-
-
-def _log_moves(names: Sequence[str], leaves: Arrays, shardings: Sequence[Spec]) -> None:
-    """Logs the arrays that get another sharding; ``names`` are the expressions for them."""
-    for name, leaf, new in zip(names, leaves, shardings, strict=True):
+    for name, leaf, new in zip(names, flat.leaves, shardings, strict=True) if log else ():
         old = sharding_of(leaf)
         # In a trace nothing moves yet, and the old sharding is not known.
         if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
             was = "host memory" if old is None else describe(old)
             _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
+    return rebuild(flat, apply_shardings(flat.leaves, shardings))
 
 
 def match_partition_rules(

@@ -101,7 +101,12 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
         return _mapping_key(cls, value)
     # Not the user's subclasses of these, which may hold more than their `==` compares.
     if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
-        return _library_key(cls, value)
+        # These libraries compare them right, with two exceptions.
+        if issubclass(cls, pathlib.PurePath):
+            return cls, str(value)  # as == ignores the case of paths of Windows
+        if issubclass(cls, np.dtype) and value.metadata:  # which == ignores
+            return None
+        return cls, value
     if cls is PyTreeDef:
         # It compares the data of its nodes by `==` (1 == True), so these get keys of their own.
         return _key_of_all(cls, aux_of(value), value)
@@ -141,15 +146,6 @@ def _mapping_key(cls: type, value: object) -> Hashable | None:
         return cls, bool, frozenset(items)
     keys = [(name, value_key(part)) for name, part in items]
     return None if any(key is None for _, key in keys) else (cls, frozenset(keys))
-
-
-def _library_key(cls: type, value: Any) -> Hashable | None:
-    """Returns the key of a value that its library compares right, with two exceptions."""
-    if issubclass(cls, pathlib.PurePath):
-        return cls, str(value)  # as == ignores the case of paths of Windows
-    if issubclass(cls, np.dtype) and value.metadata:  # which == ignores
-        return None
-    return cls, value
 
 
 def _fields_key(cls: type, value: object) -> Hashable | None:

@@ -302,9 +302,13 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
         return min(closest, key=lambda pair: len(pair.differences))
     best: _Closest | None = None
     for old in candidates:
-        lines = _other_differences(old, new)
+        lines = list[str]()
         if old.plan.structure != new.plan.structure:
-            lines = [*compare(_facts(old, cache), _facts(new, cache)), *lines]
+            lines += compare(_facts(old, cache), _facts(new, cache))
+        before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
+        if before != after:
+            lines.append(f"arguments {before} → {after}")
+        lines += [*_arrays(old, new), *_options(old, new), *_captured(old, new)]
         lines = lines or ["the structure of the arguments, in a part without a name"]
         if best is None or len(lines) < len(best.differences):
             best = _Closest(old, lines)
@@ -317,13 +321,6 @@ def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
     """Returns the facts about the arguments of a trace, from the cache if it has them."""
     side = trace.plan.signature, trace.plan.structure
     return cache.get(side) or cache.setdefault(side, facts_of(*side))
-
-
-def _other_differences(old: Trace, new: Trace) -> list[str]:
-    """Lists all differences except differences of static values."""
-    before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
-    lines = [] if before == after else [f"arguments {before} → {after}"]
-    return [*lines, *_arrays(old, new), *_options(old, new), *_captured(old, new)]
 
 
 def _captured(old: Trace, new: Trace) -> list[str]:

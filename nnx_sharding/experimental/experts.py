@@ -111,9 +111,18 @@ def expert_parallel(
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights of experts, each with the number of its dimension of experts."""
+    """Finds the weights of experts, each with the number of its dimension of experts.
+
+    Those that the user's filter ``where`` selects, if there is one, or else by their shapes.
+    """
     if where is not None:
-        yield from _chosen_weights(model, experts, where)
+        is_selected = to_predicate(where)
+        for weight in variables(model):
+            # Stacked layers come last, as there may be as many layers as experts.
+            dimensions = (*weight.layer_dimensions, *weight.layers.dimensions)
+            of_experts = [d for d in dimensions if (weight.shape or ())[d] == experts]
+            if of_experts and is_selected(weight.path, weight.variable):
+                yield weight, of_experts[0]
         return
     candidates = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
     modules_with_kernels = {x.path[:-1] for x in candidates if len(x.layer_shape) > 2}
@@ -121,22 +130,6 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
         # A matrix (experts, out) is a bias only in a module with a kernel: else it may be anything.
         if weight.path[:-1] in modules_with_kernels and len(weight.layer_shape) > 1:
             yield weight, weight.layer_dimensions[0]
-
-
-def _chosen_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights that a filter of the user selects, each with its dimension of experts.
-
-    That is the first one of size ``experts``: of the dimensions of a layer, and then of those that
-    stacked layers have in front, as there may be as many layers as experts.
-    """
-    is_selected = to_predicate(where)
-    for weight in variables(model):
-        shape = weight.shape or ()
-        for dimension in (*weight.layer_dimensions, *weight.layers.dimensions):
-            if shape[dimension] == experts:
-                if is_selected(weight.path, weight.variable):
-                    yield weight, dimension
-                break
 
 
 def _parameters_of_users(model: Any) -> list[NamedVariable]:

@@ -131,7 +131,12 @@ class Exported(Pictured):
 
     def _compile(self, mesh: Mesh | None) -> tuple[Callable[..., Any], Shardings]:
         """Returns the program on the devices of a mesh, and the shardings of its inputs there."""
-        inputs, outputs = _shardings_on(mesh, self.jax_exported)
+        sides = _compat.exported_shardings(self.jax_exported)
+        inputs, outputs = (tuple(_on_devices(mesh, x) for x in side) for side in sides)
+        if mesh is not None and not any((*inputs, *outputs)):
+            # No sharding names the devices of the program, and yet all arrays have to be on them.
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            inputs, outputs = (everywhere,) * len(inputs), (everywhere,) * len(outputs)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
         options: Any = {"in_shardings": inputs, "out_shardings": outputs}
@@ -352,17 +357,6 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     else:
         grid = mesh.devices.reshape(like.axis_sizes)
     return Mesh(grid, like.axis_names, axis_types=like.axis_types)
-
-
-def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:
-    """Returns the shardings of inputs and outputs of a program on the devices of a mesh."""
-    sides = _compat.exported_shardings(program)
-    inputs, outputs = (tuple(_on_devices(mesh, sharding) for sharding in side) for side in sides)
-    if mesh is not None and not any((*inputs, *outputs)):
-        # No sharding names the devices of the program, and yet all arrays have to be on them.
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return (everywhere,) * len(inputs), (everywhere,) * len(outputs)
-    return inputs, outputs
 
 
 def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedSharding | None:

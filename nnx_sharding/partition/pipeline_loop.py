@@ -244,11 +244,13 @@ class PipelineLoop:
         """Writes arrays, (S, D, …), to the layers."""
         copy = with_arrays(self._flat, arrays)
         old = {slot: self._flat.leaves[slot] for slot in arrays}
-
-        def put_back(_: int, leaf: jax.Array) -> jax.Array:
-            return self._from_stages(leaf[:, None])  # (S, D, …) → (L, …)
-
-        write_back(self._flat, flatten_layer(copy), old, put_back)
+        # Each (S, D, …) → (L, …).
+        write_back(
+            self._flat,
+            flatten_layer(copy),
+            old,
+            lambda _, leaf: self._from_stages(leaf[:, None]),
+        )
 
     def other_arrays(self) -> list[Any]:
         """Returns what layers get besides their own arrays and the rows.

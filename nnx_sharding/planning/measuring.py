@@ -126,22 +126,16 @@ def run_in_rounds(
                 times = results[name]
                 if isinstance(times, Failure):
                     continue
-                outcome = _turn_of(runners[name])
-                if isinstance(outcome, Failure):
-                    results[name] = outcome
-                elif number > 0:  # the first round compiles
-                    times.append(outcome)
+                try:
+                    seconds = runners[name].take_turn()
+                    if number > 0:  # the first round compiles
+                        times.append(seconds)
+                except Exception as error:
+                    # Without the error itself, whose traceback would keep the arrays in memory.
+                    text = f"while it ran: {type(error).__name__}: {error}"
+                    results[name] = Failure(text)
                 advance(name)
     return results
-
-
-def _turn_of(runner: Runner) -> float | Failure:
-    """Lets a candidate take its turn; returns the seconds of a call, or why it failed."""
-    try:
-        return runner.take_turn()
-    except Exception as error:
-        # Without the error itself, whose traceback would keep the arrays in memory.
-        return Failure(f"while it ran: {type(error).__name__}: {error}")
 
 
 def medians(

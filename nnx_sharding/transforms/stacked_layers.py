@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import jax
 from flax import nnx
@@ -218,14 +218,15 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return out
 
 
-# The ints among further arguments, each with its position among their leaves.
-_Settings: TypeAlias = tuple[tuple[int, int], ...]
+def _call_with_ints(
+    layer: object, x: object, further: object, ints: tuple[tuple[int, int], ...]
+) -> Any:
+    """Calls a layer with further ``(args, kwargs)``, in which ints are put into their places.
 
-
-def _call_with_settings(layer: object, x: object, further: object, settings: _Settings) -> Any:
-    """Calls a layer with further ``(args, kwargs)``, in which ints are put into their places."""
+    ``ints`` has pairs: the position among the leaves of the further arguments, and the number.
+    """
     leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
-    for position, number in settings:
+    for position, number in ints:
         leaves[position] = number
     return call_layer(layer, x, *jax.tree.unflatten(treedef, leaves))
 
@@ -236,14 +237,14 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     ``remat`` traces ints that are not static, but layers may use them as shapes. So they are taken
     out of the further arguments, and passed as a static one.
     """
-    run = recompute_in_backward(_call_with_settings, policy, static_argnums=3)
+    run = recompute_in_backward(_call_with_ints, policy, static_argnums=3)
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
-        settings = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
+        ints = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
         # In their places is the same leaf for all ints, so that these are no part of the trace.
-        further = replace_slots(leaves, dict(settings), [False] * len(settings))
-        return run(layer, x, jax.tree.unflatten(treedef, further), settings)
+        further = replace_slots(leaves, dict(ints), [False] * len(ints))
+        return run(layer, x, jax.tree.unflatten(treedef, further), ints)
 
     return call
 
