@@ -1065,6 +1065,22 @@ def compiled_structure(lib: Library) -> Any:
 
 @mistake(
     "compiled-for-another-structure",
+    "an optimizer whose transformation is made anew",
+    TypeError,
+    "optimizer.tx.init is a new object",
+    "create it once, outside of the loop or of the function that makes the model",
+)
+def compiled_transformation(lib: Library) -> Any:
+    def make() -> tuple[Model, nnx.Optimizer[Any]]:
+        model = Model()
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    step = lib.jit(lambda model, optimizer: optimizer.step.get_value())
+    return step.lower(*make()).compile()(*make())
+
+
+@mistake(
+    "compiled-for-another-structure",
     "another static argument",
     TypeError,
     "static argument flag: True → False",

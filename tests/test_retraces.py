@@ -21,7 +21,7 @@ from nnx_sharding.diagnostics.retraces import MAX_TRACES
 from nnx_sharding.errors import RetraceError
 from zoo import P, mesh_of
 
-REMEDY = "create it once, outside the loop"
+REMEDY = "create it once, outside of the loop or of the function that makes the model"
 
 
 class Block(nnx.Module):

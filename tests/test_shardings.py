@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from nnx_sharding import StateSharding, jit, reshard
+from nnx_sharding.partition import make_mesh
 from zoo import (
     MLP,
     Counter,
@@ -361,6 +363,45 @@ class MeshTest(parameterized.TestCase):
         with jax.set_mesh(mesh):
             jit(lambda m: None, in_shardings=mlp_specs())(model)
         self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh, P(None, "model")))
+
+    @parameterized.parameters(
+        # sizes, processes, what makes devices, whether it says how to start processes
+        ((16,), 1, "=16, set before JAX starts, makes 16 devices of the CPU.", True),
+        ((4, 8), 1, "=32, set before JAX starts, makes 32 devices of the CPU.", True),
+        ((-1, 16), 1, "=16, set before JAX starts, makes 16 devices of the CPU.", True),
+        ((16,), 2, "=8, set before JAX starts, makes 8 devices of the CPU in each", False),
+        ((15,), 2, None, False),  # two processes cannot have as many each
+        ((100_000,), 1, None, True),  # more than a machine can have
+    )
+    def test_make_mesh_says_how_to_get_devices(self, sizes, processes, flag, initialize):
+        with (
+            mock.patch.object(jax, "process_count", lambda: processes),
+            mock.patch.object(jax.distributed, "is_initialized", lambda: processes > 1),
+            self.assertRaisesRegex(ValueError, "do not take the 8 devices") as caught,
+        ):
+            make_mesh(dict(zip("ab", sizes, strict=False)))
+        text = str(caught.exception)
+        self.assertEqual("XLA_FLAGS" in text, flag is not None)
+        if flag is not None:
+            self.assertIn(f"--xla_force_host_platform_device_count{flag}", text)
+        self.assertEqual("jax.distributed.initialize()" in text, initialize)
+        self.assertIn("To compile only, planning_mesh", text)
+
+    @parameterized.parameters(
+        ({"a": 4}, {}),  # fewer than there are
+        ({"a": -1, "b": 3}, {}),
+        ({"a": "16"}, {}),
+        ({"a": 16}, {"backend": "gpu"}),
+        ({"a": 16}, {"devices": True}),  # the user chose them
+    )
+    def test_make_mesh_proposes_no_devices(self, axes, options):
+        backend = options.get("backend", "cpu")
+        devices = jax.devices() if "devices" in options else None
+        with (
+            mock.patch.object(jax, "default_backend", lambda: backend),
+            self.assertRaisesRegex(ValueError, r"or other devices\.$"),
+        ):
+            make_mesh(axes, devices=devices)
 
 
 class KindsOfShardingsTest(parameterized.TestCase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
+from nnx_sharding.specs.fitting import spec_axes
 from zoo import (
     MESH,
     MODELS,
@@ -414,6 +416,16 @@ def test_split_heads_are_noted(attributes, split):
         notes = {row.path.split("/")[1]: row.reason for row in rows if row.reason}
         assert set(notes) == split
         assert all("heads are split within a head over 'model' (4)" in x for x in notes.values())
+    # What the note proposes makes the heads whole; what is added later still shards them.
+    for path, note in notes.items():
+        [code] = re.findall(r"base=override\(tensor_parallel\(...\), (.*)\)", note)
+        rules = eval(code)
+        assert list(rules) == [path]
+        base = override(alone, rules)
+        sharding = fsdp(model, mesh=mesh, base=base, optimizer=optimizer, min_size=0)
+        for start in ((), ("opt_state", 0, "mu")):
+            full_path = (*start, "attention", path, "kernel")
+            assert {*spec_axes(sharding.map_prefix(full_path, model))} == {"data"}
 
 
 class Unnamed(nnx.Module):
@@ -433,6 +445,52 @@ def test_a_large_replicated_parameter_is_named():
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=mesh, base=base)
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(512)), mesh=AbstractMesh((1,), ("model",)))
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(128)), mesh=mesh)
+
+
+OF_NO_LAYER = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
+NOTES_OF_UNNAMED = {
+    "tensor_parallel": {
+        "table": f"replicated: 4096 elements, {OF_NO_LAYER}",
+        "dropout/rngs/count": "replicated: 1 elements, the count of a random stream",
+        "dropout/rngs/key": "replicated: 1 elements, the key of a random stream",
+    },
+    "fsdp": {"table": f"tensor_parallel leaves it whole: {OF_NO_LAYER}"},
+    "fsdp of large ones": {
+        "table": "replicated: 4096 elements, fewer than min_size=10000; tensor_parallel leaves it "
+        f"whole: {OF_NO_LAYER}",
+    },
+    "tensor_parallel after fsdp of large ones": {
+        "table": f"replicated: 4096 elements, {OF_NO_LAYER}; fsdp leaves it whole: fewer than "
+        "min_size=10000",
+        "up/bias": "fsdp leaves it whole: fewer than min_size=10000",
+    },
+    "zero1": {"table": f"replicated: 4096 elements, {OF_NO_LAYER}"},
+}
+
+
+@pytest.mark.parametrize("order", NOTES_OF_UNNAMED)
+def test_the_reason_of_each_strategy_is_kept(order):
+    def build():
+        model = Unnamed(64)
+        model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+        return model
+
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(build)
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(build(), optax.adam(1e-3), wrt=nnx.Param))
+    alone = tensor_parallel(model, mesh=mesh)
+    shardings = {
+        "tensor_parallel": lambda: alone,
+        "fsdp": lambda: fsdp(model, mesh=mesh, base=alone, min_size=0),
+        "fsdp of large ones": lambda: fsdp(model, mesh=mesh, base=alone, min_size=10_000),
+        "tensor_parallel after fsdp of large ones": lambda: tensor_parallel(
+            model, mesh=mesh, base=fsdp(model, mesh=mesh, min_size=10_000)
+        ),
+        "zero1": lambda: zero1(model, mesh=mesh, base=alone, optimizer=optimizer, min_size=0),
+    }
+    rows = check_sharding(model, shardings[order](), mesh).rows
+    reasons = {row.path: row.reason for row in rows if row.reason}
+    assert reasons == NOTES_OF_UNNAMED["tensor_parallel"] | NOTES_OF_UNNAMED[order]
 
 
 def test_heads_that_the_axis_does_not_divide_are_the_reason():

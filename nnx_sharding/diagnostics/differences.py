@@ -209,7 +209,7 @@ def _change(a: Fact | None, b: Fact | None) -> str:
     if b.by_identity:
         return (
             f" is a new object that looks the same (compared by identity: {b.by_identity}); "
-            "create it once, outside the loop"
+            "create it once, outside of the loop or of the function that makes the model"
         )
     old, new = _array_of(a), _array_of(b)
     # Their texts are equal, so they have one dtype and one shape.

@@ -63,8 +63,8 @@ def notes_of_split_heads(
             over = ", ".join(map(repr, axes))
             notes[parameter.path] = (
                 f"its {heads} heads are split within a head over {over} ({devices}), so attention "
-                f"gathers them. To keep heads whole, replicate it: override(sharding, "
-                f"{{'{name}': P()}})"
+                "gathers them. To keep heads whole, replicate it over this axis before other "
+                f"strategies add theirs: base=override(tensor_parallel(...), {{'{name}': P()}})"
             )
     return notes
 

@@ -60,25 +60,52 @@ def make_mesh(
             f"make_mesh takes sizes by name, as in {{'data': 2, 'model': -1}}, got {axes!r}. For "
             "sizes and names, use jax.make_mesh."
         )
+    sizes = _filled(tuple(axes.values()), devices)
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _filled(tuple(axes.values()), len(devices))
     names = tuple(axes)
     types: Any = AxisType.Explicit if axis_types is None else axis_types
     types = (types,) * len(names) if isinstance(types, AxisType) else tuple(types)
     return Mesh(arrange_devices(sizes, devices), names, axis_types=types)
 
 
-def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Returns the sizes of the axes, with the number of remaining devices for -1."""
+def _filled(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None) -> tuple[int, ...]:
+    """Returns the sizes of the axes, with the number of remaining devices for -1.
+
+    ``devices`` are those of the mesh; None for all devices.
+    """
+    count = len(jax.devices() if devices is None else devices)
     known = math.prod(size for size in sizes if size != -1)
     filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
     # Idle devices would be a mistake more often than a wish.
     if math.prod(filled) != count or min(filled, default=1) < 1:
+        # A size of another type may be written by mistake; it is in the message.
+        too_few = devices is None and isinstance(known, int) and known > count
         raise ValueError(
             f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
             "sizes, of which one may be -1 for the remaining devices, or other devices."
+            f"{_how_to_get_more(known) if too_few else ''}"
         )
     return filled
+
+
+def _how_to_get_more(count: int) -> str:
+    """Says how to have as many devices as a mesh needs, if this machine has CPU devices only."""
+    if jax.default_backend() != "cpu":
+        return ""
+    per_process, rest = divmod(count, jax.process_count())
+    each = " in each process" if jax.process_count() > 1 else ""
+    lines = [""]
+    if not rest and per_process <= MOST_DEVICES:
+        lines.append(
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={per_process}, set before JAX "
+            f"starts, makes {per_process} devices of the CPU{each}."
+        )
+    if not jax.distributed.is_initialized():
+        lines.append(
+            "If the program has several processes, call jax.distributed.initialize() first."
+        )
+    lines.append("To compile only, planning_mesh makes a mesh of devices that need not exist.")
+    return "\n".join(lines)
 
 
 @_compat.api_boundary

@@ -146,9 +146,8 @@ def fsdp(
         )
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
-    own = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
-    remarks = remarks_on(specs, "fsdp", base, parameters, axes)
-    remarks.notes.update(own)
+    notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
+    remarks = remarks_on(specs, "fsdp", base, parameters, axes, notes=notes)
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
@@ -203,9 +202,9 @@ def zero1(
     state = optimizer_variables(optimizer, parameters)
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
-    own = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
-    remarks = remarks_on({**state_specs, **specs}, "zero1", base, parameters, axes)
-    remarks.notes.update(own)
+    notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
+    all_specs = {**state_specs, **specs}
+    remarks = remarks_on(all_specs, "zero1", base, parameters, axes, notes=notes)
     return from_paths(union(specs, state_specs), activations_of(base), remarks)
 
 
@@ -299,11 +298,13 @@ def remarks_on(
     parameters: Iterable[NamedVariable],
     axes: Sequence[AxisName] = (),
     roles: Mapping[Path, str] = MappingProxyType({}),
+    notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> Remarks:
-    """Returns what reports say of the specs of a strategy, with what still holds of ``base``.
+    """Returns what reports say of the specs of a strategy, with what ``base`` notes of its own.
 
-    What ``base`` notes of an array that it shards does, such as that heads are split. Why it leaves
-    one replicated is no longer of interest once ``specs`` shards that array.
+    What ``base`` notes of an array that it shards holds as before, such as that heads are split.
+    Why it leaves an array whole is kept as well, since the strategy shards over other axes:
+    ``tensor_parallel leaves it whole: of a normalization layer``.
 
     Args:
       specs: the specs by path.
@@ -313,6 +314,7 @@ def remarks_on(
       axes: the mesh axes that the strategy shards over.
       roles: by path, what a device has of an array, such as a ``column``; empty if that is only
         known as a dimension.
+      notes: by path, what the strategy itself notes.
     """
 
     def chosen_by(path: Path) -> str:
@@ -325,7 +327,7 @@ def remarks_on(
                 return f"{name} over dimension {dimension}"
         return name
 
-    remarks = Remarks({}, {path: chosen_by(path) for path in specs})
+    remarks = Remarks({**notes}, {path: chosen_by(path) for path in specs})
     for path, variable, *_ in parameters if base is not None else ():
         assert base is not None
         number, before = base.find(path, variable)
@@ -333,11 +335,15 @@ def remarks_on(
             continue
         was_sharded = not isinstance(before, PartitionSpec) or any(map(axes_of, before.partitions))
         is_kept = specs[path] == before
-        note = getattr(base.filters[number], "note", "")
-        if note and (was_sharded or is_kept):
+        earlier, note = (getattr(base.filters[number], x, "") for x in ("strategy", "note"))
+        own_note = notes.get(path)
+        if note and own_note is None and (was_sharded or is_kept):
             remarks.notes[path] = note
+        elif note and not was_sharded and own_note != note:
+            why_whole = f"{earlier or 'base'} leaves it whole: {note}"
+            remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
         if was_sharded:
-            earlier = getattr(base.filters[number], "strategy", "") or base.names[number]
+            earlier = earlier or base.names[number]
             remarks.strategies[path] = earlier if is_kept else f"{earlier}, {chosen_by(path)}"
     return remarks
 

@@ -153,7 +153,7 @@ def tensor_parallel(
     if size > 1:
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, roles)._replace(notes=notes)
+    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, roles, notes)
     return with_optimizer(specs, every, optimizer, activations, remarks)
 
 
@@ -182,7 +182,10 @@ def _notes(
         if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
             continue  # it is sharded, or by another sharding of the user
         # The most specific reason first.
-        if parameter.layers.is_ambiguous:
+        if isinstance(parameter.variable, nnx.RngState):
+            is_count = isinstance(parameter.variable, nnx.RngCount)
+            note = "the count of a random stream" if is_count else "the key of a random stream"
+        elif parameter.layers.is_ambiguous:
             note = ambiguous_layers(parameter)
         elif parameter.is_norm:
             note = "of a normalization layer"
@@ -192,7 +195,7 @@ def _notes(
         elif parameter.path in covered:
             note = f"added to sums over {names}, or not divided by it"
         else:
-            note = "of no layer that tensor_parallel knows. Give it a spec by override(...)."
+            note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
         notes[parameter.path] = note
     return notes
 
