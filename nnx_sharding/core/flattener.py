@@ -267,7 +267,7 @@ class Flattener:
         if _compat.is_node_state(value):
             if self.recorder is not None:
                 self.recorder.open_node_state(position, value)
-            return node_state(value)
+            return node_state(_compat.node_flags(value))
         # Flax turns any value under nnx.data into an array.
         all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
         return self.pytree_child(value, slots, position, all_leaves=all_leaves)

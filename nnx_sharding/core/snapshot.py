@@ -79,14 +79,10 @@ def _content(obj: object) -> tuple[Any, ...]:
     return type(obj), *_compat.node_flags_of(own), *own, *own.values()
 
 
-def node_state(value: object) -> Container:
+@functools.cache
+def node_state(flags: tuple[bool, bool]) -> Container:
     """Returns the child for Flax's record of how far a module is set up: it has no leaves.
 
-    Its flags are in the treedef, so that structures of other flags are not equal.
+    The flags of the record are in the treedef, so that structures of other flags are not equal.
     """
-    return _node_state(_compat.node_flags(value))
-
-
-@functools.cache
-def _node_state(flags: tuple[bool, bool]) -> Container:
     return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())

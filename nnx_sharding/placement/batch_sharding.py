@@ -292,11 +292,14 @@ class BatchSharding:
         for array, leaf in zip(arrays, self.leaves, strict=True):
             if leaf.sharding is None:
                 continue
-            kind, limits = _kind(array), _wrapping(array)
+            kind = _kind(array)
             if kind != leaf.kind:
                 changed.append(f"  {leaf} became {kind}")
-            if limits:
-                too_large.append(f"  {leaf}, {limits}")
+            if isinstance(array, np.ndarray):
+                # The range of integers that do not fit the dtype that JAX gives them, if any.
+                limits = out_of_range(array, jax.dtypes.canonicalize_dtype(array.dtype))
+                if limits:
+                    too_large.append(f"  {leaf}, {limits}")
         raise_listed(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
@@ -477,13 +480,6 @@ def _kind(array: HostArray | TypeError) -> str:
 def _kind_of_rows(dtype: np.dtype[Any], row: tuple[int, ...] | None) -> str:
     sizes = [] if row is None else ["rows", *map(str, row)]
     return f"{dtype}[{', '.join(sizes)}]"
-
-
-def _wrapping(x: HostArray) -> str:
-    """Returns the range of integers that do not fit the dtype that JAX gives them; else nothing."""
-    if not isinstance(x, np.ndarray):
-        return ""
-    return out_of_range(x, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _check_arrays(

@@ -48,7 +48,6 @@ from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
 from ..partition.variables import listing_of
 from ..report.sharding import ShardingRow, sharding_rows
-from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, pad_entries, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
@@ -356,7 +355,9 @@ class _Sums:
         if (devices := self._num_devices("context")) > 1:
             layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
             # All-to-all may be within one axis, and a ring over another.
-            rounds = CONTEXT_ROUNDS[_method_of(declared)](devices)
+            schedules = (x.schedule for x in declared)
+            methods = (x.method for x in schedules if isinstance(x, OverSequence))
+            rounds = CONTEXT_ROUNDS[next(methods, "ring")](devices)
             rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
             self.sent.append(BytesSent(2 * self.tokens * per_token * rounds * layers, 0.0))
 
@@ -452,12 +453,6 @@ def _time_ratio(schedule: Schedule) -> float:
 def _is_on_host(sharding: Any) -> bool:
     """Tells whether a sharding, or a row, is for the memory of the host."""
     return "host" in (getattr(sharding, "memory_kind", None) or "")
-
-
-def _method_of(declared: Iterable[InOutSharding]) -> str:
-    """Finds the method by which a strategy computes attention over sharded sequences."""
-    methods = (x.schedule.method for x in declared if isinstance(x.schedule, OverSequence))
-    return next(methods, "ring")
 
 
 # How often keys and values, or as many bytes, are sent in a step by so many devices.

@@ -124,7 +124,11 @@ def fit_sharding(
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
-        problems += _unconstrained(spec)
+        problems += [
+            Mismatch(f"dimension {dimension} is UNCONSTRAINED; write None or a mesh axis")
+            for dimension, entry in enumerate(spec.partitions)
+            if entry is PartitionSpec.UNCONSTRAINED
+        ]
     # The sizes of the axes are only known, and compared, if the mesh has all of them.
     if shape is not None and not problems and len(spec) > len(shape):
         problems.append(_too_long(spec, shape))
@@ -153,14 +157,6 @@ def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
         except ValueError as error:
             return fit.refuse(str(error))
     return fit
-
-
-def _unconstrained(spec: PartitionSpec) -> Iterator[Mismatch]:
-    """Yields the dimensions that a spec leaves to the compiler."""
-    for dimension, entry in enumerate(spec.partitions):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            remedy = "is UNCONSTRAINED; write None or a mesh axis"
-            yield Mismatch(f"dimension {dimension} {remedy}")
 
 
 def _unusable(
