@@ -109,6 +109,10 @@ PLAN = textwrap.dedent("""\
         return {"dp": forward(mesh), "again": lowered(mesh)}
 
 
+    def one_is_whole(mesh):
+        return {"dp": forward(mesh), "alone": step()}
+
+
     def one_fails(mesh):
         return {"dp": lowered(mesh), "bad": (lambda x: 1 / 0, X)}
 
@@ -325,10 +329,19 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.inspect("plain")
         assert code == 0 and out.startswith("sin: 1 × ") and not error
 
-    def test_inspect_what_is_not_sharded(self):
-        code, out, error = self.inspect("step", "--mesh", "data=4")
-        assert code == 0 and out.startswith("apply: 4 × ")
-        assert "apply is not sharded: each of the 4 devices holds all arguments" in error
+    @parameterized.parameters("inspect", "source", "lock", "check", "compare")
+    def test_what_is_not_sharded(self, command):
+        function = "one_is_whole" if command == "compare" else "step"
+        options = ["--mesh", "data=4"]
+        if command in ("lock", "check"):
+            options += ["--file", self.folder / "step.lock"]
+        if command == "check":
+            self.run_command("lock", f"{self.path}:step", *options)
+        code, _, error = self.run_command(command, f"{self.path}:{function}", *options)
+        assert code == 0
+        name = {"compare": "alone"}.get(command, "apply")
+        [line] = [line for line in error.splitlines() if "is not sharded" in line]
+        assert line.startswith(f"{command}: {name} is not sharded: each of the 4 devices holds all")
 
     def test_inspect_in_a_module(self):
         sys.path.insert(0, str(self.folder))

@@ -250,14 +250,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     # Remarks of the compiler are only in its log, and in the list after the block.
     with _compat.compiler_log(rematerializations) as remarks:
         report = _called(arguments, _report)
-    # The most frequent mistake: a mesh, but no shardings.
-    is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
-    if report.num_devices > 1 and is_whole:
-        say(
-            f"inspect: {report.name} is not sharded: each of the {report.num_devices} devices "
-            "holds all arguments. Give jit in_shardings=..., or search for them with plan.",
-            error=True,
-        )
+    _warn_if_unsharded(arguments, report.name, report)
     write(arguments, report)
     if remarks:
         say("\n".join([_REMATERIALIZED, *(f"  {x.told(report)}" for x in remarks)]), error=True)
@@ -275,6 +268,20 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     return 1
 
 
+def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: ProgramReport) -> None:
+    """Names the most frequent mistake, if a user made it: a mesh, but no shardings.
+
+    ``name`` is that of the program in the output of the command.
+    """
+    is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
+    if report.num_devices > 1 and is_whole:
+        say(
+            f"{arguments.command}: {name} is not sharded: each of the {report.num_devices} devices "
+            "holds all arguments. Give jit in_shardings=..., or search for them with plan.",
+            error=True,
+        )
+
+
 def run_source(arguments: argparse.Namespace) -> int:
     """Shows the table of lines; returns the exit code."""
     lines = _called(arguments, _lines)
@@ -289,7 +296,9 @@ def run_source(arguments: argparse.Namespace) -> int:
 def run_lock(arguments: argparse.Namespace) -> int:
     """Writes a lock file; returns the exit code."""
     file = _lock_file(arguments)
-    write_file(file, lock_text(_called(arguments, _report)).encode())
+    report = _called(arguments, _report)
+    _warn_if_unsharded(arguments, report.name, report)
+    write_file(file, lock_text(report).encode())
     say(f"wrote {file}")
     return 0
 
@@ -300,6 +309,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     if not file.exists():  # before the program is compiled
         raise UsageError(f"there is no lock file {file}; write it: {_lock_command(arguments)}")
     report = _called(arguments, _report)
+    _warn_if_unsharded(arguments, report.name, report)
     try:
         changes = changes_since(file, report, arguments.tolerance)
     except ValueError as error:
@@ -517,6 +527,8 @@ def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
             _options(arguments, target, value)
             return value.by_line()
         compiled = _compiled(_staged(arguments, target, value))
+        report = compiled.report()
+        _warn_if_unsharded(arguments, report.name, report)
         return compiled.by_line(hardware=arguments.hardware)
 
 
@@ -561,7 +573,10 @@ def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Co
         reports: dict[str, ProgramReport | Failure] = {}
         for name, program in value.items():
             make_report = partial(_report, arguments, f"{target}, {name},", program)
-            reports[str(name)] = attempt(make_report)  # a failure does not end the others
+            report = attempt(make_report)  # a failure does not end the others
+            reports[str(name)] = report
+            if isinstance(report, ProgramReport):
+                _warn_if_unsharded(arguments, str(name), report)
         return Comparison(reports)
     if not isinstance(value, tuple) or len(value) < 2 or not isinstance(value[0], Mapping):
         raise UserError(
