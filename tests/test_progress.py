@@ -26,6 +26,7 @@ from nnx_sharding.checkpoint import (
 )
 from nnx_sharding.diagnostics import progress
 from nnx_sharding.partition import make_mesh, replicated, sharded_init
+from nnx_sharding.report.compiling import compile_all
 
 RULES = {"w": "kernel", "b": "bias"}
 
@@ -124,16 +125,46 @@ def test_logs_get_lines(open_terminal, monkeypatch):
     log = open_terminal()
     monkeypatch.setattr(log, "isatty", lambda: False)
     monkeypatch.setattr(progress, "LINE_S", 0.02)
-    with progress.progress("work", 3) as advance:
+    running = ["one", "two"]
+    with progress.progress("work", 3, running=running) as advance:
         _wait_for(log, "work: ")
+        running.remove("one")
         advance("one")
-        _wait_for(log, "work: 1 of 3 done, the last: one; ")
-    assert log.getvalue().splitlines()[0] == "work: 0 s so far"
+        _wait_for(log, "work: 1 of 3 done, the last: one; now: two; ")
+    assert log.getvalue().splitlines()[0] == "work: 0 of 3 done; now: one and two; 0 s so far"
+    with progress.progress("other"):
+        _wait_for(log, "other: 0 s so far")
 
 
-def _wait_for(log, text):
+def test_lines_name_the_programs_that_compile(open_terminal, monkeypatch):
+    """Also one that is lowered; neither one that was, nor one that equals another."""
+    log = open_terminal()
+    monkeypatch.setattr(log, "isatty", lambda: False)
+    monkeypatch.setattr(progress, "LINE_S", 0.02)
+    fun = jit(lambda x: 2 * x)
+    lines = []
+
+    def lower(name):
+        def program():
+            length = len(log.getvalue())
+            _wait_for(log, f"{name}; ", length)
+            lines.append(log.getvalue()[length:].splitlines()[-1])
+            return fun.lower(jnp.ones(4)), None
+
+        return program
+
+    programs = {name: lower(name) for name in ("first", "equal", "last")}
+    compile_all("search", programs, ruled_out={})
+    assert re.match(r"search: 0 of 3 done; now: first; \d+ s so far", lines[0])
+    # Either the first one is still compiled, or it is done.
+    states = r"(0 of 3 done; now: first and|1 of 3 done, the last: first; now:)"
+    for line, name in zip(lines[1:], ("equal", "last"), strict=True):
+        assert re.match(rf"search: {states} {name}; \d+ s so far", line)
+
+
+def _wait_for(log, text, start=0):
     for _ in range(500):
-        if text in log.getvalue():
+        if text in log.getvalue()[start:]:
             return
         time.sleep(0.01)
     pytest.fail(f"{text!r} is not in {log.getvalue()!r}")

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from .. import _compat
 
@@ -27,19 +27,29 @@ _BAR = threading.Lock()
 
 @contextlib.contextmanager
 def progress(
-    title: str, total: int | None = None, *, quiet: bool = False
+    title: str,
+    total: int | None = None,
+    *,
+    running: Collection[str] = (),
+    quiet: bool = False,
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, or lines in a log.
 
-    Yields a function to call after each step, with its name. ``total`` is the number of steps;
-    None if it is unknown.
+    Args:
+      title: what the work is.
+      total: the number of steps; None if it is unknown.
+      running: the names of the steps that run now, which the block changes. Lines name them, since
+        a single step may take minutes.
+      quiet: whether to show nothing.
+
+    Yields:
+      A function to call after each step, with its name.
     """
     if quiet or _is_quiet() or not _BAR.acquire(blocking=False):  # one bar at a time
         yield lambda _: None
         return
-    show = _bar if _has_bar() else _lines
     try:
-        with show(title, total) as advance:
+        with _bar(title, total) if _has_bar() else _lines(title, total, running) as advance:
             yield advance
     finally:
         _BAR.release()
@@ -73,17 +83,18 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _lines(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+def _lines(
+    title: str, total: int | None, running: Collection[str]
+) -> Iterator[Callable[[str], None]]:
     """Prints a line after each `LINE_S` from a thread; yields what `progress` yields."""
     names: list[str] = []  # of the steps that were done
     start, is_done = time.monotonic(), threading.Event()
 
     def print_lines() -> None:
         while not is_done.wait(LINE_S):
-            count = len(names) if total is None else f"{len(names)} of {total}"
-            done = f"{count} done, the last: {names[-1]}; " if names else ""
             seconds = time.monotonic() - start
-            print(f"{title}: {done}{seconds:.0f} s so far", file=sys.stderr, flush=True)
+            steps = _steps_text(len(names), total, names[-1:], [*running])
+            print(f"{title}: {steps}{seconds:.0f} s so far", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
@@ -92,6 +103,24 @@ def _lines(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
     finally:
         is_done.set()
         thread.join()
+
+
+def _steps_text(count: int, total: int | None, last: Sequence[str], running: Sequence[str]) -> str:
+    """Writes the part of a line about steps: ``1 of 3 done, the last: fsdp; now: replicated; ``.
+
+    Args:
+      count: the number of steps that were done.
+      total: the number of all; None if it is unknown.
+      last: the one that was done last; empty before there is one.
+      running: those that run now.
+    """
+    parts = []
+    if count or total is not None:
+        done = f"{count} done" if total is None else f"{count} of {total} done"
+        parts.append(", the last: ".join([done, *last]))
+    if running:
+        parts.append(f"now: {' and '.join(running)}")
+    return "".join(f"{part}; " for part in parts)
 
 
 _WITHOUT_CURSOR = ("dumb", "unknown")  # as rich knows them, which then writes empty lines

@@ -119,13 +119,16 @@ def run_in_rounds(
     """
     results: dict[str, list[float] | Failure] = {name: [] for name in runners}
     order, shuffle = [*runners], random.Random(0).shuffle
-    with progress("plan: measuring", (1 + rounds) * len(order), quiet=quiet) as advance:
+    running = [""]  # the name of the candidate that takes its turn
+    num_turns = (1 + rounds) * len(order)
+    with progress("plan: measuring", num_turns, running=running, quiet=quiet) as advance:
         for number in range(1 + rounds):
             shuffle(order)
             for name in order:
                 times = results[name]
                 if isinstance(times, Failure):
                     continue
+                running[0] = name
                 try:
                     seconds = runners[name].take_turn()
                     if number > 0:  # the first round compiles

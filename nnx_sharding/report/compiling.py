@@ -111,7 +111,7 @@ def compile_all(
     try:
         with (
             _Workers(devices, cache, by_module=by_module) as workers,
-            progress(title, total, quiet=quiet) as advance,
+            progress(title, total, running=run.under_way, quiet=quiet) as advance,
         ):
             while (seconds_left := end - time.monotonic()) > 0:
                 # As long as a worker is free, this thread lowers a program for it; else it waits.
@@ -146,6 +146,7 @@ class _Run:
     Attributes:
       reports: by the name of the program.
       slots: how many programs may still be lowered to be compiled.
+      under_way: the names of the programs that are being lowered or compiled.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class _Run:
         """
         self.reports: dict[str, ProgramReport | Failure] = {}
         self.slots = slots
+        self.under_way: list[str] = []
         self._programs, self._ruled_out = programs, ruled_out
         self._names = [*programs]  # of those that are there now, in order
         self._seconds: dict[str, float] = {}  # to trace, lower and compile, by name
@@ -174,6 +176,7 @@ class _Run:
 
     def start(self, name: str, workers: _Workers) -> None:
         """Lowers a program and lets a worker compile it, unless an equal one was started."""
+        self.under_way.append(name)
         start = time.perf_counter()
         program = attempt(self._programs.pop(name))
         seconds = time.perf_counter() - start
@@ -183,6 +186,7 @@ class _Run:
             first = self._started.setdefault(_digest(program), name)  # its own name if it is new
             if first != name:
                 self._ruled_out[name] = f"compiles to the program of {first}"
+                self.under_way.remove(name)
                 return
         if not isinstance(program, Failure):
             self.slots.taken.add(name)
@@ -191,6 +195,7 @@ class _Run:
     def note(self, finished: _Finished, hardware: Hardware | None) -> None:
         """Notes what came of a program, with the roofline of ``hardware`` if it is given."""
         name, report, seconds = finished
+        self.under_way.remove(name)
         if hardware is not None and isinstance(report, ProgramReport):
             report = report.with_roofline(hardware)
         if isinstance(report, Failure):
