@@ -20,6 +20,7 @@ from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.cli.main import main
 from nnx_sharding.filters import Paths
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
+from test_tensor_parallel import FewHeads
 
 WIDTH = 32
 
@@ -192,9 +193,9 @@ class Moved(nnx.Module):
         return with_sharding_constraint(self.up(x), P(None, ("model", "data")))
 
 
-def moved():
+def moved(**options):
     mesh = make_mesh({"model": 4, "data": 2})
-    fun = jit(lambda model, x: 2 * model(x), in_shardings=(None, P()), mesh=mesh)
+    fun = jit(lambda model, x: 2 * model(x), in_shardings=(None, P()), mesh=mesh, **options)
     return fun.lower(Moved(), jax.ShapeDtypeStruct((16, 16, 16), jnp.float32)).compile()
 
 
@@ -204,7 +205,24 @@ def test_two_shardings_that_meet():
     assert made.startswith("Made as P('model', None, 'data'), (4,16,8) on each device, by sin in")
     assert "model.up (test_why.py:" in made
     assert used.startswith("Used as P(None, ('model', 'data'), None), (16,2,16) on each device, by")
-    assert 'activation_shardings={r"up": …}' in reason.instead
+    [code] = re.findall(r"jit\((.*)\) if model\.up returns it", reason.instead)
+    assert code == "activation_shardings={r\"up\": P(None, ('model', 'data'))}"
+    moved(**eval(f"dict({code})"))  # the spec can be used as it is written
+
+
+def test_nothing_is_written_that_cannot_be_used():
+    mesh = make_mesh({"data": 2, "model": 4}, axis_types=AxisType.Auto)
+    model = nnx.eval_shape(lambda: FewHeads(nnx.Rngs(0)))  # each head is on two of four devices
+    specs = tensor_parallel(model, mesh=mesh), P("data")
+    fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=mesh)
+    program = fun.lower(model, jax.ShapeDtypeStruct((4, 8, 64), jnp.float32)).compile()
+    _, reason = reason_of(program, "all-gather", "reshard")
+    assert all(" as P(" not in fact for fact in reason.facts)  # no spec is known
+    [module] = re.findall(r"by dot_general in (model\.[kv]_proj) ", reason.facts[0])
+    assert reason.instead == (
+        "shard it, but not over model: by with_sharding_constraint where it is made, or by "
+        f"activation_shardings of jit if {module} returns it"
+    )
 
 
 def test_a_module():

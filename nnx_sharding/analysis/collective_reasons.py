@@ -23,6 +23,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
+from jax.sharding import PartitionSpec
+
 from .collectives import Collective, axes_text, file_title, users_frame
 from .hlo import Module
 from .instructions import Instruction, dims_at
@@ -97,7 +99,9 @@ class CollectiveReasons:
         subject = f"{collective.kind} over {axes}, sends {sent} ({use})"
         value = Value(collective.computation, collective.name)
         made, used = self._maker(value), self._user(value)
-        instead = _instead(collective, made)
+        whole_shapes = self._whole_shapes_of(made, used)
+        spec = None if used is None else self._spec(used.shape, whole_shapes)
+        instead = _instead(collective, made, spec)
         facts = []
         if collective.purpose in ("parameter", "state") and collective.parameters:
             reasons = [self._why_argument(path) for path in collective.parameters[:2]]
@@ -116,34 +120,39 @@ class CollectiveReasons:
                 f"which that sums is sharded over {axes}."
             )
             made = None  # said already
-        facts += self._two_sides(made, used)
+        for verb, side in (("Made", made), ("Used", used)):
+            if side is not None:
+                facts.append(f"{verb}{self._sharded_text(side.shape, whole_shapes)} by {side}.")
         if used is None and collective.purpose != "gradient":
             facts.append(
                 "The function returns it, with the sharding of out_shardings or of a Variable."
             )
         return Reason(subject, tuple(facts), instead)
 
-    def _two_sides(self, made: _Side | None, used: _Side | None) -> list[str]:
-        """Says how the value is sharded where it is made and where it is used."""
-        sides = [side for side in (made, used) if side is not None]
-        # The whole value is the same on both sides, so either line may know its shape.
+    def _whole_shapes_of(self, *sides: _Side | None) -> set[Shape]:
+        """Returns the shapes that the whole value may have, by the lines where it is made and used.
+
+        It is the same on both sides, so either line may know its shape.
+        """
         whole_shapes: set[Shape] = set()
         for side in sides:
-            whole_shapes |= self._whole_shapes.get((side.line or "", side.operation), set())
-        return [
-            f"{verb}{self._sharded_text(side.shape, whole_shapes)} by {side}."
-            for verb, side in (("Made", made), ("Used", used))
-            if side is not None
-        ]
+            if side is not None:
+                whole_shapes |= self._whole_shapes.get((side.line or "", side.operation), set())
+        return whole_shapes
 
-    def _sharded_text(self, shape: Shape, whole_shapes: Collection[Shape]) -> str:
-        """Writes a shape on one device, with the spec if only one cuts the whole value so."""
+    def _spec(self, shape: Shape, whole_shapes: Collection[Shape]) -> PartitionSpec | None:
+        """Returns the spec that cuts the whole value to a shape on one device, if only one does."""
         specs = {
             spec_of_shard(whole, shape, self._axis_sizes, any_order=True)
             for whole in whole_shapes
             if len(whole) == len(shape)
         } - {None}
-        as_spec = f" as {spec_text(specs.pop())}" if len(specs) == 1 else ""
+        return specs.pop() if len(specs) == 1 else None
+
+    def _sharded_text(self, shape: Shape, whole_shapes: Collection[Shape]) -> str:
+        """Writes a shape on one device, with its spec if that is known."""
+        spec = self._spec(shape, whole_shapes)
+        as_spec = "" if spec is None else f" as {spec_text(spec)}"
         return f"{as_spec}, {shape_text(shape)} on each device,"
 
     def _maker(self, value: Value) -> _Side | None:
@@ -223,16 +232,32 @@ def _dims(instruction: Instruction, value: Value) -> Shape:
     return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 
-def _instead(collective: Collective, made: _Side | None) -> str:
-    """Says what to write to avoid a collective."""
+def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
+    """Says what to write to avoid a collective.
+
+    Args:
+      collective: the collective.
+      made: where the value that it moves is made; None if that is unknown.
+      spec: that with which the value is used; None if that is unknown.
+    """
     if collective.purpose in _INSTEAD:
         return _INSTEAD[collective.purpose]
-    module = None if made is None else made.module
-    if module is None or "." not in module:
-        return "with_sharding_constraint where it is made, with the spec with which it is used"
-    path = module.partition(".")[2]
-    pattern = re.sub(r"\[\d+\]", r"/\\d+", path).replace(".", "/")
-    return (
-        f'jit(activation_shardings={{r"{pattern}": …}}), with the spec with which it is used, or '
-        "with_sharding_constraint there"
-    )
+    module = "" if made is None else made.module or ""
+    _, _, path_in_model = module.partition(".")  # empty for a function, or the model itself
+    if spec is None:
+        is_gather = collective.kind == "all-gather" and collective.axes
+        how = f"but not over {axes_text(collective.axes)}" if is_gather else "as it is used"
+        others = f", or by activation_shardings of jit if {module} returns it"
+        return (
+            f"shard it, {how}: by with_sharding_constraint where it is made"
+            f"{others if path_in_model else ''}"
+        )
+    # Of the dimensions behind the last sharded one, a spec need not say that they are whole.
+    count = max((i for i, entry in enumerate(spec, 1) if entry is not None), default=0)
+    written = spec_text(PartitionSpec(*spec[:count]))
+    constraint = f"with_sharding_constraint to {written} where it is made"
+    if not path_in_model:
+        return constraint
+    pattern = re.sub(r"\[\d+\]", r"/\\d+", path_in_model).replace(".", "/")
+    code = f'jit(activation_shardings={{r"{pattern}": {written}}})'
+    return f"{constraint}, or {code} if {module} returns it"
