@@ -394,8 +394,13 @@ class ErrorsTest(parameterized.TestCase):
         (TypeError, "different positions", lambda m: custom_vjp(len, nondiff_argnums=(0, 0))),
         (
             ValueError,
-            "nnx.DiffState",
+            "nnx.DiffState, which only custom_vjp takes",
             lambda m: custom_jvp(len, nondiff_argnums=(nnx.DiffState(0, ...),)),
+        ),
+        (
+            ValueError,
+            "nnx.DiffState, which needs graph=True and graph_updates=True. ",
+            lambda m: custom_vjp(len, nondiff_argnums=(nnx.DiffState(0, ...),), graph=False),
         ),
         (ValueError, "__call__ is a bound method", lambda m: custom_vjp(m.__call__)),
         (

@@ -14,7 +14,15 @@ from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
-from nnx_sharding import StateSharding, explain_retraces, jit, shard_map
+from nnx_sharding import (
+    StateSharding,
+    accumulate_gradients,
+    explain_retraces,
+    jit,
+    shard_map,
+    tensor_parallel,
+    value_and_grad,
+)
 from nnx_sharding.export import export
 from zoo import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
 
@@ -715,6 +723,30 @@ class NestingTest(parameterized.TestCase):
         with context:
             y = outer(model, X)
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+    @parameterized.product(accumulates=[True, False], check_vma=[True, False])
+    def test_gradients_where_other_axes_are_explicit(self, accumulates, check_vma):
+        """Modules of a strategy run with Auto axes; the map is over another axis."""
+        mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+        x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+
+        def mean_square(model, x):
+            return (model(x) ** 2).mean()
+
+        @shard_map(
+            in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=check_vma
+        )
+        def loss(model, x):
+            return jax.lax.pmean(mean_square(model, x), "data")
+
+        gradient = accumulate_gradients(loss, steps=2) if accumulates else value_and_grad(loss)
+        model = MLP()
+        sharding = tensor_parallel(model, mesh=mesh, axis="model")
+        step = jit(lambda *args: gradient(*args), mesh=mesh, in_shardings=(sharding, P("data")))
+        found = jax.tree.leaves(step(model, x))
+        expected = jax.tree.leaves(nnx.value_and_grad(mean_square)(MLP(), x))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
     def test_update_in_the_inner_one(self):
         mesh = mesh_of((2, 4), ("data", "model"))

@@ -201,10 +201,13 @@ def _make(
         )
     has_states = updates and name == "custom_vjp"  # whether rules get states, as from Flax
     if states and not has_states:
-        raise ValueError(
-            f"{name}: nondiff_argnums holds an nnx.DiffState, which only custom_vjp takes, with "
-            "graph=True and graph_updates=True."
+        need = (
+            "needs graph=True and graph_updates=True. Without them, leave it out: bwd returns "
+            "zeros for what is not differentiated."
+            if name == "custom_vjp"
+            else "only custom_vjp takes."
         )
+        raise ValueError(f"{name}: nondiff_argnums holds an nnx.DiffState, which {need}")
     _, bound = unbind(fun)
     if bound:  # it would be unclear whether positions and rules count the object
         raise ValueError(

@@ -189,6 +189,7 @@ class _ShardMap(Sharded):
 
     def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
         """Maps the pure function over shards, and wraps that in ``jax.jit`` for top level."""
+        function = self._with_typed_residuals(function)
         # Takes ``mesh`` and ``axis_names``; returns the mapped function.
         map_over = functools.partial(
             jax.shard_map,
@@ -225,6 +226,21 @@ class _ShardMap(Sharded):
             inline=self._inline(map_over),
             traced_each_time=per_call,
         )
+
+    def _with_typed_residuals(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Makes a function that JAX can differentiate in a map over other axes than Explicit ones.
+
+        Modules under a strategy run with Auto axes in place of Explicit ones. JAX gives what they
+        save for the backward pass the types outside, and then refuses to read it there.
+        `jax.checkpoint` reads it with its own types. It saves everything, so that no operation of
+        the function is repeated; but what such a module saves is gathered over its axes.
+        """
+        if self.context is None or not self.axis_names:
+            return function
+        if axes_of_type(self.context, AxisType.Explicit) <= self.axis_names:
+            return function
+        everything = jax.checkpoint_policies.everything_saveable
+        return jax.checkpoint(function, policy=everything, prevent_cse=False)
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
         """Returns the mapped function for calls in a trace, on the mesh with its axis types there.
