@@ -84,6 +84,11 @@ def vector_loss(lib: Library) -> Any:
     return lib.grad(apply)(linear(), X)
 
 
+@mistake("a loss that is an integer", TypeError, "must return a real floating", "got int32[]")
+def integer_loss(lib: Library) -> Any:
+    return lib.grad(lambda model, x: (model(x) > 0).sum())(linear(), X)
+
+
 @mistake("`has_aux` without a second result", TypeError, "must return a pair (output, aux)")
 def missing_aux(lib: Library) -> Any:
     return lib.value_and_grad(loss, has_aux=True)(linear(), X)

@@ -231,7 +231,7 @@ class _Gradient(Differentiation):
     allow_int: bool  # as in ``jax.grad``
 
     def check_output(self, fun_name: str, out: object) -> None:
-        """Raises a ``TypeError`` if the function returns something else than a scalar.
+        """Raises a ``TypeError`` unless the function returns a scalar that has a gradient.
 
         ``out`` is what it returned, without auxiliary data.
         """
@@ -241,6 +241,16 @@ class _Gradient(Differentiation):
                 hint = " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
                 f"{self.name}: {fun_name} must return a scalar loss, got {type_text(out)}.{hint}"
+            )
+        kind, dtype = (
+            ("complex", jnp.complexfloating) if self.holomorphic else ("real", jnp.floating)
+        )
+        if not jnp.issubdtype(jnp.result_type(out), dtype):
+            is_complex = jnp.issubdtype(jnp.result_type(out), jnp.complexfloating)
+            hint = " Give holomorphic=True, or take its absolute value." if is_complex else ""
+            raise TypeError(
+                f"{self.name}: {fun_name} must return a {kind} floating-point loss, "
+                f"got {type_text(out)}.{hint}"
             )
 
 
