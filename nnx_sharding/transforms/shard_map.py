@@ -232,8 +232,9 @@ class _ShardMap(Sharded):
 
         Modules under a strategy run with Auto axes in place of Explicit ones. JAX gives what they
         save for the backward pass the types outside, and then refuses to read it there.
-        `jax.checkpoint` reads it with its own types. It saves everything, so that no operation of
-        the function is repeated; but what such a module saves is gathered over its axes.
+        `jax.checkpoint` reads it with its own types. It saves what the function computes, so that
+        no sine or matrix product is computed again. The backward pass takes some more additions and
+        products of elements, and what such a module saves is gathered over its axes.
         """
         if self.context is None or not self.axis_names:
             return function
