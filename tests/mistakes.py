@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -1389,6 +1390,8 @@ INTERLEAVED = {
     "counter_of_layers_read": ("reads what layers write", "is used outside of them", "x, y ="),
     "rows_from_parameters": ("gives layers rows of parameters", "microbatch and on parameters"),
     "layers_from_rows": ("changes parameters by rows", "parameters of layers depend on the micro"),
+    "callback_that_returns": ("has an `io_callback`", "that returns something", "pure_callback"),
+    "printed_counter": ("prints what layers write", "a callback, such as jax.debug.print, reads"),
     "new_attribute": ("adds an attribute to the model", "changes the structure", "has_aux=True"),
 }
 
@@ -1437,6 +1440,18 @@ def layers_from_rows(model: Layers, x: jax.Array) -> jax.Array:
     up = model.blocks.layers.up
     up[...] = up[...] * x.mean()
     return model.blocks(x)
+
+
+@cannot_be_interleaved
+def callback_that_returns(model: Layers, x: jax.Array) -> jax.Array:
+    return model.blocks(io_callback(lambda x: x, jax.typeof(x), x))
+
+
+@cannot_be_interleaved
+def printed_counter(model: Layers, x: jax.Array) -> jax.Array:
+    x = model.blocks(x)
+    jax.debug.print("{}", model.blocks.layers.count.sum())
+    return x
 
 
 @cannot_be_interleaved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -218,6 +220,47 @@ def test_gradients_are_those_of_one_device(name, kind):
     named = {key: options[key] for key in ("block", "is_list") if key in options}
     others = {key: x for key, x in options.items() if key not in named}
     check(Model(call, options=others, **named), kind, stages, steps, **more)
+
+
+def counting_callbacks(counts):
+    """Returns a class of layers and a call of a model, with callbacks that count by name."""
+
+    def count(name, x):
+        jax.debug.callback(lambda _: counts.update([name]), x.sum())
+
+    @jax.custom_vjp
+    def inside_custom_vjp(x):
+        count("custom_vjp", x)
+        return x
+
+    inside_custom_vjp.defvjp(lambda x: (x, None), lambda _, gradient: (gradient,))
+
+    class Counted(Block):
+        def __call__(self, x):
+            count("layer", x)
+            return super().__call__(x)
+
+    def call(model, tokens):
+        jax.jit(lambda tokens: count("before", tokens))(tokens)
+        x = model.embed(inside_custom_vjp(tokens.astype(float)).astype(int))
+        logits = model.head(model.blocks(x))
+        count("after", logits)
+        return logits
+
+    return Counted, call
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_callbacks_run_for_each_microbatch(kind):
+    """In layers also on stages that wait, as with GPipe."""
+    counts = Counter()
+    block, call = counting_callbacks(counts)
+    step = check(Model(call, options={}, block=block), kind, stages=4, steps=8)
+    jax.effects_barrier()
+    assert step.memory() is not None
+    on_one_device = {"before": 8, "custom_vjp": 8, "after": 8, "layer": 4 * 8}
+    in_stages = {"before": 8, "custom_vjp": 8, "after": 8, "layer": 4 * (8 + 3)}
+    assert counts == Counter(on_one_device) + Counter(in_stages)
 
 
 def in_a_scan(function):

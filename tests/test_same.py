@@ -13,7 +13,7 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 
-from nnx_sharding import jit, shard_map, stack
+from nnx_sharding import accumulate_gradients, jit, shard_map, stack
 from nnx_sharding.checkpoint import save
 from nnx_sharding.partition import fsdp, pipeline
 from nnx_sharding.testing import assert_same, replay
@@ -324,6 +324,27 @@ class ToleranceTest(parameterized.TestCase):
 
 
 class PipelineTest(parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_gradients_of_one_forward_one_backward(self, with_embedding):
+        """Each module has records, which are callbacks, in the trace that the schedule cuts."""
+        model = stack([nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)])
+        if with_embedding:
+            model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(4)), model)
+        mesh = mesh_of((4, 2), ("stage", "data"))
+
+        def step(model, x):
+            return accumulate_gradients(lambda model, x: (model(x) ** 2).mean(), steps=2)(model, x)
+
+        def wrong_step(model, x):
+            loss, gradients = step(model, x)
+            shards = jax.sharding.get_abstract_mesh().shape["stage"]
+            return loss, jax.tree.map(lambda x: x * shards, gradients)
+
+        shardings = pipeline(model, mesh=mesh, schedule="1f1b"), P("data")
+        assert_same(step, model, X, shardings=shardings, mesh=mesh, steps=1)
+        with pytest.raises(AssertionError, match="4 times as large"):
+            assert_same(wrong_step, model, X, shardings=shardings, mesh=mesh, steps=1)
+
     @parameterized.parameters(True, False)
     def test_as_on_one_device(self, is_stack):
         blocks = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)]

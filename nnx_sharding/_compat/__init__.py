@@ -6,3 +6,4 @@ The rest of the package uses public names and these functions.
 from .compiling import *  # noqa: F403
 from .flax_names import *  # noqa: F403
 from .jax_names import *  # noqa: F403
+from .programs import *  # noqa: F403

@@ -17,13 +17,11 @@ import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh
 
-from .jax_names import private_name, source_info_util
+from .jax_names import private_name
 
 _xla_client: Any = private_name("jax._src.lib", "xla_client")
 _make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
@@ -115,55 +113,6 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
         return stage.compile(dict(options or {}))  # with options JAX does not keep the result
     finally:
         arguments["backend"] = backend
-
-
-def used_equations(jaxpr: Any) -> Any:
-    """Returns the equations of a traced program, without those whose results are not used."""
-    from jax.interpreters import partial_eval
-
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0].eqns
-
-
-def used_part(
-    closed: Any, is_used: Sequence[bool], *, effects: bool
-) -> tuple[Any, tuple[int, ...]]:
-    """Returns what computes some outputs of a traced program, and the positions of its inputs.
-
-    ``effects`` says whether equations with side effects and without results belong to it.
-    """
-    from jax.interpreters import partial_eval
-
-    kept = [x for x in closed.jaxpr.eqns if effects or x.outvars or not x.effects]
-    part, inputs = partial_eval.dce_jaxpr(closed.jaxpr.replace(eqns=kept), [*is_used])
-    return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
-
-
-def run_equation(
-    equation: Any, inputs: Sequence[Any], mesh: AbstractMesh | None = None
-) -> list[Any]:
-    """Runs one operation of a traced program, with the mesh and settings that it was traced with.
-
-    With another mesh if one is given.
-    """
-    parameters = equation.primitive.get_bind_params(equation.params)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(equation.ctx.manager)
-        if mesh is not None:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        out = equation.primitive.bind(*inputs, **parameters)
-    return [*out] if equation.primitive.multiple_results else [out]
-
-
-def in_scope_of(equation: Any) -> AbstractContextManager[object]:
-    """Gives what runs within the block the names and the line of an operation that was traced."""
-    if source_info_util is None:
-        return contextlib.nullcontext()
-    names = source_info_util.current_name_stack() + equation.source_info.name_stack
-    context: AbstractContextManager[object] = source_info_util.user_context(
-        equation.source_info.traceback, name_stack=names
-    )
-    return context
 
 
 @contextlib.contextmanager

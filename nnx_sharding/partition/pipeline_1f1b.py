@@ -58,6 +58,7 @@ from .pipeline_loss import (
     find_call,
     positions_of,
     refuse_loss,
+    without_callbacks,
 )
 from .shard_sums import ShardSums, add_up
 
@@ -180,14 +181,17 @@ class TracedStage:
             as_type(x, call.loop.stages) if i in on_stages else x
             for i, x in enumerate(x for part in types for x in part)
         ]
-        closed, shapes = jax.make_jaxpr(of_all_stages, return_shape=True)(*types_of_all)
+        # Callbacks in layers run in the forward pass, and not again where residuals are computed.
+        with_callbacks, shapes = jax.make_jaxpr(of_all_stages, return_shape=True)(*types_of_all)
+        closed = without_callbacks(with_callbacks, "a layer")
         out, written, residuals = positions_of(shapes)
         used_inputs = [{*Part(closed, [i]).used} for i in residuals]
         self.kept = [n for n, used in enumerate(used_inputs) if not used <= {*invariant}]
         kept_types = [shapes[2][n] for n in self.kept]  # (S, …)
         self.residual_types = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in kept_types]
         self._counts = len(out), len(written)
-        self._forward = Part(closed, [*out, *written, *(residuals[n] for n in self.kept)])
+        kept = [residuals[n] for n in self.kept]
+        self._forward = Part(with_callbacks, [*out, *written, *kept])
         recomputed = [n for n in range(len(residuals)) if n not in self.kept]
         self._recomputed = Part(closed, [residuals[n] for n in recomputed])
         self._order = [*recomputed, *self.kept]  # of the residuals that the transpose gets
@@ -358,10 +362,10 @@ class OneForwardOneBackward:
         closed = loss.closed
         self._depends = [loss.depends(i) for i in range(len(closed.out_avals))]
         self._sort_outputs()
-        self._check()
         self._x = Part(closed, [i for i in loss.x if self._is_float(i)])
         self._prefix = Part(closed, [*loss.x, *self._varying, *self._early])
-        self._suffix = Part(closed, [*loss.returned, *self._late], effects=True)
+        self._suffix = Part(loss.with_callbacks, [*loss.returned, *self._late])
+        self._check()
         self._trace_stage()
 
     def _is_float(self, output: int) -> bool:
@@ -415,6 +419,9 @@ class OneForwardOneBackward:
         problems = {
             "what layers write is used outside of them": any(depends[i] & own for i in outside)
             or any(depends[i] & (changing | after) for i in self._ending),
+            "a callback, such as jax.debug.print, reads what layers write": bool(
+                own.intersection(Part(loss.with_callbacks, []).used)
+            ),
             "what layers get depends on what is written after they are called": any(
                 depends[i] & after for i in entering
             ),

@@ -55,6 +55,25 @@ def refuse_loss(reasons: Sequence[str], remedy: str) -> None:
     )
 
 
+def without_callbacks(closed: Jaxpr, what: str) -> Jaxpr:
+    """Returns a trace that can be cut into parts: a callback would belong to each of them.
+
+    Args:
+      closed: the trace.
+      what: names it in the error, such as "the loss".
+
+    Raises:
+      ValueError: something depends on what a callback returns.
+    """
+    without: Jaxpr = _compat.without_callbacks(closed)
+    if _compat.has_effects(without):
+        refuse_loss(
+            [f"{what} has a callback that returns something, such as `io_callback`"],
+            "Use `jax.pure_callback`, or call it outside.",
+        )
+    return without
+
+
 class PipelineCall:
     """Takes the place of a pipeline's call while a loss is traced, and runs nothing.
 
@@ -165,15 +184,11 @@ class Part:
       call: takes only these.
     """
 
-    def __init__(self, closed: Jaxpr, outputs: Iterable[int], *, effects: bool = False):
-        """Takes what computes the outputs at some positions.
-
-        Without ``effects``, callbacks that return nothing, such as ``jax.debug.print``, are left
-        out, so that they run in one part only.
-        """
+    def __init__(self, closed: Jaxpr, outputs: Iterable[int]):
+        """Takes what computes the outputs at some positions, and all callbacks."""
         outputs = [*outputs]
         is_used = [i in outputs for i in range(len(closed.out_avals))]
-        part, self.used = _compat.used_part(closed, is_used, effects=effects)
+        part, self.used = _compat.used_part(closed, is_used)
         self.call = jaxpr_as_fun(part)
         places = {output: i for i, output in enumerate(sorted(outputs))}
         self._order = [places[output] for output in outputs]
@@ -236,6 +251,8 @@ class TracedLoss:
     the ``results`` of the pipeline, then what its layers have ``written``.
 
     Attributes:
+      closed: the trace, without callbacks, which would run in every part.
+      with_callbacks: the trace as it is, for the one part that runs them.
       call: the call of the pipeline.
       results: the positions of its results among the inputs.
       written: those of the arrays that its layers write.
@@ -283,7 +300,8 @@ class TracedLoss:
             ]
 
         inputs = [*arrays], call.x, [*call.written.values()]
-        self.closed, shapes = jax.make_jaxpr(program, return_shape=True)(*inputs)
+        self.with_callbacks, shapes = jax.make_jaxpr(program, return_shape=True)(*inputs)
+        self.closed = without_callbacks(self.with_callbacks, "it")
         _, self.results, self.written = positions_of(inputs)
         self.returned, state, self.x, self.others, self.layers = positions_of(shapes)
         position = {slot: i for i, slot in enumerate(slots)}

@@ -1,0 +1,109 @@
+"""Operations of traced programs: which are used, and running them one by one.
+
+A *program* is a jaxpr, with constants or without, and an *equation* is one operation in it. Its
+parameters may have further programs, such as the body of a ``scan``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh
+
+from .jax_names import source_info_util
+
+
+def used_equations(jaxpr: Any) -> Any:
+    """Returns the equations of a traced program, without those whose results are not used."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0].eqns
+
+
+def used_part(closed: Any, is_used: Sequence[bool]) -> tuple[Any, tuple[int, ...]]:
+    """Returns what computes some outputs of a traced program, and the positions of its inputs.
+
+    Callbacks belong to every part: JAX keeps what has an effect, and all that it reads.
+    """
+    part, inputs = partial_eval.dce_jaxpr(closed.jaxpr, [*is_used])
+    return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
+
+
+def without_callbacks(program: Any) -> Any:
+    """Returns a traced program without callbacks that have no results, as of ``jax.debug.print``.
+
+    Also without those within its operations, such as the body of a ``scan`` or a ``custom_vjp``.
+    """
+    if getattr(program, "jaxpr", program) is not program:  # with constants, in older JAX
+        return program.replace(jaxpr=without_callbacks(program.jaxpr))
+    equations = [_without_inner_callbacks(x) for x in program.eqns if x.outvars or not x.effects]
+    return program.replace(eqns=equations, effects=_join_effects(equations))
+
+
+def has_effects(program: Any) -> bool:
+    """Whether a traced program does something that JAX keeps though no result is used."""
+    kept, _ = partial_eval.dce_jaxpr(program.jaxpr, [False] * len(program.out_avals))
+    return bool(kept.eqns)
+
+
+def _without_inner_callbacks(equation: Any) -> Any:
+    """Returns an operation without the callbacks in the programs among its parameters."""
+
+    def strip(value: Any) -> Any:
+        """Strips a parameter that is a program, or a tuple of them."""
+        if isinstance(value, tuple | list) and any(map(_is_program, value)):
+            return type(value)(map(strip, value))
+        return without_callbacks(value) if _is_program(value) else value
+
+    params = {name: strip(value) for name, value in equation.params.items()}
+    removed = _effects_of_programs(equation.params) - _effects_of_programs(params)
+    return equation.replace(params=params, effects=equation.effects - removed)
+
+
+def _effects_of_programs(params: Mapping[str, Any]) -> set[Any]:
+    """Returns all effects of the programs among the parameters of an operation."""
+    programs = []
+    for value in params.values():
+        values = value if isinstance(value, tuple | list) else [value]
+        programs += [x for x in values if _is_program(x)]
+    return _join_effects(programs)
+
+
+def _join_effects(parts: Iterable[Any]) -> set[Any]:
+    return set().union(*(part.effects for part in parts))
+
+
+def _is_program(x: Any) -> bool:
+    """Whether a parameter of an operation is a jaxpr, with constants or without."""
+    return hasattr(x, "eqns")
+
+
+def run_equation(
+    equation: Any, inputs: Sequence[Any], mesh: AbstractMesh | None = None
+) -> list[Any]:
+    """Runs one operation of a traced program, with the mesh and settings that it was traced with.
+
+    With another mesh if one is given.
+    """
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(equation.ctx.manager)
+        if mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        out = equation.primitive.bind(*inputs, **parameters)
+    return [*out] if equation.primitive.multiple_results else [out]
+
+
+def in_scope_of(equation: Any) -> AbstractContextManager[object]:
+    """Gives what runs within the block the names and the line of an operation that was traced."""
+    if source_info_util is None:
+        return contextlib.nullcontext()
+    names = source_info_util.current_name_stack() + equation.source_info.name_stack
+    context: AbstractContextManager[object] = source_info_util.user_context(
+        equation.source_info.traceback, name_stack=names
+    )
+    return context
