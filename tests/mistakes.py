@@ -131,6 +131,25 @@ def unmatched(lib: Library) -> Any:
 
 
 @mistake(
+    "no-filter-matches",
+    "a Variable that the function adds to a model with a strategy",
+    ValueError,
+    "model.extra: Param of shape (4,)",
+    "The function adds these",
+    "override(sharding, {'^extra$': P()})",
+)
+def unmatched_new(lib: Library) -> Any:
+    model = Model()
+
+    def add(model: Model) -> None:
+        model.extra = nnx.Param(jnp.ones(4))
+
+    specs = nnx_sharding.fsdp(model, mesh=grid(), min_size=0)
+    with jax.set_mesh(grid()):
+        return lib.jit(add, in_shardings=specs)(model)
+
+
+@mistake(
     "unused-filter",
     "a filter that matches nothing",
     UnusedFilterWarning,
@@ -139,6 +158,17 @@ def unmatched(lib: Library) -> Any:
 def unused(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("upp"): named(None, "model"), ...: named()})
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
+
+
+@mistake(
+    "unused-filter",
+    "a filter for another model, with `strict=True`",
+    StrictError,
+    "PathContains('router', exact=True), for model",
+)
+def unused_strict(lib: Library) -> Any:
+    specs = lib.StateSharding({nnx.PathContains("router"): named(None, "model"), ...: named()})
+    return lib.jit(forward, in_shardings=(specs, None), **strict(lib))(Model(), X)
 
 
 @mistake(

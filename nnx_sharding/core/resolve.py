@@ -150,6 +150,8 @@ def resolve(
             if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((place.name, subject))
                 is_inside |= use.is_inside(place.paths[0])
+                if place.argument.name in decided_arguments:
+                    use.added.append(place.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
@@ -228,7 +230,7 @@ def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
         return
     subjects = [subject for use in uses for _, subject in use.unmatched]
     filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
-    remedy = filter_remedy(uses[0].rules, subjects)
+    remedy = filter_remedy(uses[0].rules, subjects, uses[0].added)
     if is_inside:
         remedy = (
             "Their paths begin with another key, as in a tuple or dict of modules: pass that as "
@@ -255,6 +257,7 @@ class FilterUse:
     def __init__(self, rules: StateSharding):
         self.rules = rules
         self.unmatched: list[tuple[str, Any]] = []  # names and subjects
+        self.added: list[Path] = []  # of those that a call added to arguments
         self._matched: set[int | None] = set()  # filters that decided, by index; None for no filter
         self._shadowed: set[int] = set()  # filters that match what an earlier one matched
         self._keys: dict[Any, None] = {}  # all keys in paths, in their order
@@ -311,19 +314,21 @@ class FilterUse:
             new._arguments |= use._arguments
         return new
 
-    def unused(self) -> Iterator[str]:
+    def unused(self, *, strict: bool) -> Iterator[str]:
         """Yields a line for each filter that decided nothing, with its arguments and a suggestion.
 
         Only those that look misspelt, or that come after filters that match the same (shadowed):
-        others may be meant for another argument or function.
+        others may be meant for another argument or function. With ``strict``, also all others for
+        paths; a filter for a type alone, such as ``nnx.BatchStat``, fits any model.
         """
         for index, filter_ in enumerate(self.rules.filters):
             # Strategies list all paths, and a last filter for the rest may be left with nothing.
             may_be_unused = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
-            if index in self._matched or may_be_unused or is_opaque(to_predicate(filter_)):
+            predicate = to_predicate(filter_)
+            if index in self._matched or may_be_unused or is_opaque(predicate):
                 continue
             near = spelling_hint(filter_, self._keys)
-            if near or index in self._shadowed:
+            if near or index in self._shadowed or (strict and names_paths(predicate)):
                 yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{near}"
 
 
@@ -337,7 +342,7 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
                 break
         else:
             merged.append(use)
-    lines = [line for use in merged for line in use.unused()]
+    lines = [line for use in merged for line in use.unused(strict=strict)]
     if lines:
         head = f"{name}: these filters match nothing, or only what earlier filters match:"
         remedy = "Correct or remove them, or put them before the filter that matches the same."

@@ -200,14 +200,28 @@ def filters_text(rules: StateSharding) -> str:
     return ", ".join(shortened(rules.names)) or "none"
 
 
-def filter_remedy(rules: StateSharding, subjects: Iterable[object]) -> str:
-    """Returns the end of an error about Variables or arrays that no filter matches: what to do."""
+def filter_remedy(
+    rules: StateSharding, subjects: Iterable[object], added: Sequence[Path] = ()
+) -> str:
+    """Returns the end of an error about Variables or arrays that no filter matches: what to do.
+
+    Args:
+      rules: the filters.
+      subjects: the Variables or arrays.
+      added: the paths of those that a jitted function has added to its arguments.
+    """
     if not any(isinstance(filter_, Paths) for filter_ in rules.filters):
         # The user wrote the filters: a last one, for all that is left, may be missing.
         is_of_axes = any(isinstance(sharding, Axis) for sharding in rules.shardings)
         default = "None" if is_of_axes else "PartitionSpec()"
         return f"Add one for these, or a last entry `...: {default}`."
     # A strategy made the filters, which list all paths of the model that it was given.
+    if added:
+        entries = ", ".join(shortened(f"'^{path_string(path)}$': P()" for path in added))
+        return (
+            "The function adds these, after the sharding was chosen: create them with the model, "
+            f"or pass nnx_sharding.partition.override(sharding, {{{entries}}})."
+        )
     remedy = "call the strategy again for this model"
     types = list(dict.fromkeys(map(type, subjects)))
     # A filter for parameters would replace the shardings of all others.
