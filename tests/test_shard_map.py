@@ -748,6 +748,22 @@ class NestingTest(parameterized.TestCase):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
+    def test_gradients_of_plain_functions_cost_what_they_cost_in_jax(self):
+        """Other axes are Explicit, but nothing in the map runs on Auto axes."""
+        mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+        x = jax.device_put(np.ones((32, 16), np.float32), NamedSharding(mesh, P("data", "model")))
+
+        def of_shards(x):
+            return jax.lax.pmean((jnp.tanh(jnp.sin(x) * x) ** 3 * jnp.exp(-x)).mean(), "data")
+
+        flops = []
+        for map_over in (jax.shard_map, shard_map):
+            loss = map_over(of_shards, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+            with jax.set_mesh(mesh):
+                compiled = jax.jit(jax.value_and_grad(loss)).lower(x).compile()
+            flops.append(compiled.cost_analysis()["flops"])
+        assert flops[0] == flops[1]
+
     def test_update_in_the_inner_one(self):
         mesh = mesh_of((2, 4), ("data", "model"))
 

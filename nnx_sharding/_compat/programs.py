@@ -1,19 +1,19 @@
 """Operations of traced programs: which are used, and running them one by one.
 
-A *program* is a jaxpr, with constants or without, and an *equation* is one operation in it. Its
-parameters may have further programs, such as the body of a ``scan``.
+A *program* is a jaxpr, with constants or without, and an *equation* is one operation in it. The
+parameters of an equation may be further programs, such as the body of a ``scan``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .jax_names import source_info_util
 
@@ -60,20 +60,28 @@ def _without_inner_callbacks(equation: Any) -> Any:
         return without_callbacks(value) if _is_program(value) else value
 
     params = {name: strip(value) for name, value in equation.params.items()}
-    removed = _effects_of_programs(equation.params) - _effects_of_programs(params)
-    return equation.replace(params=params, effects=equation.effects - removed)
+    stripped = equation.replace(params=params)
+    before, after = (_join_effects(jaxprs_of(x)) for x in (equation, stripped))
+    return stripped.replace(effects=equation.effects - (before - after))
 
 
-def _effects_of_programs(params: Mapping[str, Any]) -> set[Any]:
-    """Returns all effects of the programs among the parameters of an operation."""
-    programs = []
-    for value in params.values():
-        values = value if isinstance(value, tuple | list) else [value]
-        programs += [x for x in values if _is_program(x)]
-    return _join_effects(programs)
+def jaxprs_of(equation: Any) -> Iterator[Any]:
+    """Yields the programs in the parameters of an operation, such as the body of a loop."""
+    for value in equation.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            # Nearly all parameters are of these types, and to ask them for attributes is slow.
+            if type(x) in _HOLD_NO_JAXPR:
+                continue
+            inner = getattr(x, "jaxpr", x)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+_HOLD_NO_JAXPR = frozenset({bool, int, float, str, type(None), NamedSharding, PartitionSpec})
 
 
 def _join_effects(parts: Iterable[Any]) -> set[Any]:
+    """Returns all effects of some programs or equations."""
     return set().union(*(part.effects for part in parts))
 
 

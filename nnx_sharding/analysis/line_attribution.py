@@ -37,7 +37,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from ..core.known_faults import jaxprs_of
+from .. import _compat
 from ..specs.fitting import axes_of
 from ..specs.paths import enclosing_paths
 from .attribution import (
@@ -112,7 +112,7 @@ def _walk(
         line = _line_of(equation) or line_around
         scope = f"{scope_around}{equation.source_info.name_stack}/"
         # A kernel works on parts of arrays, which are no values of the program.
-        inner = [] if name == "pallas_call" else [*jaxprs_of(equation)]
+        inner = [] if name == "pallas_call" else [*_compat.jaxprs_of(equation)]
         runs = times * equation.params["length"] if name == "scan" else times
         for part in inner:
             yield from _walk(part, line, scope, runs, modules)

@@ -6,7 +6,6 @@ compute it, whose names make up the path of the module.
 
 From other modules:
 
-    jaxprs_of   the jaxprs in the parameters of an equation, such as the body of a loop
     path_of     the path of the user's module in the names of nested equations, outermost first
 """
 
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..core.known_faults import jaxprs_of, path_of
+from .. import _compat
+from ..core.known_faults import path_of
 from .memory import array_bytes
 from .tables import Pictured, text
 from .units import bytes_text
@@ -139,7 +139,8 @@ def residual_of(
         equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if equation is None:
             return None
-        inside = [x for x in jaxprs_of(equation) if len(x.outvars) == len(equation.outvars)]
+        inner = _compat.jaxprs_of(equation)
+        inside = [x for x in inner if len(x.outvars) == len(equation.outvars)]
         if inside:  # go into the call; all branches of a `cond` return the same, so the first
             calls.append((jaxpr, equation))
             jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]

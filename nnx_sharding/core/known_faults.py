@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
 from ..errors import WrongGradientWarning, message, warn_or_raise
@@ -73,27 +73,12 @@ def _suspects(
     for eqn in eqns:
         if eqn.primitive.name == "dot_general" or is_grouped(eqn):
             yield *outer, eqn
-        for inner in jaxprs_of(eqn) if eqn.params else ():
+        for inner in _compat.jaxprs_of(eqn) if eqn.params else ():
             if id(inner) not in innocent:
                 suspects = [*_suspects(inner.eqns, (*outer, eqn), innocent)]
                 yield from suspects
                 if not suspects:
                     innocent.add(id(inner))
-
-
-def jaxprs_of(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in the parameters of an equation."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            # Nearly all parameters are of these types, and to ask them for attributes is slow.
-            if type(x) in _HOLD_NO_JAXPR:
-                continue
-            inner = getattr(x, "jaxpr", x)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
-_HOLD_NO_JAXPR = frozenset({bool, int, float, str, type(None), NamedSharding, PartitionSpec})
 
 
 def path_of(eqns: Iterable[Any]) -> str:

@@ -42,7 +42,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from .. import _compat
 from ..analysis.hardware import Hardware
 from ..analysis.work import elements_in_windows
-from ..core.known_faults import jaxprs_of
 from ..experimental.context import OverSequence
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
@@ -120,7 +119,7 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
                 )
             )
             continue
-        called = [products_in(jaxpr.eqns) for jaxpr in jaxprs_of(equation)]
+        called = [products_in(jaxpr.eqns) for jaxpr in _compat.jaxprs_of(equation)]
         if called and name == "cond":
             largest = max(called, key=lambda branch: branch.flops)
             called = [largest._replace(least=min(branch.least for branch in called))]

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.known_faults import jaxprs_of
+from .. import _compat
 
 SAMPLES = 8
 QUANTILE = 6.442  # of Student's t with 8 degrees of freedom at 0.9999, two-sided 0.0002
@@ -118,5 +118,5 @@ def _sums(jaxpr: Any) -> Iterator[int]:
         elif name in ("reduce_sum", "cumsum", "scatter-add"):
             yield math.prod(shape)  # of the operand: an estimate
         iterations = params.get("length", 1) if name == "scan" else 1
-        for inner in jaxprs_of(equation):
+        for inner in _compat.jaxprs_of(equation):
             yield from (iterations * count for count in _sums(inner))

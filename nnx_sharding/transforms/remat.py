@@ -31,7 +31,6 @@ from .. import _compat
 from ..activations.intercept import current_handler, with_handler
 from ..activations.trace_keys import KNOWN, Known
 from ..core.call_context import Caller
-from ..core.known_faults import jaxprs_of
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
@@ -147,7 +146,9 @@ class _Rules:
 def _names_in(jaxpr: Jaxpr) -> set[str]:
     """Returns the names that ``checkpoint_name`` gives in a jaxpr, and in those inside it."""
     names = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
-    return names.union(*(_names_in(inner) for eqn in jaxpr.eqns for inner in jaxprs_of(eqn)))
+    return names.union(
+        *(_names_in(inner) for eqn in jaxpr.eqns for inner in _compat.jaxprs_of(eqn))
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

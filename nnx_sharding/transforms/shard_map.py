@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, Required, Unpack, overload
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -238,10 +239,19 @@ class _ShardMap(Sharded):
         """
         if self.context is None or not self.axis_names:
             return function
-        if axes_of_type(self.context, AxisType.Explicit) <= self.axis_names:
+        explicit = axes_of_type(self.context, AxisType.Explicit) - self.axis_names
+        if not explicit:
             return function
-        everything = jax.checkpoint_policies.everything_saveable
-        return jax.checkpoint(function, policy=everything, prevent_cse=False)
+
+        def run(*leaves: object) -> Any:
+            program, results = jax.make_jaxpr(function, return_shape=True)(*leaves)
+            call = jaxpr_as_fun(program)
+            if _makes_auto(program, explicit):  # others need not pay for it
+                everything = jax.checkpoint_policies.everything_saveable
+                call = jax.checkpoint(call, policy=everything, prevent_cse=False)
+            return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
+
+        return run
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
         """Returns the mapped function for calls in a trace, on the mesh with its axis types there.
@@ -472,3 +482,14 @@ def shard_map(
         return lift(_Mapped, f, transform, Roles(), *modes, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)
+
+
+def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
+    """Whether a traced program computes arrays for which some of these axes are Auto."""
+    for equation in program.eqns:
+        meshes = (getattr(x.aval.sharding, "mesh", None) for x in equation.outvars)
+        if any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes):
+            return True
+        if any(_makes_auto(inner, explicit) for inner in _compat.jaxprs_of(equation)):
+            return True
+    return False
