@@ -106,12 +106,16 @@ class _ShardMap(Sharded):
 
     @property
     def infers_specs(self) -> bool:
+        """Whether the user gave no ``in_specs``, so that the types of the arrays say them."""
         return self.in_specs.tree is None
 
     def dependencies(self, leaves: Sequence[object]) -> Dependencies:
+        dependencies = super().dependencies(leaves)
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        specs = self._specs_of_types(leaves, mesh)  # None if the user gave specs
-        return super().dependencies(leaves)._replace(specs=specs)
+        if not self.infers_specs or mesh is None:  # the missing mesh is an error elsewhere
+            return dependencies
+        specs = _specs_in_types(leaves, mesh, self.axis_names)
+        return dependencies._replace(specs=tuple(specs))
 
     def in_context(self) -> _ShardMap:
         # If some axes stay automatic, arrays may be sharded over these, which the specs do not say:
@@ -175,9 +179,8 @@ class _ShardMap(Sharded):
 
         An array for which the user gave none is replicated.
         """
-        inferred = self._specs_of_types(leaves, self.context)
-        if inferred is not None:
-            return list(inferred)
+        if self.infers_specs and self.context is not None:
+            return list(_specs_in_types(leaves, self.context, self.axis_names))
         return [PartitionSpec() if spec is None else spec for spec in specs]
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
@@ -277,31 +280,6 @@ class _ShardMap(Sharded):
 
         return inline
 
-    def _specs_of_types(
-        self, leaves: Sequence[object], mesh: Mesh | AbstractMesh | None
-    ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the specs that the types of the arrays have on a mesh of Explicit axes, by slot.
-
-        Returns:
-          The specs, over the Manual axes only. None if the user gave ``in_specs``, or without mesh.
-
-        Raises:
-          TypeError: some of the axes are not Explicit, so that types say nothing about them.
-        """
-        if self.in_specs.tree is not None or mesh is None:
-            return None
-        manual = self.axis_names or frozenset(mesh.axis_names)
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        # Only types over Explicit axes say how an array is sharded.
-        others = [axis for axis in manual if types.get(axis) != AxisType.Explicit]
-        if others:
-            raise TypeError(
-                "shard_map without in_specs infers them from the types of the arguments, which "
-                f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
-                "not. Give in_specs, or make the mesh with AxisType.Explicit."
-            )
-        return tuple(keep_axes(_type_spec(leaf), manual) for leaf in leaves)
-
 
 # The types of specs that `shard_map` takes.
 _SPEC_TYPES = (PartitionSpec, NamedSharding)
@@ -334,6 +312,34 @@ def _with_types(
         return mapped(*map(with_type, leaves, shardings))
 
     return typed
+
+
+def _specs_in_types(
+    leaves: Sequence[object], mesh: Mesh | AbstractMesh, axis_names: Set[AxisName]
+) -> list[PartitionSpec]:
+    """Reads the spec of each array from its type, for a call without ``in_specs``.
+
+    The type of an array says how Explicit axes shard it: ``float32[8@data,4]`` has the spec
+    ``P("data", None)``. About other axes it says nothing.
+
+    Args:
+      leaves: the arrays.
+      mesh: the mesh of the call.
+      axis_names: the axes over which the function is manual; empty for all. The specs have no other
+        ones.
+
+    Raises:
+      TypeError: some of these axes are not Explicit.
+    """
+    manual_axes = axis_names or frozenset(mesh.axis_names)
+    explicit_axes = axes_of_type(mesh, AxisType.Explicit)
+    if others := [axis for axis in manual_axes if axis not in explicit_axes]:
+        raise TypeError(
+            "shard_map without in_specs infers them from the types of the arguments, which "
+            f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
+            "not. Give in_specs, or make the mesh with AxisType.Explicit."
+        )
+    return [keep_axes(_type_spec(leaf), manual_axes) for leaf in leaves]
 
 
 def _type_spec(leaf: object) -> PartitionSpec:
