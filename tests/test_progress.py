@@ -126,7 +126,7 @@ def test_logs_get_lines(open_terminal, monkeypatch):
     monkeypatch.setattr(log, "isatty", lambda: False)
     monkeypatch.setattr(progress, "LINE_S", 0.02)
     running = ["one", "two"]
-    with progress.progress("work", 3, running=running) as advance:
+    with progress.progress("work", 3, running=lambda: running) as advance:
         _wait_for(log, "work: ")
         running.remove("one")
         advance("one")

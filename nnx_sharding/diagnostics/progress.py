@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .. import _compat
 
@@ -30,7 +30,7 @@ def progress(
     title: str,
     total: int | None = None,
     *,
-    running: Collection[str] = (),
+    running: Callable[[], Sequence[str]] = list,
     quiet: bool = False,
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, or lines in a log.
@@ -38,8 +38,8 @@ def progress(
     Args:
       title: what the work is.
       total: the number of steps; None if it is unknown.
-      running: the names of the steps that run now, which the block changes. Lines name them, since
-        a single step may take minutes.
+      running: returns the names of the steps that run now; called from another thread. Lines name
+        them, since a single step may take minutes.
       quiet: whether to show nothing.
 
     Yields:
@@ -84,7 +84,7 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _lines(
-    title: str, total: int | None, running: Collection[str]
+    title: str, total: int | None, running: Callable[[], Sequence[str]]
 ) -> Iterator[Callable[[str], None]]:
     """Prints a line after each `LINE_S` from a thread; yields what `progress` yields."""
     names: list[str] = []  # of the steps that were done
@@ -93,7 +93,7 @@ def _lines(
     def print_lines() -> None:
         while not is_done.wait(LINE_S):
             seconds = time.monotonic() - start
-            steps = _steps_text(len(names), total, names[-1:], [*running])
+            steps = _steps_text(len(names), total, names[-1:], running())
             print(f"{title}: {steps}{seconds:.0f} s so far", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)

@@ -121,7 +121,7 @@ def run_in_rounds(
     order, shuffle = [*runners], random.Random(0).shuffle
     running = [""]  # the name of the candidate that takes its turn
     num_turns = (1 + rounds) * len(order)
-    with progress("plan: measuring", num_turns, running=running, quiet=quiet) as advance:
+    with progress("plan: measuring", num_turns, running=lambda: running, quiet=quiet) as advance:
         for number in range(1 + rounds):
             shuffle(order)
             for name in order:

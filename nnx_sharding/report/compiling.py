@@ -127,8 +127,7 @@ def compile_all(
                         run.note(finished, hardware)
                         advance(finished.name)
     except KeyboardInterrupt:
-        ruled_out_now = dict.fromkeys(run.unfinished(), INTERRUPTED)
-        result = run.comparison(ruled_out_now)
+        result = run.comparison(dict.fromkeys(run.unfinished(), INTERRUPTED))
         result = result.judged(memory_limit=memory_limit, hardware=hardware)
         raise SearchInterrupted(result) from None
     # A comparison is not empty: without reports, it says why there are none.
@@ -146,7 +145,6 @@ class _Run:
     Attributes:
       reports: by the name of the program.
       slots: how many programs may still be lowered to be compiled.
-      under_way: the names of the programs that are being lowered or compiled.
     """
 
     def __init__(
@@ -166,36 +164,30 @@ class _Run:
         """
         self.reports: dict[str, ProgramReport | Failure] = {}
         self.slots = slots
-        self.under_way: list[str] = []
         self._programs, self._ruled_out = programs, ruled_out
-        self._names = [*programs]  # of those that are there now, in order
+        self._initial = [*programs]  # the names of those that are there now, in order
+        self._started: list[str] = []  # names, in order
         self._seconds: dict[str, float] = {}  # to trace, lower and compile, by name
-        # Digest of a program → the name under which it was started, in order; where programs are
-        # not compared, or could not be lowered, the key is the name, too.
-        self._started: dict[str, str] = {}
+        self._first_names: dict[str, str] = {}  # digest of a program → its first name
 
     def start(self, name: str, workers: _Workers) -> None:
         """Lowers a program and lets a worker compile it, unless an equal one was started."""
-        self.under_way.append(name)
+        self._started.append(name)
         start = time.perf_counter()
         program = attempt(self._programs.pop(name))
         seconds = time.perf_counter() - start
-        if self._ruled_out is None or isinstance(program, Failure):
-            self._started[name] = name
-        else:
-            first = self._started.setdefault(_digest(program), name)  # its own name if it is new
-            if first != name:
-                self._ruled_out[name] = f"compiles to the program of {first}"
-                self.under_way.remove(name)
-                return
         if not isinstance(program, Failure):
+            if self._ruled_out is not None:
+                first = self._first_names.setdefault(_digest(program), name)
+                if first != name:
+                    self._ruled_out[name] = f"compiles to the program of {first}"
+                    return
             self.slots.taken.add(name)
         workers.start(name, program, lowering_seconds=seconds)
 
     def note(self, finished: _Finished, hardware: Hardware | None) -> None:
         """Notes what came of a program, with the roofline of ``hardware`` if it is given."""
         name, report, seconds = finished
-        self.under_way.remove(name)
         if hardware is not None and isinstance(report, ProgramReport):
             report = report.with_roofline(hardware)
         if isinstance(report, Failure):
@@ -203,19 +195,28 @@ class _Run:
         self.reports[name] = report
         self._seconds[name] = round(seconds, 3)
 
+    def under_way(self) -> list[str]:
+        """Lists the programs that are being lowered or compiled.
+
+        The thread that shows progress calls this, while others start and end programs.
+        """
+        return [name for name in self._started if not self._is_done(name)]
+
     def unfinished(self) -> list[str]:
         """Lists the programs that have no report, and are not equal to another one."""
-        names = dict.fromkeys((*self._names, *self._started.values(), *self._programs))
-        known = {*self.reports, *(self._ruled_out or ())}
-        return [name for name in names if name not in known]
+        names = dict.fromkeys((*self._initial, *self._started, *self._programs))
+        return [name for name in names if not self._is_done(name)]
+
+    def _is_done(self, name: str) -> bool:
+        """Whether a program has a report, or is equal to another one."""
+        return name in self.reports or name in (self._ruled_out or ())
 
     def comparison(self, why_not: Mapping[str, str]) -> Comparison:
         """Returns the reports in the order in which programs were started.
 
         ``why_not`` says why other programs, by name, were not compiled.
         """
-        started = self._started.values()
-        in_order = {name: self.reports[name] for name in started if name in self.reports}
+        in_order = {name: self.reports[name] for name in self._started if name in self.reports}
         return Comparison(
             reports=in_order, memory_limit=None, seconds=self._seconds, ruled_out=why_not
         )
