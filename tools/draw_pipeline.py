@@ -39,6 +39,7 @@ SLOW_WAY = (
         (
             "flatten.py",
             "flattener.py",
+            "attributes.py",
             "recording.py",
             "structure.py",
             "treedefs.py",

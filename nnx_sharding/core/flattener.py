@@ -8,28 +8,29 @@ The words of this file:
     entry     the description of an object in its row, made after it was linked
     child     what an entry holds in one place: an index, ``LEAF`` for an array, or a static value
     slot      the position of an array in the flat list ``leaves``
-    position  where a recorder (``recording.py``) can read a value again, for a guard
+    static    a value that is no array, compared as ``static_equality.py`` says (``Static``)
+    position  where a recorder (``recording.py``) can read a value again, for a guard;
+              ``UNRECORDED`` if nowhere
 
-Objects are described depth first, children before siblings, in the order in which Flax walks.
+Objects are described depth first, children before siblings, in the order in which Flax walks. In
+Flax's tree mode (``graph=False``), a module that is met again is copied instead of shared.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence, Set
-from itertools import compress, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from .. import _compat
 from ..specs.types import AnyArray
+from .attributes import Described, describe_metadata, describe_node
 from .hijax_variables import describe_hijax
-from .problems import no_tree
-from .recording import UNRECORDED, ReadRecorder, comparison_of
-from .snapshot import Snapshot, node_state
+from .recording import ALL_UNRECORDED, UNRECORDED, ReadRecorder
+from .snapshot import Snapshot
 from .static_children import describe_static, new_static_child
 from .static_equality import Static
 from .structure import (
@@ -37,41 +38,26 @@ from .structure import (
     Child,
     Container,
     Entry,
-    NodeEntry,
     RefEntry,
     StaticObject,
     Structure,
     VariableEntry,
     children_of,
 )
-from .treedefs import aux_of, is_leaf_treedef
-
-
-class _Described(NamedTuple):
-    """Attributes or metadata that were described; objects with the same static values share it."""
-
-    # Of a node: a child for each attribute, of which only static ones are shared. Of a Variable:
-    # pairs of name and child.
-    children: Sequence[Any]
-    statics: Sequence[Any]  # the values that have to be the same
-    comparisons: bytes  # how a guard compares each value, in the order of the dict
-    form: _compat.NodeForm | None = None  # of a node; held because its id is the key
+from .treedefs import PyTreeDef, aux_of, is_leaf_treedef
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Flattener:
-    """One walk over a graph, with the options of :func:`~.flatten.flatten`.
+    """One walk over a graph, with the options of :func:`~.flatten.flatten`."""
 
-    The recorder is dropped (None) at anything that no guard can compare.
-    """
-
-    graph: bool
-    objects: list[Any]  # by index
-    replaced: Set[int]
-    keeps_alive: bool
-    held_weakly: Set[int]
-    snapshot: Snapshot | None
-    recorder: ReadRecorder | None
+    graph: bool  # False for tree mode
+    objects: list[Any]  # by index: at first those before the call, to which the walk adds others
+    replaced: Set[int]  # the indices of modules among these that links do not lead to any more
+    keeps_alive: bool  # whether the structure keeps alive statics that are compared by identity
+    held_weakly: Set[int]  # the ids of objects that it never keeps alive
+    snapshot: Snapshot | None  # of the first objects, to reuse the entries of unchanged ones
+    recorder: ReadRecorder | None  # becomes None at anything that no guard can compare
     also_data: Set[int]  # the ids of objects in static places that are data elsewhere
 
     def __post_init__(self) -> None:
@@ -86,15 +72,12 @@ class Flattener:
         self.left_out: set[int] = set()  # the ids of modules that static places do not link to
         self._pending: list[int] = []  # linked, but not yet described
         self._current = -1  # the index of the object that is described; -1 for none
-        self._parents: dict[int, int] = {}  # tells a cycle from a repeat, in tree mode
-        # Types that hold no tracers; None within a trace, where the answer may be another one.
-        self._no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
+        self._holders: dict[int, int] = {}  # index → that of the object that has the first link
+        # Types that are no tracers; None within a trace, where a module may hold tracers.
+        self.no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         # By id, with the value to keep it alive, so that no other object gets its id.
         self.statics: dict[int, tuple[Static | StaticObject, Any]] = {}
-        # Equal layers share what their class, attributes and metadata say: computed once for all.
-        self._forms: dict[Any, _compat.NodeForm] = {}
-        self._nodes: dict[int, _Described] = {}  # by the id of the form
-        self._metadata: dict[tuple[Any, ...], _Described] = {}  # by names and ids of values
+        self.described = Described()  # what equal layers share
 
     def describe(self, tree: object, statics: Sequence[object], *, is_input: bool) -> Structure:
         """Returns the structure of a tree and static arguments; called once for each walk.
@@ -102,22 +85,44 @@ class Flattener:
         ``is_input`` says whether the tree is the input of a function, not its output.
         """
         num_first = len(self.objects)
-        root_slots: list[int] = []
         # JAX itself refuses a ref that is passed twice; results may share one.
-        root = self.pytree_child(tree, root_slots, link_refs=not is_input, is_root=True)
+        root, root_slots = self._describe_root(tree, link_refs=not is_input)
         recorder = self.recorder
-        positions = repeat(UNRECORDED) if recorder is None else recorder.static_positions
+        positions = ALL_UNRECORDED if recorder is None else recorder.static_positions
         static_children = tuple(map(self.static_child, statics, positions))
         # The first objects have an entry even if nothing in the tree refers to them any more.
         for index in range(num_first):
             if index not in self.replaced and index not in self.linked:
                 self.link_index(index)
         self.describe_pending()
-        entries, slots = tuple(self.entries), tuple(self.slots)
-        own_slots = tuple(root_slots)
-        structure = Structure(entries, root, slots, own_slots, static_children, self.origins)
+        structure = Structure(
+            entries=tuple(self.entries),
+            root=root,
+            slots=tuple(self.slots),
+            root_slots=root_slots,
+            statics=static_children,
+            origins=self.origins,
+        )
         structure.shares = self.has_repeats
         return structure
+
+    def _describe_root(self, tree: object, *, link_refs: bool) -> tuple[Child, tuple[int, ...]]:
+        """Returns the child for the flattened tree, and the slots of its arrays outside of objects.
+
+        ``link_refs`` says whether a ``jax.Ref`` is an object that may be shared, not an array.
+        """
+        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        leaf_positions, aux_positions = ALL_UNRECORDED, ALL_UNRECORDED
+        if self.recorder is not None:
+            leaf_positions, aux_positions = self.recorder.open_arguments(treedef)
+        children: list[Child] = []
+        root_slots: list[int] = []
+        for part, position in zip(parts, leaf_positions, strict=False):  # may be endless
+            first_slot = len(self.leaves)
+            children.append(self._leaf_child(part, position, link_refs=link_refs))
+            root_slots += range(first_slot, len(self.leaves))
+            self.describe_pending()  # at once, so that all arrays are in the order of the tree
+        return self._container(treedef, children, aux_positions), tuple(root_slots)
 
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
         """Returns the index of an object; the first link adds it to those to be described."""
@@ -128,16 +133,20 @@ class Flattener:
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-            self._parents[index] = self._current
+            self._holders[index] = self._current
         return self.link_index(index, position)
 
     def _is_copy(self, index: int) -> bool:
         """Whether tree mode copies an object that is met again: a module, unless in a cycle."""
-        # Looks for the object among those that the current one was met in.
-        obj, above = self.objects[index], self._current
-        while above >= 0 and self.objects[above] is not obj:
-            above = self._parents.get(above, -1)
-        return above < 0 and index in self.linked and _compat.is_node(obj)
+        obj = self.objects[index]
+        if index not in self.linked or not _compat.is_node(obj):
+            return False
+        holder = self._current  # the object with the new link; then what holds this, and so on
+        while holder >= 0:
+            if self.objects[holder] is obj:
+                return False  # a cycle: copies would go on without end
+            holder = self._holders.get(holder, -1)
+        return True
 
     def link_index(self, index: int, position: int = UNRECORDED) -> int:
         """Records a link to the object with an index, and returns the index."""
@@ -152,22 +161,25 @@ class Flattener:
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and the objects they link to, children before siblings."""
-        stack: list[int] = []  # no recursion: models may be nested deeply
+        stack: list[int] = []  # of indices; no recursion, since models may be nested deeply
         while stack or self._pending:
-            stack += reversed(self._pending)
+            stack += reversed(self._pending)  # what the last object links to, its first link on top
             self._pending.clear()
             index = self._current = stack.pop()
-            slots: list[int] = []
-            self.entries[index] = self._describe(index, self.objects[index], slots)
-            self.slots[index] = tuple(slots)
+            first_slot = len(self.leaves)
+            self.entries[index] = self._describe(index, self.objects[index])
+            # It has added its own arrays only, and most modules have none: the objects that it
+            # links to come later.
+            if len(self.leaves) > first_slot:
+                self.slots[index] = (*range(first_slot, len(self.leaves)),)
         self._current = -1
 
-    def _describe(self, index: int, obj: object, slots: list[int]) -> Entry:
-        """Returns the entry of an object; adds its arrays to leaves, their slots to ``slots``."""
+    def _describe(self, index: int, obj: object) -> Entry:
+        """Returns the entry of an object; links the objects in it, and adds its arrays."""
         known_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if known_entry is not None:  # unchanged since the snapshot, except for a Variable's array
             if isinstance(known_entry, VariableEntry):
-                self._add_leaf(_compat.get_value(obj), slots)
+                self._add_leaf(_compat.get_value(obj))
             for child in children_of(known_entry):  # it may link to objects that did change
                 if type(child) is int:
                     self.link_index(child)
@@ -175,102 +187,19 @@ class Flattener:
         recorder = self.recorder
         position = UNRECORDED if recorder is None else recorder.object_positions[index]
         if _compat.is_node(obj):
-            return self._describe_node(obj, slots, position)
+            return describe_node(self, obj, position)
         if _compat.is_variable(obj):
-            metadata, value = self.describe_metadata(obj, position), _compat.get_value(obj)
+            metadata, value = describe_metadata(self, obj, position), _compat.get_value(obj)
             if recorder is not None:
                 position = recorder.open_variable(position, obj, value)
-            return VariableEntry(type(obj), metadata, self.pytree_child(value, slots, position))
+            return VariableEntry(type(obj), metadata, self.pytree_child(value, position))
         if _compat.is_hijax_variable(obj):
-            return describe_hijax(self, obj, slots, position)
+            return describe_hijax(self, obj, position)
         static = describe_static(self, index, obj, position)
         if static is not None:
             return static
-        self._add_leaf(obj, slots, position)  # only a ``jax.Ref`` is left
+        self._add_leaf(obj, position)  # only a ``jax.Ref`` is left
         return RefEntry()
-
-    def _describe_node(self, node: object, slots: list[int], position: int) -> Entry:
-        """Returns the entry of a module; links what it holds, adds the slots of its own arrays."""
-        if not self.graph and not _compat.is_pytree_type(type(node)):
-            raise no_tree(type(node))
-        # ``values`` are those of the attributes, sorted by name. A guard reads them in the order of
-        # the ``__dict__``: ``in_dict`` has them so, ``form.order`` the place of each there.
-        form, values, in_dict = _compat.node_items(node, self._forms, self._no_tracers)
-        if in_dict is None:
-            self.recorder = None  # not all content is in the ``__dict__``, which a guard reads
-        statics = [*compress(values, form.is_static)]
-        # Nodes of one form (class and names) with the same statics share what describes these.
-        known = self._nodes.get(_compat.identity(form))
-        if known is not None and not all(map(operator.is_, statics, known.statics)):
-            known = None
-        children = [LEAF] * len(values) if known is None else [*known.children]
-        positions: Sequence[int] = (UNRECORDED,) * len(values)  # by place in the ``__dict__``
-        if self.recorder is not None:
-            comparisons = b"" if known is None else known.comparisons  # empty: not yet known
-            content = in_dict or values
-            positions = self.recorder.open_node(position, form.names, content, comparisons)
-        for i in range(len(values)) if known is None else form.others:
-            place = positions[form.order[i]]
-            children[i] = self._attribute_child(values[i], form.is_data[i], slots, place)
-        if known is None:
-            self._share_static_children(form, statics, children)
-        return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
-
-    def _share_static_children(
-        self, form: _compat.NodeForm, statics: Sequence[Any], children: Sequence[Child]
-    ) -> None:
-        """Keeps the children of a node, for others of its form with the same static values."""
-        # Links from static attributes have to be counted at each node, so these are not shared.
-        if not all(type(child) is Static for child in compress(children, form.is_static)):
-            return
-        by_place = bytearray(len(children))  # in the ``__dict__``
-        for i in compress(range(len(children)), form.is_static):
-            by_place[form.order[i]] = comparison_of(children[i])
-        self._nodes[_compat.identity(form)] = _Described(children, statics, bytes(by_place), form)
-
-    def describe_metadata(self, variable: object, position: int) -> tuple[tuple[str, Child], ...]:
-        """Returns pairs of name and child for the metadata of a Variable, sorted by name.
-
-        Variables with the same values share the result.
-        """
-        metadata = _compat.get_metadata(variable)
-        names, values = (*metadata,), [*metadata.values()]
-        key = (*names, *map(_compat.identity, values))
-        known = self._metadata.get(key)
-        positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of the dict
-        if self.recorder is not None:
-            comparisons = b"" if known is None else known.comparisons
-            positions = self.recorder.open_metadata(position, names, values, comparisons)
-        if known is not None:
-            return known.children  # type: ignore[return-value]
-        by_name: dict[str, Child] = {}
-        for i in sorted(range(len(names)), key=names.__getitem__):
-            by_name[names[i]] = self.static_child(values[i], positions[i])
-        children = tuple(by_name.items())
-        # Links to objects have to be counted at each Variable, so these are not shared.
-        if all(type(child) is Static for child in by_name.values()):
-            comparisons = bytes(comparison_of(by_name[name]) for name in names)
-            self._metadata[key] = _Described(children, values, comparisons)
-        return children
-
-    def _attribute_child(
-        self, value: object, is_data: bool | None, slots: list[int], position: int
-    ) -> Child:
-        """Returns the child for an attribute.
-
-        ``is_data`` says whether Flax has it as data; None where the value decides.
-        """
-        if is_data is False:
-            return self.static_child(value, position)
-        if _compat.is_graph_object(value):
-            return self.link_object(value, position)
-        if _compat.is_node_state(value):
-            if self.recorder is not None:
-                self.recorder.open_node_state(position, value)
-            return node_state(_compat.node_flags(value))
-        # Flax turns any value under nnx.data into an array.
-        all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
-        return self.pytree_child(value, slots, position, all_leaves=all_leaves)
 
     def static_child(self, value: object, position: int = UNRECORDED) -> Child:
         """Returns the child for a static value (``static_children.py`` says which it is)."""
@@ -293,58 +222,65 @@ class Flattener:
         return self.keeps_alive and _compat.identity(value) not in self.held_weakly
 
     def pytree_child(
-        self,
-        tree: object,
-        slots: list[int],
-        position: int = UNRECORDED,
-        *,
-        all_leaves: bool = True,
-        link_refs: bool = True,
-        is_root: bool = False,
+        self, tree: object, position: int = UNRECORDED, *, all_leaves: bool = True
     ) -> Child:
-        """Returns the child for a pytree: a ``Container``, or the child for its only leaf.
+        """Returns the child for a pytree in an object: a ``Container``, or that for its only leaf.
 
         Args:
-          tree: any pytree, also a single array.
-          slots: gets the slots of its arrays, which are added to the leaves.
+          tree: any pytree, also a single array; its arrays are added to the leaves.
           position: where a recorder can read it again.
           all_leaves: False if leaves that are not arrays, such as numbers, are static.
-          link_refs: whether a ``jax.Ref`` is an object that may be shared, not an array.
-          is_root: whether its objects are described at once, so that all arrays are in its order.
         """
         if _compat.is_plain_array(tree):
-            return self._add_leaf(tree, slots, position)
+            return self._add_leaf(tree, position)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        leaf_positions: Iterable[int] = repeat(UNRECORDED)
-        aux_positions: Iterable[int] = repeat(UNRECORDED)
-        if self.recorder is not None and is_root:
-            leaf_positions, aux_positions = self.recorder.open_arguments(treedef)
-        elif self.recorder is not None:
+        leaf_positions, aux_positions = ALL_UNRECORDED, ALL_UNRECORDED
+        if self.recorder is not None:
             leaf_positions, aux_positions = self.recorder.open_tree(position, tree, treedef)
-        children: list[Child] = []
-        for part, place in zip(parts, leaf_positions, strict=False):  # `repeat` has no end
-            is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
-            if is_object or (link_refs and _compat.is_ref(part)):
-                children.append(self.link_object(part, place))
-            elif isinstance(part, Static):  # the transform declared it static
-                children.append(self.static_child(part.value, place))
-            elif all_leaves or isinstance(part, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-                children.append(self._add_leaf(part, slots, place))
-            else:
-                children.append(self.static_child(part, place))
-            if is_root:
-                self.describe_pending()
+        children = [
+            self._leaf_child(part, part_position, all_leaves=all_leaves)
+            for part, part_position in zip(parts, leaf_positions, strict=False)  # may be endless
+        ]
+        return self._container(treedef, children, aux_positions)
+
+    def _leaf_child(
+        self, leaf: Any, position: int, *, all_leaves: bool = True, link_refs: bool = True
+    ) -> Child:
+        """Returns the child for a leaf of a pytree: an array, an object, or a static value.
+
+        Args:
+          leaf: the leaf.
+          position: where a recorder can read it again.
+          all_leaves: False if a number, or what else is no array, is static.
+          link_refs: whether a ``jax.Ref`` is an object that may be shared, not an array.
+        """
+        is_object = _compat.is_graph_object(leaf) or _compat.is_hijax_variable(leaf)
+        if is_object or (link_refs and _compat.is_ref(leaf)):
+            return self.link_object(leaf, position)
+        if isinstance(leaf, Static):  # the transform declared it static
+            return self.static_child(leaf.value, position)
+        if all_leaves or isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            return self._add_leaf(leaf, position)
+        return self.static_child(leaf, position)
+
+    def _container(
+        self, treedef: PyTreeDef, children: Sequence[Child], aux_positions: Iterable[int]
+    ) -> Child:
+        """Returns the child for a pytree with these children, or its only leaf if it is one.
+
+        ``aux_positions`` are those of the data of its nodes, which are static.
+        """
         if is_leaf_treedef(treedef):
             return children[0]
+        # The treedef has them as well, but compares them by ``==`` only.
         aux = map(self.static_child, aux_of(treedef), aux_positions)
         return Container(treedef, tuple(children), tuple(aux))
 
-    def _add_leaf(self, value: AnyArray, slots: list[int], position: int = UNRECORDED) -> Child:
-        """Adds an array, and its slot to ``slots``; drops the recorder at a tracer."""
+    def _add_leaf(self, value: AnyArray, position: int = UNRECORDED) -> Child:
+        """Adds an array to the leaves; drops the recorder at a tracer, which no guard compares."""
         if self.recorder is not None:
             self.recorder.leaf_positions.append(position)
             if type(value) is not _compat.ArrayImpl and isinstance(value, jax.core.Tracer):
                 self.recorder = None
-        slots.append(len(self.leaves))
         self.leaves.append(value)
         return LEAF

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
+from .attributes import describe_metadata
 from .recording import UNRECORDED
 from .static_equality import value_key
 from .structure import LEAF, VariableEntry, atoms
@@ -23,9 +24,7 @@ if TYPE_CHECKING:  # flattening calls the functions below
     from .flattener import Flattener
 
 
-def describe_hijax(
-    flattener: Flattener, variable: object, slots: list[int], position: int
-) -> VariableEntry:
+def describe_hijax(flattener: Flattener, variable: object, position: int) -> VariableEntry:
     """Returns the entry of an equal plain Variable; adds its arrays to the leaves of the walk.
 
     Drops the flattener's recorder if no guard can compare the Variable.
@@ -33,20 +32,20 @@ def describe_hijax(
     Args:
       flattener: the walk.
       variable: the hijax Variable.
-      slots: gets the slots of its arrays.
       position: where a recorder can read it again.
     """
     plain = _compat.plain_variable(variable)
     # The plain copy is a new object at each call, so a guard has to read the original.
     recorder, flattener.recorder = flattener.recorder, None
-    value = flattener.pytree_child(_compat.get_value(plain), slots)
-    entry = VariableEntry(type(plain), flattener.describe_metadata(plain, UNRECORDED), value)
+    num_before = len(flattener.leaves)
+    value = flattener.pytree_child(_compat.get_value(plain))
+    entry = VariableEntry(type(plain), describe_metadata(flattener, plain, UNRECORDED), value)
     if recorder is None or not _compat.is_concrete_hijax(variable):
         return entry
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
     # The arrays and objects in the copy, in order: LEAF, or the index of an object.
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
-    arrays = (flattener.leaves[slot] for slot in slots)
+    arrays = iter(flattener.leaves[num_before:])
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
     # What was read from the copy has to be what a guard reads from the original. And a guard
     # compares the metadata, which are in the treedef, by value.

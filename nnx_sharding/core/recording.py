@@ -9,7 +9,8 @@ the value holds, for which it gets further positions.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 from .static_equality import Static
@@ -18,6 +19,7 @@ from .structure import Child
 from .treedefs import PyTreeDef
 
 UNRECORDED = -1  # the position of what is not read again
+ALL_UNRECORDED: Iterable[int] = itertools.repeat(UNRECORDED)  # endless: for any number of values
 
 
 class Comparison(enum.IntEnum):

@@ -13,12 +13,11 @@ what was described, and tells a recorder at which *position* a guard can read ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import _compat
-from .recording import UNRECORDED
+from .recording import ALL_UNRECORDED, UNRECORDED
 from .static_equality import Static, content_of
 from .static_parts import StaticKind, forget_cached, has_identity, is_fixed
 from .structure import Child, StaticObject
@@ -100,7 +99,7 @@ def _children(
     flattener: Flattener, obj: object, kind: StaticKind, parts: Sequence[object], position: int
 ) -> tuple[Child, ...]:
     """Returns the children for the parts of a static object: its items, then its attributes."""
-    positions: Iterable[int] = repeat(UNRECORDED)
+    positions = ALL_UNRECORDED
     if flattener.recorder is not None:
         positions = flattener.recorder.open_static(position, obj, kind, parts)
     return tuple(map(flattener.static_child, parts, positions))
