@@ -19,7 +19,7 @@ device. They say how the value is sharded where mesh axes have different sizes:
 
 From other modules:
 
-    Attribution     the base: finds the place of each instruction; here a place is a line
+    PlaceFinder     finds the place of each instruction (`places.py`); here a place is a line
     Module          the HLO program; ``source`` has the lines that an instruction was made from
     read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
 """
@@ -40,23 +40,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..specs.fitting import axes_of
 from ..specs.paths import enclosing_paths
-from .attribution import (
-    UNKNOWN,
-    Attribution,
-    CompiledProgram,
-    Measured,
-    Owner,
-    Place,
-    figures_by_place,
-    seconds_by_place,
-)
+from .attribution import CompiledProgram, Measured, figures_by_place, seconds_by_place
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
 from .collectives import Collective, Collectives, users_frame
 from .compiler_shardings import read_sharding
 from .hlo import Module
 from .instructions import Instruction
 from .names import module_of, operations
+from .owners import Arguments
 from .parameters import ActivationRow, full_spec
+from .places import UNKNOWN, Place, PlaceFinder
 
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]
@@ -161,11 +154,15 @@ def _constrained(sharding: Sharding, rank: int) -> tuple[PartitionSpec | None, s
     return spec, None if is_whole else _BY_COMPILER
 
 
-class _LineAttribution(Attribution):
-    """Finds the lines, of those in the trace, of instructions and of arrays."""
+class _LineFinder(PlaceFinder):
+    """Finds the lines of instructions, among those in the trace.
+
+    Attributes:
+      lines: these lines by the path of their place, such as ``model.py:12``.
+    """
 
     def __init__(self, module: Module, lines: Iterable[Line]):
-        super().__init__(module, (), ())
+        super().__init__(module, module_paths=(), parameter_modules={})
         self.lines: dict[str, Line] = {_path(line): line for line in lines}
         self._known = {line: Place(path, False) for path, line in self.lines.items()}
 
@@ -182,27 +179,22 @@ class _LineAttribution(Attribution):
                     key = OperationKey(place.path or "", operation, backward, module)
                     yield key, instruction
 
-    def argument(self, number: int) -> Owner:
-        """Returns the owner of an argument, which no line of the program makes."""
-        return Owner(None, "inputs")
-
-    def named(self, operation: str) -> Place | None:
-        """Returns None: names do not say the line."""
-        return None
-
     def _written_place(self, instruction: Instruction) -> Place | None:
         """Reads the line from the traceback of the operation, which the compiler kept."""
         frames = self._module.source(instruction)
         return next((self._known[frame] for frame in frames if frame in self._known), None)
 
-    def place_of_collective(self, collective: Collective) -> Place:
-        """Finds the line of a collective by its source, which may have been completed, or else."""
+    def _recorded_place(self, collective: Collective) -> Place | None:
+        """Finds the line of a collective's ``source``, which may have a part of the file's path.
+
+        Returns None if that is unknown, or not clear.
+        """
         end = f"/{collective.source}"
         places = [place for place in self._known.values() if f"/{place.path}".endswith(end)]
-        return places[0] if len(places) == 1 else super().place_of_collective(collective)
+        return places[0] if len(places) == 1 else None
 
     def _joined(self, paths: Sequence[str]) -> str:
-        """Returns the line of what serves several: the first, which makes what is moved."""
+        """Returns the line of what serves several: the first, which computes what is moved."""
         return paths[0]
 
 
@@ -223,12 +215,13 @@ def line_table(
       measured: the times of the instructions of a program of this trace; None without a profile.
     """
     code_lines = [value.line for value in made if value.line]
-    attribution = _LineAttribution(program.module, code_lines)
+    finder = _LineFinder(program.module, code_lines)
     times = None
     if measured is not None:
-        times = seconds_by_place(_LineAttribution(measured.module, code_lines), measured)
-    places = [*(Place(path, False) for path in attribution.lines), UNKNOWN]
-    figures, _, reasons = figures_by_place(attribution, program, places, times)
+        times = seconds_by_place(_LineFinder(measured.module, code_lines), measured)
+    places = [*(Place(path, False) for path in finder.lines), UNKNOWN]
+    no_arguments = Arguments(program.module, ())  # no line makes them
+    figures, _, reasons = figures_by_place(finder, no_arguments, program, places, times)
     if program.mesh is not None:
         made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     typed = {(row.file, row.line): row for row in typed_table(made).rows}
@@ -238,7 +231,7 @@ def line_table(
         rest = max(program.buffers.in_use()) - sum(of_lines)
     rows = []
     for place, figure in figures.items():
-        line = attribution.lines.get(place.path or "", (None, None))
+        line = finder.lines.get(place.path or "", (None, None))
         sent, held = figure.collectives, figure.at_peak
         rows.append(
             dataclasses.replace(
@@ -316,8 +309,8 @@ def compiled_values(
       whole: the program before it is partitioned, which has all specs; None if it is not there.
       sizes: the sizes of the mesh axes.
     """
-    attribution = _LineAttribution(whole or module, [value.line for value in made if value.line])
-    keyed = [*attribution.keys(modules)]
+    finder = _LineFinder(whole or module, [value.line for value in made if value.line])
+    keyed = [*finder.keys(modules)]
     if whole is not None:
         specs = _written_specs(keyed, sizes)
     else:
