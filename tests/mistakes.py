@@ -1212,13 +1212,44 @@ def changed_rank_shards(lib: Library) -> Any:
     "auto_axes=True), with out_shardings",
 )
 def untyped_layers(lib: Library) -> Any:
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        return lib.jit(lambda model, x: model(x))(layers_by_hand(), X)
+
+
+def layers_by_hand() -> nnx.Sequential:
+    """Two layers whose kernels (4, 16) and (16, 4) are sharded over `model`, without a strategy."""
     mesh, rngs = grid(AxisType.Explicit), nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(4, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs))
     for layer, spec in zip(model.layers, (P(None, "model"), P("model")), strict=True):
         kernel = jax.device_put(layer.kernel[...], NamedSharding(mesh, spec))
         layer.kernel = nnx.Param(kernel)
+    return model
+
+
+@mistake(
+    "output-that-jax-cannot-shard",
+    "layers of a model that the function captures",
+    ActivationError,
+    "Sequential.layers[1]: Linear of f32[8@data,16@model]",
+    "The function captures or makes this Sequential",
+    "pass it as one, with a strategy",
+)
+def untyped_captured(lib: Library) -> Any:
+    model, mesh = layers_by_hand(), grid(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        return lib.jit(lambda model, x: model(x))(model, X)
+        return lib.jit(lambda x: model(x))(jax.device_put(X, named("data", mesh=mesh)))
+
+
+@mistake(
+    "output-that-jax-cannot-shard",
+    "layers in a `shard_map` over the other axis",
+    ActivationError,
+    "shard_map(jit(f, activation_shardings={'^layers/1$': P()}), ...)",
+)
+def untyped_in_shard_map(lib: Library) -> Any:
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}}
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        return lib.shard_map(lambda model, x: model(x), **specs)(layers_by_hand(), X)
 
 
 @mistake(

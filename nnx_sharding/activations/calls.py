@@ -87,12 +87,13 @@ class VariableSpecs(NamedTuple):
 class Tag(NamedTuple):
     """What is known about a module; Flax passes it on with the module."""
 
-    name: str  # of the argument of the user's function that holds it
-    path: Path  # in that argument
+    name: str  # of the argument of the user's function that holds it; without one, its root's class
+    path: Path  # in that argument, or in the root
     sources: tuple[ActivationSharding, ...]  # what is declared for it, the user's first
     axes: frozenset[AxisName]  # over which its own Variables are gathered while it runs
     specs: Mapping[Path, VariableSpecs]  # of its own Variables
     mesh: Any  # the mesh of the trace
+    is_in_argument: bool  # else the user's function captures or makes the module
 
     @property
     def accessor(self) -> str:

@@ -110,15 +110,27 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
         entry = InOutSharding(entry, method=method)
     reason = str(error).partition(". ")[0].partition("\n")[0]
     line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
+    option = f"activation_shardings={{{exact_path(frame.tag.path)!r}: {entry!r}}}"
+    # A shard_map has no such option, but the function that it maps may be one of jit.
+    code = f"shard_map(jit(f, {option}), ...)" if name == "shard_map" else f"jit(..., {option})"
+    if frame.tag.is_in_argument:
+        remedy = (
+            f"Declare its output: {code}; within the module, the compiler then chooses. "
+            "Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp or "
+            "from_rules do so for all modules in arguments."
+        )
+    else:
+        remedy = (
+            f"The function captures or makes this {frame.tag.name}, and strategies are for modules "
+            "in arguments: pass it as one, with a strategy such as fsdp or from_rules in "
+            f"in_shardings. Or declare its output: {code}."
+        )
     text = message(
         f"{name}: on these Explicit axes JAX cannot know how a module shards "
         "the result of an operation:",
         [f"{line}\n    {reason}"],
-        "Declare its output: jit(..., activation_shardings="
-        f"{{{exact_path(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
-        "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
-        "or from_rules do so for all modules in arguments. Or give the operation an "
-        "out_sharding, or use jit(..., auto_axes=True), with out_shardings.",
+        f"{remedy} Or give the operation an out_sharding, or use jit(..., auto_axes=True), with "
+        "out_shardings.",
     )
     raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 

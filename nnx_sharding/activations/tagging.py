@@ -54,7 +54,13 @@ class Tagger:
         return {id(x): i for i, x in enumerate(self.unflattened.objects)}
 
     def tag(
-        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: object
+        self,
+        name: str,
+        path: Path,
+        sources: tuple[ActivationSharding, ...],
+        module: object,
+        *,
+        is_in_argument: bool = True,
     ) -> Tag:
         """Makes the tag of a module, with the specs of its own Variables.
 
@@ -63,6 +69,7 @@ class Tagger:
           path: the path of the module in it.
           sources: what the user and strategies declare for the module.
           module: the module in the trace.
+          is_in_argument: whether it is in an argument of the function.
         """
         gathered = self.axes.intersection(self._gathered_axes(sources))
         # Over the stages of a pipeline, layers are sharded, but not what is in them.
@@ -75,7 +82,13 @@ class Tagger:
                 if variable_specs is not None:
                     specs[own_path] = variable_specs
         return Tag(
-            name=name, path=path, sources=sources, axes=gathered, specs=specs, mesh=self.mesh
+            name=name,
+            path=path,
+            sources=sources,
+            axes=gathered,
+            specs=specs,
+            mesh=self.mesh,
+            is_in_argument=is_in_argument,
         )
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> set[AxisName]:
@@ -126,7 +139,7 @@ class Tagger:
             name = type(module).__name__
             for path, inner in modules_in(module):
                 if _compat.tag_of(inner) is None:
-                    tag = self.tag(name, path, sources, inner)
+                    tag = self.tag(name, path, sources, inner, is_in_argument=False)
                     self._foreign.setdefault(id(inner), (tag, inner))
         tag, _ = self._foreign[id(module)]
         return tag

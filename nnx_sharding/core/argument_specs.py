@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import message, raise_listed, see
-from ..specs.fitting import suggestion
+from ..errors import message, see
 from .signature import ArgTree, Parameters, Signature
 
 
@@ -38,7 +37,7 @@ def align_specs(
       ValueError: the number of specs is wrong, or there is no parameter with a name.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
-        _check_names(specs, parameters, option)
+        parameters.check_names(option, specs)
         args = [
             _spec_of_positional(specs, parameters, signature.names[position], position, default)
             for position in signature.dynamic
@@ -138,20 +137,6 @@ def _wrong_number(
     ]
     head = f"{option}: the number of entries does not match the parameters:"
     return see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
-
-
-def _check_names(specs: Mapping[str, Any], parameters: Parameters, option: str) -> None:
-    """Raises a ``ValueError`` if there is no parameter with the name of a spec."""
-    if parameters.var_keyword is not None:  # takes any name
-        return
-    names = [*parameters.positional, *parameters.keyword_only]
-    if parameters.var_positional is not None:
-        names.append(parameters.var_positional)
-    listed = f" (parameters: {', '.join(map(repr, names))})"
-    unknown = [name for name in specs if name not in names]
-    lines = [f"  {name!r}{suggestion(name, names)}{listed}" for name in unknown]
-    head = f"{option}: these are not parameters of the function:"
-    raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
 
 def _spec_of_positional(

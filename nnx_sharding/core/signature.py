@@ -14,7 +14,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import message, see
+from ..errors import message, raise_listed, see
+from ..specs.fitting import suggestion
 
 ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keyword arguments
 ArgKey: TypeAlias = int | str
@@ -130,6 +131,19 @@ class Parameters:
         # As in JAX, negative positions donate nothing if there are ``*args``.
         self.donated = donated._replace(positions=tuple(i for i in donated.positions if i >= 0))
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
+
+    def check_names(self, option: str, names: Iterable[object]) -> None:
+        """Raises a ``ValueError`` if some of the names in an option are not those of parameters."""
+        if self.var_keyword is not None:  # takes any name
+            return
+        known = [*self.positional, *self.keyword_only]
+        if self.var_positional is not None:
+            known.append(self.var_positional)
+        listed = f" (parameters: {', '.join(map(repr, known))})"
+        unknown = [name for name in names if isinstance(name, str) and name not in known]
+        lines = [f"  {name!r}{suggestion(name, known)}{listed}" for name in unknown]
+        head = f"{option}: these are not parameters of the function:"
+        raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
     def _complete(
         self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None

@@ -520,6 +520,9 @@ def lift(
       jax_options: options of ``jax.jit`` about which JAX may raise or warn already here.
       **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """
+    for option in ("static_argnames", "donate_argnames"):
+        if names := getattr(roles, option):
+            Parameters(fun, Roles()).check_names(f"{transform.name}: {option}", names)
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))
     unbound, bound = unbind(fun)  # for a method: the function in its class, and the object
