@@ -436,6 +436,29 @@ def named_spec(lib: Library) -> Any:
 
 
 @mistake(
+    "unknown-parameter",
+    "a donated parameter that does not exist",
+    ValueError,
+    "jit: donate_argnames: these are not parameters of the function",
+    "'modle'; did you mean 'model'? (parameters: 'model', 'x')",
+)
+def unknown_name_donated(lib: Library) -> Any:
+    return lib.jit(forward, donate_argnames="modle")(Model(), X)
+
+
+@mistake(
+    "unknown-parameter",
+    "a static parameter of `remat` that does not exist",
+    ValueError,
+    "remat: static_argnames: these are not parameters of the function",
+    "'trian'; did you mean 'train'?",
+)
+def unknown_name_static(lib: Library) -> Any:
+    run = nnx_sharding.remat(lambda model, x, train: model(x), static_argnames="trian")
+    return run(Model(), X, train=True)
+
+
+@mistake(
     "no-mesh",
     "no mesh for a `PartitionSpec`",
     ValueError,
@@ -1017,6 +1040,17 @@ def ref_devices(lib: Library) -> Any:
 )
 def unhashable(lib: Library) -> Any:
     return lib.jit(lambda m, x, sizes: m(x), static_argnums=2)(Model(), X, [1, 2])
+
+
+@mistake(
+    "static-argument-that-is-not-hashable",
+    "an array as a static argument",
+    ValueError,
+    "argument 'x' of type ndarray",
+    "for an array, leave its argument out of the static ones",
+)
+def unhashable_array(lib: Library) -> Any:
+    return lib.jit(forward, static_argnums=1)(Model(), X)
 
 
 @mistake(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit
+from nnx_sharding import StateSharding, jit, shard_map, stack
 from nnx_sharding.errors import (
     MAX_LINES,
     MAX_WIDTH,
@@ -27,7 +27,17 @@ from nnx_sharding.errors import (
     message,
     warn_or_raise,
 )
-from nnx_sharding.partition import make_mesh, tensor_parallel
+from nnx_sharding.export import export
+from nnx_sharding.partition import (
+    abstract_init,
+    from_rules,
+    fsdp,
+    make_mesh,
+    optimizer_sharding,
+    override,
+    sharded_init,
+    tensor_parallel,
+)
 
 words = st.text("abc[].0:, P()", min_size=1, max_size=300)
 items = st.lists(words | st.lists(words, max_size=40).map("\n  ".join), max_size=300)
@@ -126,6 +136,34 @@ class Logits(nnx.Module):
 
     def __call__(self, tokens):
         return self.head(self.tokens(tokens))
+
+
+MESH = make_mesh({"data": -1})
+LARGE = nnx.Sequential(*(nnx.Linear(64, 64, rngs=nnx.Rngs(0)) for _ in range(24)))
+
+# A model in place of something else.
+MISPLACED = {
+    "function": lambda: sharded_init(LARGE, P()),
+    "function, abstract": lambda: abstract_init(LARGE, P()),
+    "mesh of jit": lambda: jit(len, mesh=LARGE),
+    "mesh of shard_map": lambda: shard_map(len, mesh=LARGE, in_specs=P(), out_specs=P()),
+    "mesh of sharded_init": lambda: sharded_init(Logits, P(), LARGE, nnx.Rngs(0)),
+    "filters": lambda: StateSharding(LARGE),
+    "sharding": lambda: StateSharding({nnx.Param: LARGE}),
+    "rules": lambda: from_rules(LARGE),
+    "base of a strategy": lambda: fsdp(LARGE, mesh=MESH, base=LARGE),
+    "sharding of an optimizer": lambda: optimizer_sharding(LARGE, LARGE),
+    "sharding to override": lambda: override(LARGE, {}),
+    "layers": lambda: stack(LARGE, 3),
+    "function to export": lambda: export(LARGE),
+}
+
+
+@pytest.mark.parametrize("call", MISPLACED.values(), ids=MISPLACED)
+def test_a_misplaced_model_is_named_in_short(call):
+    with pytest.raises(TypeError, match="Sequential") as caught:
+        call()
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("again", ["report", "compile"])

@@ -17,7 +17,7 @@ from flax import nnx
 
 from .. import _compat
 from ..errors import message, see
-from ..specs.fitting import suggestion
+from ..specs.fitting import show, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
 from .prefixes import is_spec, one_level
@@ -174,7 +174,7 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
     # A container of specs, so the value has to be one, too: `flatten_up_to` raises otherwise.
     parts, treedef = jax.tree_util.tree_flatten(specs, is_leaf=lambda x: x is not specs)
     if is_leaf_treedef(treedef):
-        raise ValueError(f"expected a sharding spec, got {specs!r}")
+        raise ValueError(f"expected a sharding spec, got {show(specs)}")
     subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
     for part, subtree in zip(parts, subtrees, strict=True):
         yield from _broadcast(part, subtree, depth + 1)

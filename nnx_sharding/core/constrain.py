@@ -34,6 +34,7 @@ from ..specs.fitting import (
 from ..specs.types import AnyArray, AnyMesh
 from .memory import other_memory
 from .place import finish_on_cpu, place_arrays
+from .problems import check_mesh
 
 
 def apply_shardings(
@@ -119,8 +120,7 @@ def is_shardable(x: object) -> bool:
 
 def given_mesh(caller: str, mesh: AnyMesh | None) -> Mesh | AbstractMesh | None:
     """Returns the mesh that a function was given, or else the one in context, or None."""
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
+    check_mesh(caller, mesh)
     return _compat.context_mesh() if mesh is None else mesh
 
 

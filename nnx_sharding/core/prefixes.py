@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
-from ..specs.fitting import suggested_spec
+from ..specs.fitting import show, suggested_spec
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
-from .problems import show
 from .treedefs import PyTreeDef, is_leaf_treedef
 
 

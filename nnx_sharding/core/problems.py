@@ -1,8 +1,7 @@
-"""The errors that several checks raise, and how messages show values, arrays and places."""
+"""The errors that several checks raise, and how messages show arrays and places."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,33 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .. import _compat
 from ..errors import NoMeshError, listed_error, merged, message, raise_listed, see, shortened
-from ..specs.fitting import describe_both, describe_mesh
+from ..specs.fitting import describe_both, show
 from ..specs.types import AnyArray, Arrays
-
-
-def show(value: object) -> str:
-    """Returns a value as text for a message: its name or its repr, in one short line.
-
-    The text is the same in each process and run, without addresses of objects.
-    """
-    if isinstance(value, Mesh | AbstractMesh):
-        return f"mesh {describe_mesh(value)}"
-    if isinstance(value, set | frozenset) and value:  # in an order that each process has
-        text = f"{{{', '.join(sorted(map(show, value)))}}}"
-        return shorten(text if type(value) is set else f"{type(value).__name__}({text})")
-    try:
-        name = getattr(value, "__qualname__", None) if callable(value) else None
-        text = name if isinstance(name, str) else repr(value)
-    except Exception as error:  # of the user's class; a message must not fail
-        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
-
-
-def shorten(text: str, length: int = 120) -> str:
-    """Returns a text in one line, without its middle if it is long."""
-    text = " ".join(text.split())
-    half = length // 2
-    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
 def join_paths(paths: Sequence[str]) -> str:
@@ -133,6 +107,12 @@ def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any])
     low, high = int(values.min()), int(values.max())
     limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
     return "" if limits.min <= low and high <= limits.max else f"{low} to {high}"
+
+
+def check_mesh(name: str, mesh: object) -> None:
+    """Raises a ``TypeError`` if the option ``mesh`` of a function has something else."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{name}: mesh must be a Mesh or an AbstractMesh, got {show(mesh)}.")
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:

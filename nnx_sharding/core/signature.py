@@ -14,6 +14,9 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import numpy as np
+
 from ..errors import message, raise_listed, see
 from ..specs.fitting import suggestion
 
@@ -268,10 +271,13 @@ def _check_static(name: str, value: object) -> None:
     try:
         hash(value)
     except Exception as error:
+        if isinstance(value, jax.Array | np.ndarray):
+            remedy = "for an array, leave its argument out of the static ones."
+        else:
+            remedy = "pass a hashable value, such as a tuple instead of a list."
         text = message(
             "static arguments must be hashable:",
             [f"  argument {name!r} of type {type(value).__name__} ({error})"],
-            "They are part of the key of the compiled function: pass a hashable value, such as a "
-            "tuple instead of a list.",
+            f"They are part of the key of the compiled function: {remedy}",
         )
         raise see(ValueError(text), anchor="static-argument-that-is-not-hashable") from None

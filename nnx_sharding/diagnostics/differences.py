@@ -29,7 +29,6 @@ from .. import _compat
 from ..core.fingerprint import fingerprint_of
 from ..core.functions import NamedValue, captured_values, closure
 from ..core.listing import holds_values, is_constant
-from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
@@ -44,6 +43,7 @@ from ..core.structure import (
     parts_of,
 )
 from ..errors import shortened
+from ..specs.fitting import shorten, show
 from ..specs.paths import Path, accessor
 
 # The arguments of one of two calls.

@@ -31,10 +31,9 @@ import jax
 from .. import _compat
 from ..core.declared import is_committed
 from ..core.plan import Plan
-from ..core.problems import show
 from ..core.transform import Transform
 from ..errors import RetraceError, message, shortened
-from ..specs.fitting import describe_both, describe_mesh
+from ..specs.fitting import describe_both, describe_mesh, show
 from .differences import (
     Facts,
     Side,

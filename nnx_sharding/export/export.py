@@ -29,6 +29,7 @@ from ..core.plan import Plan
 from ..core.structure import LEAF, Child, Container, RefEntry, Structure, VariableEntry, parts_of
 from ..diagnostics.differences import differences, show_child
 from ..errors import message, raise_listed
+from ..specs.fitting import show
 from ..transforms.lifted import Lifted
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, Tree, leaves_of, meshes_of, tree_from, tree_of
@@ -77,7 +78,7 @@ def export(
     if not isinstance(fun, Lifted):
         raise TypeError(
             "export takes a function that nnx_sharding.jit or shard_map returned, not "
-            f"{fun!r}. For a function of jax.jit use jax.export.export."
+            f"{show(fun)}. For a function of jax.jit use jax.export.export."
         )
     names = (platforms,) if isinstance(platforms, str) else platforms
     if names is not None and "gpu" in names:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..core.constrain import in_context
+from ..core.constrain import given_mesh, in_context
 from ..core.prefixes import Specs, check_specs
 from ..core.signature import Roles
 from ..diagnostics.progress import progress
@@ -61,7 +61,7 @@ def sharded_init(
       >>> model.kernel.sharding.shard_shape(model.kernel.shape)
       (8, 16)
     """
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    mesh = given_mesh("sharded_init", mesh)
     # In a trace the mesh is abstract, and the surrounding program has the devices.
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
@@ -86,7 +86,7 @@ def abstract_init(
     Returns:
       The model, with a sharded ``jax.ShapeDtypeStruct`` for each array.
     """
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    mesh = given_mesh("abstract_init", mesh)
     return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
 
 
@@ -106,6 +106,13 @@ def _make(
       mesh: the mesh of partition specs.
       arguments: those of ``make_model``, positional and by name.
     """
+    # A model is often callable, too, but what it returns is no model.
+    if _compat.is_graph_object(make_model) or not callable(make_model):
+        raise TypeError(
+            f"{name}: make_model must be a class, or a function that makes the model, got a "
+            f"{type(make_model).__name__}: pass the function itself, as in {name}(make, ...), not "
+            "what it returns. Arrays that exist are sharded by nnx_sharding.place."
+        )
     build, arrays = _close_over_statics(make_model, arguments)
     try:
         with in_context(_mesh_inside(build, arrays, mesh)):
@@ -134,8 +141,6 @@ def _close_over_statics(
 
     ``arguments`` are the positional ones and those by name; the function captures their statics.
     """
-    if not callable(make_model):
-        raise TypeError(f"make_model is not a function or class: {make_model!r}.")
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
     # The user's own function, so that equal calls find the same trace.
     if not leaves and not isinstance(make_model, type):

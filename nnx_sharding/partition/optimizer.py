@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import describe, pad_entries, replace_spec
+from ..specs.fitting import describe, pad_entries, replace_spec, show
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Spec
@@ -98,7 +98,9 @@ def optimizer_specs(
       parameters: those of the model; None for those of the model that the optimizer holds.
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
+        raise TypeError(
+            f"optimizer_sharding: sharding must be a StateSharding, got {show(sharding)}."
+        )
     # An `optax.GradientTransformation` is easily passed in place of the optimizer with its state.
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     states = [] if is_transformation else variables(optimizer)

@@ -28,6 +28,7 @@ from ..specs.fitting import (
     OnIndivisible,
     axes_of,
     pad_entries,
+    show,
     suggested_spec,
     suggestion,
     with_entries,
@@ -45,7 +46,7 @@ def _read_pairs(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
     is_series = isinstance(items, Iterable) and not isinstance(items, str)
     items = list(items) if is_series else [items]  # one item that is no pair raises the error
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
-        raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {pairs!r}.")
+        raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {show(pairs)}.")
     return [(first, second) for first, second in items]
 
 
@@ -126,7 +127,7 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
       P()
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"override changes a nnx_sharding.StateSharding, got {sharding!r}.")
+        raise TypeError(f"override changes a nnx_sharding.StateSharding, got {show(sharding)}.")
     pairs = read_patterns("override", rules)
     # The old rules come last, as the first filter that matches decides.
     pairs += zip(sharding.filters, sharding.shardings, strict=True)

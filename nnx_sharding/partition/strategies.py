@@ -36,6 +36,7 @@ from ..specs.fitting import (
     axes_of,
     fit_sharding,
     pad_entries,
+    show,
     spec_and_mesh,
     spec_axes,
     with_entries,
@@ -270,7 +271,7 @@ def base_specs(
       ValueError: some fit neither the mesh nor a shape, and may not be corrected; lists all.
     """
     if not isinstance(base, StateSharding | None):
-        raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
+        raise TypeError(f"{name}: base must be a StateSharding, got {show(base)}.")
     if base is None:
         return {variable.path: PartitionSpec() for variable in parameters}
     specs: SpecsByPath = {}

@@ -30,11 +30,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.prefixes import Specs
-from ..core.problems import out_of_range, show
+from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
 from ..core.treedefs import PyTreeDef
 from ..errors import raise_listed
-from ..specs.fitting import axes_of, with_entries
+from ..specs.fitting import axes_of, show, with_entries
 from ..specs.paths import accessor, path_key
 from .place import trim_to_rank
 

@@ -23,6 +23,7 @@ from .. import _compat
 from ..core.constrain import given_mesh
 from ..core.prefixes import Specs, check_specs
 from ..core.problems import check_options, no_mesh
+from ..specs.fitting import show
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Feed
 from .global_batches import UNEVEN, BatchOptions, GlobalBatches, Loaded, Uneven
@@ -103,7 +104,7 @@ def shard_batches(
     if batch_size is not None:
         check_integer(_NAME, "batch_size", batch_size, 1)
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
+        raise TypeError(f"{_NAME}: batches must be an iterable, got {show(batches)}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
     onto = given_mesh(_NAME, mesh)

@@ -38,7 +38,7 @@ from ..core.resolve import locate, needs_filter
 from ..core.structure import Location
 from ..errors import ActivationError, NoMeshError, listed, raise_listed
 from ..specs.filters import Paths, shadowed, spelling_hint, to_predicate
-from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
+from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding, show
 from ..specs.paths import Path, plain_key
 from ..specs.state_sharding import StateSharding, candidates
 from ..transforms.jit import jit
@@ -189,7 +189,7 @@ def check_sharding(
       ('kernel', 0, 128)
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"sharding must be a StateSharding, got {sharding!r}.")
+        raise TypeError(f"sharding must be a StateSharding, got {show(sharding)}.")
     if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(
             f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."

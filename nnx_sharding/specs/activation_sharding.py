@@ -17,8 +17,9 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..errors import shortened
 from .filters import Predicate, filter_pairs, module_predicate
-from .fitting import axes_of, suggested_spec
+from .fitting import axes_of, show, suggested_spec
 from .paths import Path
 from .state_sharding import StateSharding
 from .types import AxisName
@@ -136,7 +137,7 @@ class InOutSharding:
         specs = [leaf for leaf in leaves if not isinstance(leaf, StateSharding)]
         wrong = [x for x in itertools.chain(specs, *inside) if not is_activation_spec(x)]
         if wrong:
-            got = ", ".join(f"{leaf!r}{suggested_spec(leaf)}" for leaf in wrong)
+            got = ", ".join(shortened(f"{show(leaf)}{suggested_spec(leaf)}" for leaf in wrong))
             raise TypeError(
                 "InOutSharding: expected partition specs, NamedShardings or StateShardings of "
                 f"them, got {got}."

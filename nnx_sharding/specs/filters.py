@@ -22,7 +22,7 @@ from flax import nnx
 
 from .. import _compat
 from ..errors import shortened
-from .fitting import suggestion
+from .fitting import show, suggestion
 from .paths import Path, path_string
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
@@ -34,7 +34,7 @@ def to_predicate(filter_: Any) -> Predicate:
         predicate: Predicate = nnx.filterlib.to_predicate(filter_)
     except (TypeError, ValueError):  # Flax fails while it formats its message
         raise TypeError(
-            f"{filter_!r} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
+            f"{show(filter_)} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
             "(path, variable) -> bool, or a tuple of these."
         ) from None
     return predicate
@@ -51,7 +51,7 @@ def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} takes a mapping from filters, or pairs of a filter and what it chooses, not "
-            f"{given!r}."
+            f"{show(given)}."
         ) from None
 
 

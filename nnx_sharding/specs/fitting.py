@@ -17,13 +17,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from flax import nnx
 from jax.experimental.layout import Layout
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .types import AnyMesh, AxisName, Spec
 
@@ -436,3 +437,28 @@ def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     if mesh == other_mesh:  # other devices, which the long text shows
         mesh, other_mesh = str(sharding.mesh), str(other.mesh)
     return f"{text} on mesh {mesh}", f"{other_text} on mesh {other_mesh}"
+
+
+def show(value: object) -> str:
+    """Returns a value as text for a message: its name or its repr, in one short line.
+
+    The text is the same in each process and run, without addresses of objects.
+    """
+    if isinstance(value, Mesh | AbstractMesh):
+        return f"mesh {describe_mesh(value)}"
+    if isinstance(value, set | frozenset) and value:  # in an order that each process has
+        text = f"{{{', '.join(sorted(map(show, value)))}}}"
+        return shorten(text if type(value) is set else f"{type(value).__name__}({text})")
+    try:
+        name = getattr(value, "__qualname__", None) if callable(value) else None
+        text = name if isinstance(name, str) else repr(value)
+    except Exception as error:  # of the user's class; a message must not fail
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
+
+
+def shorten(text: str, length: int = 120) -> str:
+    """Returns a text in one line, without its middle if it is long."""
+    text = " ".join(text.split())
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"

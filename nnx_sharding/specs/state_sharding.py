@@ -25,7 +25,7 @@ from .filters import (
     subject_text,
     to_predicate,
 )
-from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
+from .fitting import ON_INDIVISIBLE, OnIndivisible, show, suggested_spec
 from .paths import Path, path_string
 from .types import Axis
 
@@ -102,7 +102,7 @@ class StateSharding:
             )
         pairs = pairs_of("StateSharding", filter_sharding)
         wrong = [
-            f"  {_show(filter_)}: {sharding!r}{suggested_spec(sharding)}"
+            f"  {_show(filter_)}: {show(sharding)}{suggested_spec(sharding)}"
             for filter_, sharding in pairs
             if not is_single_spec(sharding)
         ]

@@ -32,7 +32,7 @@ from ..core.constrain import in_context
 from ..core.declared import as_declared
 from ..core.plan import Plan
 from ..core.prefixes import Specs, check_specs
-from ..core.problems import check_options
+from ..core.problems import check_mesh, check_options
 from ..core.signature import Roles
 from ..core.transform import Program, Sharded
 from ..core.unflatten import Unflattened
@@ -300,6 +300,7 @@ def jit(
             "device and backend cannot be combined with in_shardings or out_shardings: use "
             "shardings on that device."
         )
+    check_mesh("jit", mesh)
     check_options(
         "jit",
         on_committed=(on_committed, ("error", "move")),

@@ -34,7 +34,7 @@ from ..core.constrain import mesh_in_trace, type_as
 from ..core.declared import is_committed
 from ..core.plan import Plan
 from ..core.prefixes import Specs, check_specs
-from ..core.problems import array_line, check_options
+from ..core.problems import array_line, check_mesh, check_options
 from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.static_arguments import with_static_values
 from ..core.transform import Dependencies, Program, Sharded
@@ -47,6 +47,7 @@ from ..specs.fitting import (
     axes_of_type,
     explicit_part,
     keep_axes,
+    show,
     spec_axes,
 )
 from ..specs.types import AxisName
@@ -461,8 +462,7 @@ def shard_map(
         on_committed=(on_committed, ("error", "reshard", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"shard_map: expected a Mesh or an AbstractMesh, got {mesh!r}.")
+    check_mesh("shard_map", mesh)
     transform = _ShardMap(
         in_specs=Specs(in_specs),
         out_specs=Specs(out_specs),
@@ -482,7 +482,7 @@ def shard_map(
     def decorate(f: Callable[..., object]) -> Any:
         if not callable(f):
             raise TypeError(
-                f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."
+                f"shard_map: expected a callable, got {show(f)} of type {type(f).__name__}."
             )
         modes = Modes(graph, graph_updates)
         return lift(_Mapped, f, transform, Roles(), *modes, max_traces=max_traces)

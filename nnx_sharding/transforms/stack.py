@@ -48,7 +48,7 @@ from ..core.structure import Location, NodeEntry, VariableEntry
 from ..core.unflatten import perform
 from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
-from ..specs.fitting import with_entries
+from ..specs.fitting import show, with_entries
 from ..specs.paths import Path
 from .in_trace import replace_slots
 from .mapped_axes import Carry, StateAxes
@@ -289,7 +289,9 @@ def stack(
       (2, 4)
     """
     options: dict[str, Any] = {"unroll": unroll, "remat": remat, "prefetch": prefetch}
-    if callable(layers) and isinstance(length, int):
+    # A module may be callable, too, but makes no layers.
+    is_module = isinstance(layers, nnx.Module)
+    if callable(layers) and not is_module and isinstance(length, int):
         if length < 1:
             raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _make_layers(layers, length, args, kwargs)
@@ -298,11 +300,11 @@ def stack(
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
-            f"of layers, as in stack(Block, 24, rngs=rngs), got {layers!r}"
+            f"of layers, as in stack(Block, 24, rngs=rngs), got {show(layers)}"
             + ("." if length is None else f" and {length!r}.")
         )
     blocks = [*layers]
-    wrong = [f"  [{i}]: {b!r}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
+    wrong = [f"  [{i}]: {show(b)}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
     raise_listed(TypeError, "stack: expected modules, got:", wrong)
     if not blocks:
         raise ValueError("stack: expected at least one module, got an empty list.")
