@@ -5,8 +5,8 @@
 - Weights: ``safetensors`` loads and saves, by what ``tensor_rules`` (which array),
   ``tensor_matching`` (what fits), ``tensor_layouts`` (how dimensions become others) and
   ``tensor_files`` (which bytes) say.
-  ``tensor_inference`` writes such rules, by ``tensor_names`` (which mean the same) and
-  ``tensor_candidates`` (in which ways they fit), as the text that ``tensor_table`` reads.
+  ``tensor_inference`` writes such rules, by ``tensor_links`` and ``tensor_names`` (which mean the
+  same) and ``tensor_candidates`` (in which ways they fit), as the text that ``tensor_table`` reads.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,8 +15,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from .tensor_layouts import names_in
 from .tensor_rules import Tensor
@@ -50,22 +50,22 @@ class Convention(NamedTuple):
     heads: Literal["in", "out"] | None  # the dimension of the tensor that an array may split
 
 
-class Share(NamedTuple):
-    """Which of several tensors, or arrays, that the other side has in one."""
+class FusedPart(NamedTuple):
+    """One of several tensors, or arrays, that the other side has in one."""
 
-    part: int
-    shapes: tuple[Shape, ...]  # of all of them
-    of_tensor: bool  # whether the tensor is the fused one
-    by_head: bool = False  # whether each head has all parts, instead of each part all heads
-    in_turns: bool = False  # whether rows of all parts may alternate
+    number: int  # its position among all parts
+    shapes: tuple[Shape, ...]  # of all parts
+    is_tensor_fused: bool  # whether the tensor has all parts; otherwise the array has
+    by_head: bool  # whether each head has all parts, instead of each part all heads
+    may_alternate: bool  # whether rows of all parts may be in turns
 
 
 class Stacked(NamedTuple):
     """What one side has as a dimension, and the other one counts by names."""
 
-    axis: str
+    axis: str  # its name in a rule
     size: int
-    at: int | None  # the index in the tensor; None if the array has the dimension
+    tensor_index: int | None  # the index in the tensor; None if the array has the dimension
 
 
 class Candidate(NamedTuple):
@@ -78,14 +78,14 @@ class Candidate(NamedTuple):
     @property
     def is_transposed(self) -> bool:
         """Whether the dimensions of the tensor are in another order in the array."""
-        left, right = self.tensor.sides(0)
+        left, right = self.tensor.sides(0)  # for each dimension the names of its axes
         firsts = [names[0] for names in left]
         order = [firsts.index(names[0]) for names in right if names[0] in firsts]
         return order != sorted(order)
 
     @property
     def operation(self) -> str:
-        """What it does: its axes as numbers, as two forms may do the same."""
+        """What it does, without the names of axes: two forms may do the same."""
         left, right = self.tensor.sides(0)
         number = {axis: i for i, axis in enumerate(names_in(left))}
         sides = [[number.get(axis, axis) for axis in names] for names in (*left, *right)]
@@ -95,11 +95,11 @@ class Candidate(NamedTuple):
 
     def rule(self, path: str) -> Tensor:
         """Returns what does this to an array at a path."""
-        x = self.tensor
-        left, right = x.sides(0)
-        if left == right and not x.put and not x.take:
+        tensor = self.tensor
+        left, right = tensor.sides(0)
+        if left == right and not tensor.put and not tensor.take:
             return Tensor(path)
-        return Tensor(path, x.dimensions, take=x.take, put=x.put, **x.sizes)
+        return Tensor(path, tensor.dimensions, take=tensor.take, put=tensor.put, **tensor.sizes)
 
     def described(self) -> str:
         """Says in a few words what it does."""
@@ -114,53 +114,67 @@ class Candidate(NamedTuple):
         return ", ".join(texts)
 
 
+class _Layout(NamedTuple):
+    """How dimensions become others: the arguments of a ``Tensor``."""
+
+    left: str  # the dimensions of the tensor: ``(h d) in``
+    axes: list[str]  # the dimensions of the array: ``["in", "h", "d"]``
+    take: Mapping[str, slice | int] = {}  # the part of the tensor's axes that the array has
+    put: Mapping[str, slice | int] = {}  # the part of the array's axes that the tensor fills
+    sizes: Mapping[str, int] = {}  # of axes of the tensor
+
+
 @functools.lru_cache(4096)  # most layers have the same shapes
 def candidates(
     shape: Shape,
     target: Shape,
     order: Order,
     convention: Convention,
-    stack: tuple[Stacked, ...] = (),
-    share: Share | None = None,
+    stacks: tuple[Stacked, ...] = (),
+    fused: FusedPart | None = None,
 ) -> tuple[Candidate, ...]:
     """Returns all ways in which a tensor of this shape can fill an array of the shape ``target``.
 
-    ``stack`` has what is a dimension on one of the sides only.
+    Args:
+      shape: of the tensor.
+      target: the shape of the array.
+      order: of the matrices in the file.
+      convention: what names say of the dimensions.
+      stacks: what is a dimension on one of the sides only.
+      fused: which part of the other side it is; None if nothing is fused.
     """
-    known = {x.axis: x.size for x in stack if x.at is None}
-    taken: dict[str, Any] = {x.axis: x.size for x in stack if x.at is not None}
-    indices = {x.axis: x.at for x in stack if x.at is not None}
-    fixed = known | ({"part": len(share.shapes)} if share else {})
-    found = dict[str, Candidate]()  # by what is done, as two forms may do the same
-    for form, right in ((form, right) for form, rights in _FORMS.items() for right in rights):
-        matrix = _in_order(form, order)
-        split = "in" if "out" in matrix else "out"
-        if "(" in form and len(matrix) > 1 and convention.heads not in (None, split):
+    in_array = {stack.axis: stack.size for stack in stacks if stack.tensor_index is None}
+    in_tensor = [stack for stack in stacks if stack.tensor_index is not None]
+    found: dict[str, Candidate] = {}  # by what is done, as two forms may do the same
+    for form, array_forms in _FORMS.items():
+        dimensions = _in_order(form, order)
+        if not _may_split_heads(dimensions, convention):
             continue
-        is_usual = {
-            "in, out": _is_in_out(right.split()),
-            "as the tensor": right == " ".join(matrix),
-            None: False,
-        }[convention.order]
-        for stacked in _inserted(right.split(), [*known]):
-            layouts = _shared(" ".join([*taken, *matrix]), stacked, target, share)
-            for left, axes, options in layouts:
-                sizes = dict(zip(axes, target, strict=False))
-                if len(axes) != len(target) or not fixed.items() <= {**fixed, **sizes}.items():
-                    continue
-                options["take"] = indices | options.get("take", {})
-                dimensions = f"{left} -> {' '.join(axes)}"
-                tensor = Tensor("", dimensions, **{**taken, **options})
-                if _fits(tensor, shape, target):
-                    places = tuple(axes.index(axis) for axis in known)
-                    way = Candidate(tensor, is_usual, places)
-                    if is_usual or way.operation not in found:
-                        found[way.operation] = way
+        # A tensor has what it stacks in front.
+        left = " ".join([*(stack.axis for stack in in_tensor), *dimensions])
+        for array_form in array_forms:
+            is_usual = {
+                "in, out": _is_in_out(array_form.split()),
+                "as the tensor": array_form == " ".join(dimensions),
+                None: False,
+            }[convention.order]
+            for axes in _inserted(array_form.split(), [*in_array]):
+                for layout in _layouts(left, axes, target, fused):
+                    known_sizes = in_array | ({"part": len(fused.shapes)} if fused else {})
+                    tensor = _tensor(layout, target, known_sizes, in_tensor)
+                    if tensor is not None and _fits(tensor, shape, target):
+                        stacked_at = tuple(layout.axes.index(axis) for axis in in_array)
+                        way = Candidate(tensor, is_usual, stacked_at)
+                        if is_usual or way.operation not in found:
+                            found[way.operation] = way
     return tuple(found.values())
 
 
 def _in_order(form: str, order: Order) -> list[str]:
-    """Returns the dimensions of a tensor of this form in a file with matrices in this order."""
+    """Returns the dimensions of a tensor of this form in a file with matrices in this order.
+
+    ``out (h d)`` is ``["out", "(h d)"]``, or reversed.
+    """
     dimensions = re.findall(r"\(.*?\)|\w+", form)
     is_matrix = len(dimensions) > 1 and dimensions[-1] not in "abx"
     if order == "in out" and is_matrix:
@@ -168,9 +182,45 @@ def _in_order(form: str, order: Order) -> list[str]:
     return dimensions
 
 
+def _may_split_heads(dimensions: list[str], convention: Convention) -> bool:
+    """Whether names allow that the array splits the dimension of the tensor that has heads."""
+    has_heads = any(dimension.startswith("(") for dimension in dimensions)
+    if not has_heads or len(dimensions) == 1:
+        return True
+    split = "in" if "out" in dimensions else "out"  # the other dimension of the matrix
+    return convention.heads in (None, split)
+
+
 def _is_in_out(axes: list[str]) -> bool:
     """Whether all axes of inputs are before those of outputs, as in all kernels of Flax."""
     return axes[0] == "in" or axes[-1] == "out" or {"in", "out"}.isdisjoint(axes)
+
+
+def _tensor(
+    layout: _Layout, target: Shape, known_sizes: Mapping[str, int], in_tensor: Sequence[Stacked]
+) -> Tensor | None:
+    """Returns what places a tensor by a layout; None if an array of this shape cannot have that.
+
+    Args:
+      layout: the dimensions.
+      target: the shape of the array.
+      known_sizes: the sizes of some of the array's axes.
+      in_tensor: what is stacked in the tensor.
+    """
+    if len(layout.axes) != len(target):
+        return None
+    sizes = zip(layout.axes, target, strict=True)
+    if any(known_sizes.get(axis, size) != size for axis, size in sizes):
+        return None
+    indices = {stack.axis: stack.tensor_index or 0 for stack in in_tensor}
+    stack_sizes = {stack.axis: stack.size for stack in in_tensor}
+    return Tensor(
+        "",
+        f"{layout.left} -> {' '.join(layout.axes)}",
+        take={**indices, **layout.take},
+        put=layout.put,
+        **{**stack_sizes, **layout.sizes},
+    )
 
 
 def _fits(tensor: Tensor, shape: Shape, target: Shape) -> bool:
@@ -191,53 +241,71 @@ def _inserted(axes: list[str], labels: list[str]) -> Iterator[list[str]]:
         yield row
 
 
-# The dimensions of the tensor, the axes of the array, and further options of ``Tensor``.
-Layout: TypeAlias = tuple[str, list[str], dict[str, Any]]
+def _layouts(
+    left: str, axes: list[str], target: Shape, fused: FusedPart | None
+) -> Iterator[_Layout]:
+    """Yields the ways to place one part if a side is fused; else the layout without parts.
 
-
-def _shared(left: str, axes: list[str], target: Shape, share: Share | None) -> Iterator[Layout]:
-    """Yields the layouts of an array, or of its share if it shares an array or a tensor."""
+    Args:
+      left: the dimensions of the tensor.
+      axes: those of the array, without one for parts.
+      target: the shape of the array.
+      fused: which part it is.
+    """
     names = re.findall(r"\w+", left)
-    outer = next(axis for axis in ("out", "h", "k", "one") if axis in names)
-    if outer == "one":
-        yield left, axes, {"take": {"one": 0}, "one": 1}
-    elif share is None:
-        yield left, axes, {}
-    elif not share.of_tensor and len(axes) != len(target):
-        for place in _inserted(axes, ["part"]):
-            yield left, place, {"put": {"part": share.part}}
+    outer = next(axis for axis in ("out", "h", "k", "one") if axis in names)  # has rows of parts
+    if outer == "one":  # a dimension of the tensor that arrays do not have
+        yield _Layout(left, axes, take={"one": 0}, sizes={"one": 1})
+    elif fused is None:
+        yield _Layout(left, axes)
+    elif not fused.is_tensor_fused and len(axes) != len(target):  # a dimension for the parts
+        for with_part in _inserted(axes, ["part"]):
+            yield _Layout(left, with_part, put={"part": fused.number})
     elif len(axes) == len(target):
-        size, parts = target[axes.index(outer)], [math.prod(each) for each in share.shapes]
-        if share.of_tensor:
-            yield from _part_of_tensor(left, axes, outer, size, share, parts)
-        elif size != len(parts) and not share.by_head:
+        size = target[axes.index(outer)]
+        if fused.is_tensor_fused:
+            yield from _layouts_in_tensor(left, axes, outer, size, fused)
+        elif size != len(fused.shapes) and not fused.by_head:
             # Parts have as many rows as numbers, in proportion.
-            ends = [size * sum(parts[: share.part + k]) // sum(parts) for k in range(2)]
-            if ends[0] < ends[1]:
-                yield left, axes, {"put": {outer: slice(*ends)}}
+            counts = [math.prod(shape) for shape in fused.shapes]
+            start = size * sum(counts[: fused.number]) // sum(counts)
+            stop = size * sum(counts[: fused.number + 1]) // sum(counts)
+            if start < stop:
+                yield _Layout(left, axes, put={outer: slice(start, stop)})
 
 
-def _part_of_tensor(
-    left: str, axes: list[str], outer: str, size: int, share: Share, parts: list[int]
-) -> Iterator[Layout]:
+def _layouts_in_tensor(
+    left: str, axes: list[str], outer: str, size: int, fused: FusedPart
+) -> Iterator[_Layout]:
     """Yields the layouts of an array that is a part of a tensor, in its rows or in each head.
 
-    ``size`` is that of the outermost axis of the array's part of the rows.
+    Args:
+      left: the dimensions of the tensor, without one for parts.
+      axes: those of the array.
+      outer: the outermost axis of the rows.
+      size: that of this axis in the array.
+      fused: which part the array is.
     """
-    before, part, least = sum(parts[: share.part]), parts[share.part], min(parts)
-    is_grouped = len({*parts}) > 1
-    if not (share.by_head and not is_grouped) and part and size * before % part == 0:
-        start = size * before // part
-        rows = {"take": {outer: slice(start, start + size)}, outer: size * sum(parts) // part}
-        yield left, axes, rows
-    if share.in_turns and outer == "out":
-        rows = {"take": {"p": share.part}, "p": len(parts)}
-        yield left.replace("out", "(out p)"), axes, rows
-    # With one head of keys, this would be the same.
-    if share.by_head and outer == "h" and least and not (is_grouped and size * least == part):
-        start, count = before // least, part // least
-        options: dict[str, Any] = {"take": {"p": start}, "p": sum(parts) // least}
-        if count > 1:
-            axes = ["(h p)" if axis == "h" else axis for axis in axes]
-            options["take"] = {"p": slice(start, start + count)}
-        yield left.replace("h d", "h p d"), axes, options
+    counts = [math.prod(shape) for shape in fused.shapes]  # of numbers, by part
+    own, before, least = counts[fused.number], sum(counts[: fused.number]), min(counts)
+    # With fewer heads of keys and values than of queries.
+    is_grouped = len({*counts}) > 1
+    # Parts one after the other, with as many rows as numbers, in proportion.
+    if (is_grouped or not fused.by_head) and own and size * before % own == 0:
+        start = size * before // own
+        rows = slice(start, start + size)
+        yield _Layout(left, axes, take={outer: rows}, sizes={outer: size * sum(counts) // own})
+    # The first row of each part, the second of each, and so on.
+    if fused.may_alternate and outer == "out":
+        alternating = left.replace("out", "(out p)")
+        yield _Layout(alternating, axes, take={"p": fused.number}, sizes={"p": len(counts)})
+    # Each head of keys with its queries and values; with one, this would be the first layout.
+    has_one_head = is_grouped and size * least == own
+    if fused.by_head and outer == "h" and least and not has_one_head:
+        first, num_heads = before // least, own // least  # of this part, in each head of keys
+        by_head, sizes = left.replace("h d", "h p d"), {"p": sum(counts) // least}
+        if num_heads == 1:
+            yield _Layout(by_head, axes, take={"p": first}, sizes=sizes)
+        else:
+            merged = ["(h p)" if axis == "h" else axis for axis in axes]
+            yield _Layout(by_head, merged, take={"p": slice(first, first + num_heads)}, sizes=sizes)

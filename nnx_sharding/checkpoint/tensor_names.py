@@ -95,7 +95,7 @@ class Template(NamedTuple):
 
     text: str  # with {} for each number
     words: tuple[str, ...]  # in one spelling, without wrappers, numbers and the kind
-    numbers: tuple[str, ...]  # what each number counts, such as ("layer", "expert")
+    counters: tuple[str, ...]  # what each number counts, such as ("layer", "expert")
     in_layer: bool
     part: str
     kind: str
