@@ -210,7 +210,7 @@ def test_equals_brute_force(name, tmp_path):
     every = found.comparison.figures
     for candidate in found.candidates.values():
         exact = every[candidate.name]["arguments"]
-        assert predict(candidate, args, Arguments(args, NAMES), Axes()).arguments == pytest.approx(
+        assert predict(candidate, Arguments(args, NAMES), Axes()).arguments == pytest.approx(
             exact, rel=0.05
         )
     for name, text in taken.items():
@@ -647,7 +647,7 @@ def test_what_a_schedule_sends_is_predicted(schedule):
     compiled = step.lower(model, x).compile().collectives()
     candidate = Candidate("dp + pipeline", dict(mesh.shape), "", shardings, mesh)
     args = [model, x]
-    predicted = predict(candidate, args, Arguments(args, ["model", "x"]), Axes()).sent[0]
+    predicted = predict(candidate, Arguments(args, ["model", "x"]), Axes()).sent[0]
     ticks, held = microbatches + stages - 1, 8 // stages * width * (width + 1) * 4
     between = 2 * rows / replicas * width * 4 * (ticks / microbatches + 1)
     gradients = 2 * held * (1 - 1 / replicas) * (1 if schedule == "1f1b" else ticks)
@@ -1137,7 +1137,7 @@ def test_host_memory_is_not_device_memory():
         own = {"tokens": P("data"), "none": None}
         shardings = state, sharding, own, None, None
         candidate = Candidate("fsdp", {"data": 8}, "", shardings, mesh)
-        held.append(predict(candidate, args, arguments, Axes()).arguments)
+        held.append(predict(candidate, arguments, Axes()).arguments)
     specs = partition.specs_by_path(args[0], sharding)
     states = {path: x.get_raw_value().shape for path, x in nnx.to_flat_state(nnx.state(args[0]))}
     shapes = [NamedSharding(mesh, specs[path]).shard_shape(x) for path, x in states.items() if x]
@@ -1145,7 +1145,7 @@ def test_host_memory_is_not_device_memory():
     array = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
     candidate = Candidate("fsdp", {"data": 8}, "", (array,), mesh)
     x = (jax.ShapeDtypeStruct((8, 4), jnp.float32),)
-    assert predict(candidate, x, Arguments(x, "x"), Axes()).arguments == 0
+    assert predict(candidate, Arguments(x, "x"), Axes()).arguments == 0
 
 
 @pytest.mark.usefixtures("compile_here")

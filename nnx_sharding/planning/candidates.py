@@ -147,7 +147,8 @@ class Arguments:
     tokens a step has: all elements of integers, all feature vectors of floats.
 
     Attributes:
-      parts: modules and other leaves, by the expressions that name them.
+      args: the arguments themselves, abstract.
+      parts: modules and other leaves, by the expressions that name them: ``batch['x']``.
       rows: the first dimension of the batch; 0 without one.
       length: the second dimension of its largest array; 1 without one.
       tokens: how many there are in that.
@@ -157,8 +158,9 @@ class Arguments:
     """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
+        self.args, self._names = tuple(args), names
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(
-            tuple(args), is_leaf=_compat.is_graph_object
+            self.args, is_leaf=_compat.is_graph_object
         )
         self.parts: dict[str, Any] = {
             f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": part for keys, part in leaves
@@ -262,7 +264,7 @@ class Arguments:
         has_length = len(part.shape) > 1 and part.shape[1] == self.length
         return batch if has_length else PartitionSpec(*batch[:1])
 
-    def with_rows(self, rows: int) -> tuple[Any, ...]:
+    def with_rows(self, rows: int) -> Arguments:
         """Returns the arguments with another number of rows in the batch."""
         resized = (
             jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
@@ -270,7 +272,7 @@ class Arguments:
             else part
             for part in self.parts.values()
         )
-        return tuple(jax.tree_util.tree_unflatten(self._tree, resized))
+        return Arguments(jax.tree_util.tree_unflatten(self._tree, resized), self._names)
 
 
 class ShardedArguments(NamedTuple):

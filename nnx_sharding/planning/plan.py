@@ -397,7 +397,7 @@ def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> 
     runners = {}
     for name in found.fitting[:count]:
         entry = search.entries[name]
-        variant = search.variants[entry.variant_index]
+        variant = entry.variant
         runners[name] = Runner.of(entry.candidate, variant.fun, entry.args, variant.options)
     seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
     return dataclasses.replace(found, reports={**found.reports, **failures}, measured=seconds)
@@ -443,7 +443,7 @@ def prepare(
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
         available = len(topology_devices(*target)) if target else jax.device_count()
         count = devices or available
-        arguments = Arguments(step_variants[0].args, step_variants[0].names)
+        arguments = step_variants[0].arguments
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
             pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
@@ -482,8 +482,8 @@ def prepare(
     predicting = progress("plan: predicting", len(pairs), quiet=quiet)
     with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:
-            for index in range(len(step_variants)):
-                search.add(strategy, mesh, index)
+            for variant in step_variants:
+                search.add(strategy, mesh, variant)
             advance(strategy)
     if not search.programs:
         ways = "; or ".join(remedies(search, {}))

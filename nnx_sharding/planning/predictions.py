@@ -232,18 +232,13 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    candidate: Candidate,
-    args: Sequence[Any],
-    arguments: Arguments,
-    axes: Axes,
-    num_slices: int = 1,
+    candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int = 1
 ) -> Prediction:
     """Predicts what a candidate needs on one device.
 
     Args:
       candidate: the candidate, with its shardings.
-      args: the arguments of the step.
-      arguments: the same, with what is known of their batch and models.
+      arguments: those of the step.
       axes: the names of mesh axes by their roles.
       num_slices: the number of slices of TPUs that the devices are on.
 
@@ -255,7 +250,7 @@ def predict(
     def is_single(sharding: Any) -> bool:
         return sharding is None or isinstance(sharding, StateSharding)
 
-    jax.tree.map(sums.add, candidate.in_shardings, tuple(args), is_leaf=is_single)
+    jax.tree.map(sums.add, candidate.in_shardings, arguments.args, is_leaf=is_single)
     return Prediction(
         arguments=sums.bytes,
         sent=BytesSent(

@@ -16,12 +16,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text
 from ..report.comparison import Failure
-from .candidates import Candidate, split_name
+from .candidates import split_name
 from .search import Needs, Search
 
 _MOST_TIMES = 64  # as many devices, or microbatches; and a batch that is as small a part
@@ -32,10 +31,10 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
     limit, smallest = search.limit, _smallest(search, reports)
     if limit is None or smallest is None:
         return
-    candidate, index, arguments, rest = smallest
+    candidate, variant = smallest.candidate, smallest.variant
+    arguments, rest, rows = smallest.arguments, smallest.rest, candidate.rows
     yield f"{bytes_text(arguments + rest)} on each device, for {candidate.name}"
-    yield from _devices(search, candidate, index, rest)
-    variant, rows = search.variants[index], candidate.rows
+    yield from _more_devices(search, smallest, limit)
     if rest and "remat" not in variant.chosen:  # that of a Stack was tried
         yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
     # The powers of two into which the batch can be divided.
@@ -44,11 +43,11 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
     if rest and count and "microbatches" not in variant.chosen:
         yield f"{count} microbatches of accumulate_gradients: {_about(arguments + rest / count)}"
     if not variant.offload:
-        held = search.arguments_of(candidate, index, offload=True)
+        held = search.arguments_of(candidate, variant, offload=True)
         if held < arguments and held + rest <= limit:
             yield f"offload of the optimizer's state: {_about(held + rest)}"
     for n in divisors:
-        held = search.arguments_of(candidate, index, rows=rows // n)
+        held = search.arguments_of(candidate, variant, rows=rows // n)
         if held + rest / n <= limit:
             yield f"a batch of {rows // n} rows: {_about(held + rest / n)}"
             return
@@ -63,7 +62,7 @@ def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) ->
             entry = search.entries[name]
             needs = Needs(
                 candidate=entry.candidate,
-                variant_index=entry.variant_index,
+                variant=entry.variant,
                 arguments=memory.arguments,
                 rest=memory.peak - memory.arguments,
             )
@@ -71,26 +70,27 @@ def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) ->
     return min(compiled, key=lambda x: x.arguments + x.rest, default=search.smallest)
 
 
-def _devices(search: Search, candidate: Candidate, index: int, rest: int) -> Iterator[str]:
+def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
     """Yields the least power of two times as many devices, with parameters sharded over data.
 
+    Nothing if none is enough, or if the strategy is a function of the user.
+
     Args:
-      search: predicts the arguments, and has the limit.
-      candidate: the candidate, on fewer devices.
-      index: that of its variant.
-      rest: its bytes besides the arguments.
+      search: predicts the arguments.
+      smallest: the candidate, on fewer devices, and what it needs.
+      limit: the bytes of a device.
     """
+    candidate = smallest.candidate
+    if search.functions.get(candidate.strategy) is not None:  # of the user
+        return
     _, styles = split_name(candidate.strategy)
     strategy = " + ".join(("fsdp", *styles))
     [axis] = search.axes.data
-    if search.functions.get(candidate.strategy) is not None:  # of the user
-        return
     for i in range(1, _MOST_TIMES.bit_length()):
-        sizes: dict[str, Any] = {**candidate.sizes}
-        sizes[axis] = sizes.get(axis, 1) * 2**i
+        sizes = {**candidate.sizes, axis: candidate.sizes.get(axis, 1) * 2**i}
         larger = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
-        needs = search.arguments_of(larger, index) + rest / 2**i
-        if needs <= (search.limit or 0):
+        needs = search.arguments_of(larger, smallest.variant) + smallest.rest / 2**i
+        if needs <= limit:
             text = " × ".join(f"{name} {size}" for name, size in sizes.items())
             yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {_about(needs)}"
             return

@@ -4,9 +4,9 @@
 `Search.pick` chooses among them, given the reports of those that were compiled so far. `plan.py`
 describes the whole search.
 
-A *candidate* is a chain of strategies on a mesh, for a *variant* of the step (its number is
-``index``) and perhaps with some option of the chain, such as a number of microbatches. A *family*
-are candidates that only differ in such options and in the rows of the batch. A `Comparison` has the
+A *candidate* is a chain of strategies on a mesh, for a *variant* of the step and perhaps with some
+option of the chain, such as a number of microbatches. A *family* are candidates that only differ in
+such options and in the rows of the batch. A `Comparison` has the
 reports of what was compiled: ``fitting`` are the names of those that fit into memory, best first,
 and ``figures`` their times, of which ``roofline`` is the estimate.
 """
@@ -43,21 +43,21 @@ class PredictedCandidate(NamedTuple):
     """A candidate before it is compiled."""
 
     candidate: Candidate
+    variant: Variant
     prediction: Prediction
-    args: tuple[Any, ...]  # abstract, of the step
+    args: tuple[Any, ...]  # those of the variant, or with another number of rows
     seconds: dict[str, float]  # predicted, of each resource alone
     exposed: float  # the share of the interconnect's time that compute may not hide
     least: float | None  # a lower bound of its time, if known
     lower: Lower  # traces and lowers the step
     alike: tuple[str, str]  # variant and strategy: predictions of these are about as far off
-    variant_index: int  # in `Search.variants`
 
 
 class Needs(NamedTuple):
     """What a candidate needs on each device."""
 
     candidate: Candidate
-    variant_index: int  # in `Search.variants`
+    variant: Variant
     arguments: int  # bytes
     rest: int  # bytes besides its arguments; 0 if it was not compiled
 
@@ -66,7 +66,7 @@ class Needs(NamedTuple):
 class Search:
     """The candidates, and which of them is compiled next."""
 
-    variants: list[Variant]
+    variants: Sequence[Variant]  # of the user; the search adds others
     functions: Mapping[str, Callable[..., Any] | None]  # of the user; None for strategies of ours
     axes: Axes  # the names of mesh axes by their roles
     hardware: Hardware | None
@@ -82,30 +82,27 @@ class Search:
     def __post_init__(self) -> None:
         # What the candidate with the smallest arguments needs, whether it fits or not.
         self.smallest: Needs | None = None
-        self._num_given = len(self.variants)  # variants of the user; the search adds others
+        self._added: dict[str, Variant] = {}  # variants that the search added, by name
         self._varied = set[str]()  # the candidates for which it did
         self._seen: dict[Any, str] = {}  # what a candidate compiles to → its name
-        # (strategy, mesh, index of the variant) → rows of the batch → the names of candidates.
-        self._families: dict[tuple[str, Mesh, int], dict[int, list[str]]] = {}
-        self._arguments = [Arguments(variant.args, variant.names) for variant in self.variants]
-        self._products: dict[int, Products | None] = {}  # by the index of the variant
+        # (strategy, mesh, variant) → rows of the batch → the names of candidates.
+        self._families: dict[tuple[str, Mesh, Variant], dict[int, list[str]]] = {}
+        self._products: dict[Variant, Products | None] = {}
 
-    def add(self, strategy: str, mesh: Mesh, index: int, rows: int = 0) -> None:
+    def add(self, strategy: str, mesh: Mesh, variant: Variant, rows: int = 0) -> None:
         """Adds the candidates of a strategy for a variant, or says why they are ruled out.
 
         Args:
           strategy: its name.
           mesh: the mesh.
-          index: that of the variant, in ``variants``.
+          variant: the variant of the step.
           rows: the number of rows of the batch if the largest is sought; 0 for those given.
         """
-        variant, arguments = self.variants[index], self._arguments[index]
-        args, growth, batch = variant.args, 1.0, ""
+        arguments, growth, batch = variant.arguments, 1.0, ""
         if self.maximize:
             rows = rows or arguments.rows
             growth, batch = rows / arguments.rows if rows else 1.0, f"batch {rows}"
-            args = arguments.with_rows(rows)
-            arguments = Arguments(args, variant.names)
+            arguments = arguments.with_rows(rows)
         start = Candidate(
             strategy=strategy,
             sizes=dict(mesh.shape),
@@ -114,9 +111,9 @@ class Search:
             mesh=mesh,
             rows=arguments.rows,
         )
-        names = self._families.setdefault((strategy, mesh, index), {})[start.rows] = []
+        names = self._families.setdefault((strategy, mesh, variant), {})[start.rows] = []
         try:
-            candidates = [*self._sharded(start, arguments, args, variant=variant, mesh=mesh)]
+            candidates = [*self._sharded(start, arguments, variant, mesh)]
         except Exception as error:  # of a strategy, which may be the user's
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
@@ -124,20 +121,20 @@ class Search:
             texts = (options, variant.name, batch)
             candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
             try:
-                prediction = predict(candidate, args, arguments, self.axes, self.num_slices)
+                prediction = predict(candidate, arguments, self.axes, self.num_slices)
             except Exception as error:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
             if self.smallest is None or prediction.arguments < self.smallest.arguments:
-                self.smallest = Needs(candidate, index, prediction.arguments, rest=0)
+                self.smallest = Needs(candidate, variant, prediction.arguments, rest=0)
             why_not = self._why_not(candidate, prediction, variant)
             if why_not is not None:
                 self.ruled_out[candidate.name] = why_not
                 continue
-            products = self._products_of(index)
+            products = self._products_of(variant)
             if products is not None:
                 products = products.times(growth)
-            self._add_predicted(candidate, args, index, prediction, products)
+            self._add_predicted(candidate, variant, arguments.args, prediction, products)
             names.append(candidate.name)
 
     def _why_not(
@@ -156,8 +153,8 @@ class Search:
     def _add_predicted(
         self,
         candidate: Candidate,
+        variant: Variant,
         args: tuple[Any, ...],
-        index: int,
         prediction: Prediction,
         products: Products | None,
     ) -> None:
@@ -165,12 +162,11 @@ class Search:
 
         Args:
           candidate: the candidate.
-          args: the arguments of its step.
-          index: that of its variant.
+          variant: its variant of the step.
+          args: the arguments of the step.
           prediction: what it needs.
-          products: those of its step; None if they are unknown.
+          products: those of the step; None if they are unknown.
         """
-        variant = self.variants[index]
         num_devices = candidate.mesh.size
         # On unknown hardware the ratios of some accelerator decide the order.
         hardware = self.hardware or HARDWARE["TPU v5e"]
@@ -182,6 +178,7 @@ class Search:
         strategy = Strategy(candidate.in_shardings, candidate.mesh)
         entry = PredictedCandidate(
             candidate=candidate,
+            variant=variant,
             prediction=prediction,
             args=args,
             seconds=seconds,
@@ -190,22 +187,20 @@ class Search:
             least=least,
             lower=partial(lowered, strategy, variant.fun, args, variant.options),
             alike=(variant.name, candidate.strategy),
-            variant_index=index,
         )
         self.entries[candidate.name] = entry
         self.programs[candidate.name] = entry.lower
 
-    def _products_of(self, index: int) -> Products | None:
+    def _products_of(self, variant: Variant) -> Products | None:
         """Returns the products of a variant, which is traced once; None if they are unknown."""
-        if index not in self._products:
-            variant = self.variants[index]
-            self._products[index] = products_of(
+        if variant not in self._products:
+            self._products[variant] = products_of(
                 variant.fun, variant.args, variant.options, self.axes
             )
-        return self._products[index]
+        return self._products[variant]
 
     def arguments_of(
-        self, candidate: Candidate, index: int, *, rows: int = 0, offload: bool = False
+        self, candidate: Candidate, variant: Variant, *, rows: int = 0, offload: bool = False
     ) -> float:
         """Predicts the bytes of a candidate's arguments on each device; infinity if it fails.
 
@@ -213,19 +208,19 @@ class Search:
 
         Args:
           candidate: its strategy, and the sizes of its mesh.
-          index: that of its variant.
+          variant: its variant of the step.
           rows: the number of rows of the batch; 0 for those given.
           offload: whether the state of the optimizer is on the host.
         """
         mesh: Mesh | AbstractMesh = candidate.mesh
         if not offload:  # which needs devices; shapes do not, and a larger mesh may have none
             mesh = AbstractMesh(tuple(candidate.sizes.values()), tuple(candidate.sizes))
-        variant = self.variants[index]._replace(offload=offload)
-        args = self._arguments[index].with_rows(rows) if rows else variant.args
-        arguments = Arguments(args, variant.names)
+        arguments = variant.arguments.with_rows(rows) if rows else variant.arguments
+        if offload != variant.offload:
+            variant = dataclasses.replace(variant, offload=offload)
         try:
-            _, sharded = next(self._sharded(candidate, arguments, args, variant=variant, mesh=mesh))
-            return predict(sharded, args, arguments, self.axes).arguments
+            _, sharded = next(self._sharded(candidate, arguments, variant, mesh))
+            return predict(sharded, arguments, self.axes).arguments
         except ValueError:
             return math.inf
 
@@ -233,8 +228,6 @@ class Search:
         self,
         start: Candidate,
         arguments: Arguments,
-        args: tuple[Any, ...],
-        *,
         variant: Variant,
         mesh: Mesh | AbstractMesh,
     ) -> Iterator[tuple[str, Candidate]]:
@@ -242,18 +235,18 @@ class Search:
 
         Args:
           start: a candidate without shardings.
-          arguments: its arguments, with what is known of them.
-          args: the same, as the step takes them.
-          variant: its variant.
+          arguments: those of its step.
+          variant: its variant of the step.
           mesh: its mesh, or one without devices for predictions only.
         """
         function = self.functions.get(start.strategy)
         if function is not None:
             with jax.set_mesh(start.mesh):
-                shardings = function(*args)
-            if not isinstance(shardings, tuple) or len(shardings) != len(args):
+                shardings = function(*arguments.args)
+            count = len(arguments.args)
+            if not isinstance(shardings, tuple) or len(shardings) != count:
                 raise TypeError(
-                    f"expected a tuple of {len(args)} shardings, as many as arguments, got "
+                    f"expected a tuple of {count} shardings, as many as arguments, got "
                     f"{shardings!r}"
                 )
             yield "", dataclasses.replace(start, in_shardings=shardings)
@@ -315,9 +308,7 @@ class Search:
             # By its arguments alone it would fit, so its activations decide.
             if memory and memory.peak is not None and self._is_varied_now(name):
                 rows = entry.candidate.rows
-                self._add_variants(
-                    entry, with_less_memory(self.variants[entry.variant_index], rows)
-                )
+                self._add_variants(entry, with_less_memory(entry.variant, rows))
         if fitting:
             times = found.figures
             best = min(fitting, key=lambda name: times[name]["roofline"] or math.inf)
@@ -328,25 +319,23 @@ class Search:
             data, _ = split_name(entry.candidate.strategy)
             is_gathered = data in ("fsdp", "hsdp")
             if is_worth and is_gathered and self._is_varied_now(best):
-                ahead = with_prefetch(self.variants[entry.variant_index])
+                ahead = with_prefetch(entry.variant)
                 self._add_variants(entry, [ahead] if ahead else [])
 
     def _is_varied_now(self, name: str) -> bool:
         """Notes that a candidate gets other variants; False if it had them, or is one of them."""
-        is_new = self.entries[name].variant_index < self._num_given and name not in self._varied
+        is_new = self.entries[name].variant in self.variants and name not in self._varied
         self._varied.add(name)
         return is_new
 
     def _add_variants(self, entry: PredictedCandidate, variants: Iterable[Variant]) -> None:
         """Adds variants of a candidate on its mesh, those that it shares with others once."""
-        names = {variant.name: i for i, variant in enumerate(self.variants)}
-        for variant in variants:
-            index = names.get(variant.name, len(self.variants))
-            if index == len(self.variants):
-                self.variants.append(variant)
-                self._arguments.append(Arguments(variant.args, variant.names))
-            if (entry.candidate.strategy, entry.candidate.mesh, index) not in self._families:
-                self.add(entry.candidate.strategy, entry.candidate.mesh, index)
+        strategy, mesh = entry.candidate.strategy, entry.candidate.mesh
+        given = {variant.name: variant for variant in self.variants}
+        for new in variants:
+            variant = given.get(new.name) or self._added.setdefault(new.name, new)
+            if (strategy, mesh, variant) not in self._families:
+                self.add(strategy, mesh, variant)
 
     def _rule_out(self, name: str, why: str) -> None:
         del self.programs[name]
@@ -381,10 +370,10 @@ class Search:
         """Adds larger batches of candidates that fit one, smaller ones while none does."""
         fitting = {*found.fitting}
         best = max((self.entries[name].candidate.rows for name in fitting), default=0)
-        for (strategy, mesh, index), names_by_rows in [*self._families.items()]:
+        for (strategy, mesh, variant), names_by_rows in [*self._families.items()]:
             rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
             if rows and rows not in names_by_rows:
-                self.add(strategy, mesh, index, rows)
+                self.add(strategy, mesh, variant, rows)
         for name in [*self.programs]:
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")

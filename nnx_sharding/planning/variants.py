@@ -8,11 +8,13 @@ optimizer, and keyword arguments of the step.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 
@@ -23,11 +25,12 @@ from ..transforms.stack import Stack
 from .candidates import Arguments
 
 
-class Variant(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
     """A variant of the step."""
 
     name: str  # such as ``microbatches=2, remat=True``
-    fun: Callable[..., Any]  # with the chosen keyword arguments
+    fun: Callable[..., Any]  # the step, with the chosen keyword arguments
     options: dict[str, Any]  # of jit
     args: tuple[Any, ...]  # abstract
     prefetch: int  # of fsdp: how many layers are gathered ahead
@@ -37,8 +40,13 @@ class Variant(NamedTuple):
     chosen: Mapping[str, Any]  # the values of options, by the user or by the search
     vary: Callable[[Mapping[str, Any]], Variant]  # makes the variant with other values
 
+    @functools.cached_property
+    def arguments(self) -> Arguments:
+        """The arguments, with what is known of their batch and models."""
+        return Arguments(self.args, self._names)
+
     @property
-    def names(self) -> list[str]:
+    def _names(self) -> list[str]:
         """The names of the arguments in a recipe: as in the function, as far as known."""
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = _parameters(self.fun)
@@ -155,7 +163,8 @@ def _variant(
         vary=vary,
     )
     if "remat" in chosen:
-        variant = variant._replace(lines=tuple(_set_remat(variant, chosen["remat"])))
+        lines = tuple(_set_remat(variant, chosen["remat"]))
+        variant = dataclasses.replace(variant, lines=lines)
     return variant
 
 
@@ -172,7 +181,7 @@ def _set_remat(variant: Variant, policy: Any) -> Iterator[str]:
 def _stacks(variant: Variant) -> Iterator[tuple[str, Any]]:
     """Yields each stack in the arguments once, after the expression that names it."""
     seen = set()
-    for name, part in Arguments(variant.args, variant.names).parts.items():
+    for name, part in variant.arguments.parts.items():
         for path, module in modules_in(part) if isinstance(part, nnx.Module) else ():
             if isinstance(module, Stack) and id(module) not in seen:
                 seen.add(id(module))
