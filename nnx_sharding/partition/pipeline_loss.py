@@ -25,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from .. import _compat
@@ -42,6 +43,8 @@ from ..transforms.in_trace import Function, replace_slots
 from .pipeline_loop import PipelineLoop
 
 Arrays: TypeAlias = Sequence[Any]
+# Arrays by the position of an input, or of an output, of a trace.
+ByPosition: TypeAlias = dict[int, Any]
 
 
 def refuse_loss(reasons: Sequence[str], remedy: str) -> None:
@@ -122,11 +125,12 @@ class PipelineCall:
 
         Args:
           layers: their arrays, (D, …), in the order of ``layers``.
-          x: what the first one gets.
+          x: what the first one gets, in the order of ``x``.
           others: in the order of ``others``.
 
         Returns:
-          What the last one returns, and the arrays that layers have written, by slot.
+          What the last one returns, in the order of ``x``, and the arrays that layers have written,
+          (D, …), by slot.
         """
         assert self.loop is not None
         by_slot = dict(zip(self.layers, layers, strict=True))
@@ -177,33 +181,24 @@ def as_type(x: Any, *leading: int) -> jax.ShapeDtypeStruct:
 
 
 class Part:
-    """Some outputs of a traced function, as a function of all its inputs, of which it uses some.
+    """Some outputs of a traced function, as a function of the inputs that these depend on.
 
     Attributes:
       used: the positions of these inputs.
-      call: takes only these.
     """
 
     def __init__(self, closed: Jaxpr, outputs: Iterable[int]):
         """Takes what computes the outputs at some positions, and all callbacks."""
-        outputs = [*outputs]
-        is_used = [i in outputs for i in range(len(closed.out_avals))]
-        part, self.used = _compat.used_part(closed, is_used)
-        self.call = jaxpr_as_fun(part)
-        places = {output: i for i, output in enumerate(sorted(outputs))}
-        self._order = [places[output] for output in outputs]
+        wanted = {*outputs}
+        self._outputs = sorted(wanted)
+        is_wanted = [i in wanted for i in range(len(closed.out_avals))]
+        part, self.used = _compat.used_part(closed, is_wanted)
+        self._call = jaxpr_as_fun(part)
 
-    def __call__(self, inputs: Arrays) -> list[Any]:
-        """Returns the outputs for all inputs of the traced function."""
-        return self.ordered(self.call(*(inputs[i] for i in self.used)))
-
-    def ordered(self, results: Arrays) -> list[Any]:
-        """Returns the results of ``call`` in the order of the outputs that were asked for."""
-        return [results[i] for i in self._order]
-
-    def of_changed(self, inputs: Arrays, positions: Iterable[int]) -> Callable[[Arrays], list[Any]]:
-        """Returns the part as a function of the inputs at some positions only."""
-        return lambda arrays: self(replace_slots(inputs, positions, arrays))
+    def __call__(self, inputs: ByPosition) -> ByPosition:
+        """Returns the outputs; of the inputs, only those in ``used`` have to be there."""
+        results = self._call(*(inputs[i] for i in self.used))
+        return dict(zip(self._outputs, results, strict=True))
 
 
 class SortedOutputs(NamedTuple):
@@ -262,6 +257,8 @@ class TracedLoss:
       layers: those of the arrays of the layers.
       state: the positions of the outputs that Variables of the arguments get, and for each the
         position of the input that it replaces.
+      result_of: for each position in ``x``, the position in ``results`` of what takes its place.
+      written_of: for each position in ``layers`` that layers write, the one in ``written``.
     """
 
     def __init__(
@@ -307,9 +304,22 @@ class TracedLoss:
         position = {slot: i for i, slot in enumerate(slots)}
         replaced = [position[old] for old in self._sorted.state.values()]
         self.state = dict(zip(state, replaced, strict=True))
+        self.result_of = dict(zip(self.x, self.results, strict=True))
+        layer = dict(zip(self.call.layers, self.layers, strict=True))  # slot → position
+        written_layers = [layer[slot] for slot in call.written]
+        self.written_of = dict(zip(written_layers, self.written, strict=True))
+
+    def has_gradient(self, output: int) -> bool:
+        """Whether an output is of floating-point numbers."""
+        return bool(jnp.issubdtype(self.closed.out_avals[output].dtype, jnp.inexact))
 
     def outputs(self, returned: Arrays, state: Arrays) -> tuple[Any, ...]:
-        """Returns the groups of outputs, and the outcome, of a call that returns these arrays."""
+        """Returns the groups of outputs, and the outcome, of a call that returns these arrays.
+
+        Args:
+          returned: what the loss returns, in the order of ``returned``.
+          state: what Variables get, in the order of ``state``.
+        """
         traced, slots = self._sorted.outcome, [*self._sorted.returned, *self._sorted.state]
         position = {slot: Source(0, i) for i, slot in enumerate(slots)}
         sources = traced.sources

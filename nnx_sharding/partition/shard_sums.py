@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from ..specs.paths import enclosing_paths
 from ..specs.types import AnyMesh
 
 Arrays: TypeAlias = Sequence[Any]
+Rest = TypeVar("Rest")
 
 
 def add_up(sums: jax.Array, axis: int, name: str) -> jax.Array:
@@ -126,33 +127,37 @@ class ShardSums:
 
     def evaluate(
         self,
-        function: Callable[[Arrays], Arrays],
-        inputs: Arrays,
-        rows: Sequence[int | None],
+        function: Callable[[Any], tuple[dict[int, Any], Rest]],
+        inputs: Any,
+        rows: Any,
         wanted: Collection[int],
-    ) -> list[Any]:
-        """Runs a function of arrays; the outputs at the positions ``wanted`` are shard sums.
+    ) -> tuple[dict[int, Any], Rest]:
+        """Runs a function that computes gradients, some of which are returned as shard sums.
 
         Args:
-          function: the function.
-          inputs: its input, a list of arrays.
-          rows: for each of these the dimension of the rows; None if it has none.
-          wanted: positions of outputs.
-
-        Returns:
-          The outputs; those that are wanted are (shards, *shape).
+          function: a function of one pytree of arrays, which returns gradients by number, and
+            a pytree of further results.
+          inputs: what it gets.
+          rows: the same tree with the dimension of the rows of each array; None if it has none.
+          wanted: the numbers of the gradients that are to be shard sums, (shards, *shape).
         """
         if not wanted:
-            return [*function(inputs)]
-        closed = jax.make_jaxpr(function)(inputs)
-        # Without those that are None, which the function ignores.
-        values = [_Value(x, dim) for x, dim in zip(inputs, rows, strict=True) if x is not None]
-        is_wanted = [i in wanted for i in range(len(closed.out_avals))]
-        outputs = self._run(closed, values, is_wanted)
-        return [
+            return function(inputs)
+        closed, results = jax.make_jaxpr(function, return_shape=True)(inputs)
+        dimensions = jax.tree.leaves(rows, is_leaf=lambda x: x is None)
+        pairs = zip(jax.tree.leaves(inputs), dimensions, strict=True)
+        values = [_Value(x, dimension) for x, dimension in pairs]
+        gradients, rest = results
+        # In the order in which JAX flattens the results.
+        is_wanted = [number in wanted for number in sorted(gradients)]
+        is_wanted += [False] * len(jax.tree.leaves(rest))
+        outputs = [
             self._split(x) if wants else self._whole(x)
-            for x, wants in zip(outputs, is_wanted, strict=True)
+            for x, wants in zip(self._run(closed, values, is_wanted), is_wanted, strict=True)
         ]
+        found: tuple[dict[int, Any], Rest]
+        found = jax.tree.unflatten(jax.tree.structure(results), outputs)
+        return found
 
     def _type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
         """Types shard sums of a value with this spec on the Explicit axes of a mesh.

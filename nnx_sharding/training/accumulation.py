@@ -384,23 +384,19 @@ def _differentiate_by_shards(
 
     def derivative_of(function: Function, arrays: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the gradients and the outputs of a function, as `differentiate` asks."""
-        treedefs = list[Any]()  # of the outputs, whose leaves are arrays
 
-        def gradients_and_outputs(arrays: Sequence[Any]) -> list[Any]:
+        def gradients_and_outputs(arrays: Sequence[Any]) -> tuple[dict[int, Any], Any]:
             def loss(chosen: Sequence[Any]) -> tuple[Any, Any]:
                 [value], outputs = function(replace_slots(arrays, targets, chosen))
                 return value, outputs
 
             derivative = jax.value_and_grad(loss, has_aux=True)
             (_, outputs), gradients = derivative([arrays[i] for i in targets])
-            leaves, treedef = jax.tree.flatten(outputs)
-            treedefs.append(treedef)
-            return [*gradients, *leaves]
+            return dict(enumerate(gradients)), outputs
 
         wanted = [number for number, splits in enumerate(is_split) if splits]
-        found = sums.evaluate(gradients_and_outputs, arrays, row_dims, wanted)
-        gradients, leaves = found[: len(targets)], found[len(targets) :]
-        return gradients, jax.tree.unflatten(treedefs[-1], leaves)
+        found, outputs = sums.evaluate(gradients_and_outputs, [*arrays], row_dims, wanted)
+        return [*found.values()], outputs
 
     return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
 
