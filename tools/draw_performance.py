@@ -188,12 +188,14 @@ def growth(_: dict[str, Any]) -> str:
         # Where several peers are compared with one program, its sizes and times are shown once.
         repeated = [i for i in (2, 3) if cells[i] == before[i]]
         rows.append(" | ".join("" if i in repeated else cell for i, cell in enumerate(cells)))
-    runs: dict[str, list[str]] = {}
+    first = next(iter(found.values()))["machine"]
+    others: dict[str, list[str]] = {}  # of later runs: how they differ → their cases
     for name, case in found.items():
-        runs.setdefault(described(case["machine"]), []).append(name)
-    texts = [f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in runs.items()]
-    if len(runs) == 1:
-        texts = [*runs]
+        machine = case["machine"]
+        if machine != first:
+            text = f"{machine['date']} at commit {machine['commit']}, load {machine['load']}"
+            others.setdefault(text, []).append(f"`{name}`")
+    texts = [described(first), *(f"{', '.join(names)}: {text}." for text, names in others.items())]
     return "\n".join([HEAD, *rows, "", "\n\n".join(texts)])
 
 
