@@ -51,7 +51,7 @@ SLOW_WAY = (
         ),
     ),
     Stage("specs", ("prefixes.py", "argument_specs.py", "arguments.py", "static_arguments.py")),
-    Stage("resolve", ("resolve.py", "spec_checks.py")),
+    Stage("resolve", ("locations.py", "resolve.py", "filter_uses.py", "spec_checks.py")),
     Stage("plan", ("plan.py", "static_places.py", "transform.py", "retyping.py", "cache.py")),
     Stage(
         "trace",

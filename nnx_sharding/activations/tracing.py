@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.arguments import Argument, Part
+from ..core.arguments import Argument, ArgumentPart
 from ..core.call_context import Caller
 from ..core.constrain import (
     apply_shardings,
@@ -248,7 +248,7 @@ class Scope:
         ``sources`` are declared for all arguments; an argument may have one of its own.
         """
         plan, unflattened = self._plan, self._unflattened
-        parts: list[tuple[Argument, Part, ActivationSharding | None]] = []
+        parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
         for argument in plan.graph_arguments:
             for part in argument.parts:
                 has_own = isinstance(part.spec, StateSharding)
@@ -538,7 +538,7 @@ class Scope:
         flat = flatten(tree)
         root, leaves = flat.structure.root, [*flat.leaves]
         for location in flat.structure.walk(root, iter(flat.structure.root_slots)):
-            index = location.entry
+            index = location.object_index
             subject = leaves[location.slots[0]] if index is None else flat.objects[index]
             _, spec = rules.find(location.path, subject)
             for slot in location.slots:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from ..core.locations import NamedLocation, locate
 from ..core.plan import Plan
-from ..core.resolve import NamedLocation, locate
 from ..specs.filters import to_predicate
 from ..specs.fitting import OnIndivisible, describe, fit_sharding
 from ..specs.paths import accessor

@@ -4,8 +4,8 @@ From other modules:
 
     flatten         splits a pytree with modules into `Flat`: its arrays (``leaves``), and its
                     ``structure``, which has an entry for each module and Variable
-    Location        where a Variable or an array is: its ``path``, the number of its ``entry`` in
-                    the structure, and the numbers of its arrays in the leaves (``slots``)
+    Location        where a Variable or an array is: its ``path``, its ``object_index`` in the
+                    structure, and the numbers of its arrays in the leaves (``slots``)
     path_string     a path as text: ``("blocks", 0, "up")`` is ``blocks/0/up``
     array_bytes     the bytes of an array of a shape and dtype
     table, text     what rich draws: rows of cells, and a cell with a style
@@ -156,7 +156,7 @@ def parameter_table(tree: Any) -> ParameterTable:
     flat = flatten(tree)
     structure = flat.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        of_variable = variable_fields(structure, location.entry)
+        of_variable = variable_fields(structure, location.object_index)
         for path, array in arrays_at(flat, location, location.path):
             try:
                 sharding = getattr(array, "sharding", None)
@@ -228,7 +228,7 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
     ``path`` is that of the Variable, to which the keys in its value are added. What is no array,
     such as a string, is left out.
     """
-    keys = keys_inside(flat, location.entry, len(location.slots))
+    keys = keys_inside(flat, location.object_index, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
         if isinstance(leaf, bool | int | float | complex):  # JAX makes an array of it

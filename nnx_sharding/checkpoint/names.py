@@ -58,15 +58,15 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
     """Lists the arrays of a tree, each by its first path."""
     structure, arrays = flat.structure, []
     for place in structure.walk(structure.root, iter(structure.root_slots)):
-        entry = None if place.entry is None else structure.entries[place.entry]
+        entry = None if place.object_index is None else structure.entries[place.object_index]
         level = (VALUE,) if isinstance(entry, VariableEntry) or not place.path else ()
-        paths = keys_inside(flat, place.entry, len(place.slots))
+        paths = keys_inside(flat, place.object_index, len(place.slots))
         for slot, inside in zip(place.slots, paths, strict=True):
             leaf = flat.leaves[slot]
             name = tuple(map(str, (*place.path, *level, *inside)))
             plain_name = tuple(map(str, (*place.path, *inside)))
             path = path_string((*place.path, *inside)) or "the root"
-            variable = leaf if place.entry is None else flat.objects[place.entry]
+            variable = leaf if place.object_index is None else flat.objects[place.object_index]
             arrays.append(NamedArray(slot, leaf, name, plain_name, path, place.path, variable))
     return arrays
 

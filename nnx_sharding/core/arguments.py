@@ -26,7 +26,7 @@ from .structure import Child, Container, Structure
 from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 
 
-class Part(NamedTuple):
+class ArgumentPart(NamedTuple):
     """One graph object or array inside an argument or output."""
 
     keys: Path  # the path from the argument to it
@@ -39,7 +39,7 @@ class Argument(NamedTuple):
     """One argument or output: its name in messages, and its parts."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ArgumentPart, ...]
 
     def objects_only(self) -> Argument:
         """Returns the argument without arrays, which a function cannot change in place."""
@@ -122,7 +122,7 @@ def split_argument(
     parts = []
     for path, leaf, (spec, depth) in zip(paths, children, specs, strict=True):
         # The first ``depth`` keys lead to the spec in the prefix; its filters see the rest.
-        parts.append(Part(keys=path, below=path[depth:], spec=spec, child=leaf))
+        parts.append(ArgumentPart(keys=path, below=path[depth:], spec=spec, child=leaf))
     return Argument(name, tuple(parts))
 
 

@@ -32,7 +32,7 @@ from .in_flight import is_bounded, wait_for_some
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
-from .rebuild import NodeChange, Part, update_operations
+from .rebuild import AttributeValue, NodeChange, update_operations
 from .static_parts import Operation
 from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
 from .treedefs import has_builtin_containers
@@ -321,5 +321,5 @@ def _placing_operations(
         old = flat.leaves[slot]
         # NumPy arrays stay, and so does what was assigned meanwhile.
         if isinstance(old, jax.Array) and vars(flat.objects[node]).get(str(name)) is old:
-            attributes.append(NodeChange(node, ((name, Part(LEAF, (slot,))),), ()))
+            attributes.append(NodeChange(node, ((name, AttributeValue(LEAF, (slot,))),), ()))
     return update_operations(structure, leaves, flat.objects, variables, nodes=attributes)

@@ -22,7 +22,7 @@ from .. import _compat
 from ..errors import raise_listed
 from ..specs.types import Arrays, Spec
 from .flatten import Flat
-from .rebuild import NodeChange, kept_places, node_changes
+from .rebuild import NodeChange, node_changes, slots_before
 from .structure import NodeEntry, RefEntry, StaticObject, Structure, VariableEntry
 from .trace_checks import check_donated
 
@@ -192,7 +192,7 @@ def _compare(
             continue
         fresh = set(slots)  # the slots of arrays that are outputs
         # For arrays in places that the object had before: the slot after the call and before it.
-        for slot, old_slot in kept_places(plan.structure, after.structure, index).items():
+        for slot, old_slot in slots_before(plan.structure, after.structure, index).items():
             # A tracer that is still the same is an array that the function did not change. It is an
             # output all the same if its buffer is donated, or if it gets another sharding.
             is_same = after.leaves[slot] is leaves[old_slot]

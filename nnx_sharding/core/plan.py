@@ -6,7 +6,7 @@ which each has a *slot*. A *spec* is a sharding, or a dimension that is mapped. 
 finds, in this order,
 
     which spec belongs to which argument, and to which graph object in it    arguments.py
-    the name of each array and Variable, such as ``model.up.kernel``         resolve.py
+    the name of each array and Variable, such as ``model.up.kernel``         locations.py
     the one spec of each, by the user's filters                              resolve.py
     whether the spec fits the mesh and the shape, or what is left of it      spec_checks.py
     which arrays a call moves to their sharding before it runs
@@ -23,37 +23,29 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-import jax
-from flax import nnx
 from jax.sharding import NamedSharding, Sharding
 
 from ..specs.fitting import OnIndivisible, explicit_part, first_axes
 from ..specs.state_sharding import StateSharding
-from ..specs.types import Arrays, AxisName, Objects
+from ..specs.types import AxisName, Objects
 from .argument_specs import align_specs
 from .arguments import Argument, named_parts, split_arguments
 from .bounded import make_room
 from .constrain import shape_of
+from .filter_uses import FilterUse
 from .fingerprint import values_in
 from .flatten import Flat
 from .functions import name_of, weak_function
+from .locations import NamedLocation, locate, slot_names
 from .problems import arguments_not_arrays
 from .pure import pure_function
-from .rebuild import ArrayAttribute, parts_by_key
-from .resolve import (
-    FilterUse,
-    NamedLocation,
-    NamedSpec,
-    locate,
-    name_variables,
-    resolve,
-    slot_names,
-)
+from .rebuild import ArrayAttribute, array_attributes
+from .resolve import NamedSpec, name_variables, resolve
 from .signature import Parameters, Signature, SortedCall
 from .spec_checks import check_mesh, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
-from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
+from .structure import RefEntry, Structure, VariableEntry
 from .transform import Program, Sharded, Transform
 from .unflatten import items_getter
 
@@ -84,7 +76,7 @@ class Plan:
     structure: Structure
     arguments: Sequence[Argument]  # the dynamic arguments and their parts, with the user's specs
     variables: Mapping[int, NamedSpec]  # the name and the final spec of each Variable, by index
-    uses: Sequence[FilterUse]  # the decisions of each ``StateSharding`` among the arguments
+    filter_uses: Sequence[FilterUse]  # what each ``StateSharding`` of the arguments decided
 
     # Of each array, by slot:
     names: Sequence[str]  # the expression for it: ``model.up.kernel``
@@ -259,7 +251,7 @@ def make_plan(
     shapes = [*map(shape_of, leaves)]
     specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
     shardings = tuple(map(transform.sharding_of, specs))
-    attributes = _array_attributes(structure, leaves) if graph and updates else {}
+    attributes = array_attributes(structure, leaves) if graph and updates else {}
     placed = _placed(transform, structure, shardings, attributes)  # what a call moves, by slot
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
     return Plan(
@@ -272,7 +264,7 @@ def make_plan(
         structure=structure,
         arguments=arguments,
         variables=name_variables(locations, specs, transform.spec_of(None), resolved),
-        uses=resolved.uses,
+        filter_uses=resolved.filter_uses,
         names=names,
         specs=tuple(specs),
         shardings=shardings,
@@ -305,26 +297,23 @@ def _donated_slots(
     arguments: Sequence[Argument],
     locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
-    """Returns the slots of the arrays in donated arguments."""
-    keys = (*signature.dynamic, *signature.dynamic_keywords)  # positions, then names by keyword
+    """Returns the slots of the arrays in donated arguments, which JAX may overwrite.
+
+    Args:
+      structure: describes all arguments.
+      signature: says which arguments are donated, by position or by keyword.
+      arguments: the dynamic arguments: the positional ones, then those by keyword.
+      locations: where the arrays are.
+    """
+    keys = (*signature.dynamic, *signature.dynamic_keywords)  # of the arguments, in their order
     pairs = zip(keys, arguments, strict=True)
-    names = {argument.name for key, argument in pairs if key in signature.donated}
-    in_donated = (place.location.slots for place in locations if place.argument.name in names)
+    donated_names = {argument.name for key, argument in pairs if key in signature.donated}
+    donated: set[int] = set()
+    for named in locations:
+        if named.argument.name in donated_names:
+            donated.update(named.location.slots)
     # JAX refuses to donate references, which a program changes in place anyway.
-    return frozenset(itertools.chain.from_iterable(in_donated)) - structure.slots_of(RefEntry)
-
-
-def _array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAttribute]:
-    """Finds the JAX arrays that are attributes of modules, by slot."""
-    attributes = {}
-    for index, entry in enumerate(structure.entries):
-        is_module = isinstance(entry, NodeEntry) and issubclass(entry.type, nnx.Pytree)
-        if not is_module or not structure.slots[index]:
-            continue
-        for name, (child, slots) in parts_by_key(structure, index).items():  # its attributes
-            if child is LEAF and isinstance(leaves[slots[0]], (jax.Array, jax.ShapeDtypeStruct)):
-                attributes[slots[0]] = ArrayAttribute(index, name)
-    return attributes
+    return frozenset(donated - structure.slots_of(RefEntry))
 
 
 def _placed(

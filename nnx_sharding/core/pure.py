@@ -32,14 +32,16 @@ from ..specs.types import Arrays
 from .arguments import split_argument
 from .call_context import Caller, called_by, current_caller
 from .constrain import mesh_of_types, shape_of
+from .filter_uses import check_filters
 from .flatten import Flat, flatten
 from .functions import name_as, name_of
 from .interrupts import deliver_signals
 from .known_faults import work_around_faults
+from .locations import NamedLocation, locate, slot_names
 from .outcome import pack
 from .problems import not_arrays
-from .rebuild import kept_places
-from .resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
+from .rebuild import slots_before
+from .resolve import Resolved, resolve
 from .retyping import RetypedArrays, recorded_leaving
 from .signature import join_call
 from .snapshot import Snapshot
@@ -283,7 +285,8 @@ def _output_specs(
         decided=plan.variables,
         decided_arguments={argument.name for argument in plan.graph_arguments},
     )
-    check_filters((*plan.uses, *resolved.uses), name=transform.name, strict=transform.strict)
+    filter_uses = (*plan.filter_uses, *resolved.filter_uses)
+    check_filters(filter_uses, name=transform.name, strict=transform.strict)
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
     open_spec = transform.spec_of(None)  # leaves the decision to the compiler
     written = transform.written_specs(plan, after)  # the transform's own decisions, by slot
@@ -329,7 +332,7 @@ def _keep_specs(
         is_module = isinstance(after.entries[index], NodeEntry)
         if not (is_module and old_slots):
             continue
-        for slot, old_slot in kept_places(before, after, index).items():
+        for slot, old_slot in slots_before(before, after, index).items():
             if resolved.slots[slot] is None:  # no rule for what is new has decided
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes

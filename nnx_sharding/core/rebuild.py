@@ -21,6 +21,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
+from flax import nnx
+
 from .. import _compat
 from ..specs.types import Arrays, Objects
 from .flatten import Flat
@@ -38,11 +41,18 @@ from .structure import (
 from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_content, perform
 
 
+class AttributeValue(NamedTuple):
+    """What an object has in one attribute: the child, and the slots of the arrays in it."""
+
+    child: Child
+    slots: tuple[int, ...]
+
+
 class NodeChange(NamedTuple):
     """The attributes of one node (a module or the like) that differ from those before."""
 
     node: int  # its index
-    changed: tuple[tuple[Any, Part], ...]  # names of attributes, and what the node has there now
+    changed: tuple[tuple[Any, AttributeValue], ...]  # each name with the new value
     removed: tuple[Any, ...]  # names of attributes that it has no more
 
 
@@ -53,14 +63,7 @@ class ArrayAttribute(NamedTuple):
     name: Any  # that of the attribute
 
 
-class Part(NamedTuple):
-    """What an object has under one key: the child, and the slots of the arrays in it."""
-
-    child: Child
-    slots: tuple[int, ...]
-
-
-def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
+def attribute_values(structure: Structure, index: int) -> dict[Any, AttributeValue]:
     """Returns the attributes of a module, by name; of a Variable or ref, its ``"value"``.
 
     A structure has the slots of all arrays of an object in one tuple, in the order of its children.
@@ -73,23 +76,45 @@ def parts_by_key(structure: Structure, index: int) -> dict[Any, Part]:
     if isinstance(entry, NodeEntry):
         children: Iterable[tuple[Any, Child]] = zip(entry.keys, entry.children, strict=True)
         if not slots:  # most modules hold Variables, and no arrays themselves
-            return {key: Part(child, ()) for key, child in children}
+            return {name: AttributeValue(child, ()) for name, child in children}
     elif isinstance(entry, VariableEntry):
         children = [("value", entry.value)]
     else:
         children = [("value", LEAF)] if isinstance(entry, RefEntry) else []
     remaining = iter(slots)
-    result = dict[Any, Part]()
-    for key, child in children:
+    values: dict[Any, AttributeValue] = {}
+    for name, child in children:
         num_leaves = sum(atom is LEAF for atom in atoms((child,)))
-        result[key] = Part(child, tuple(itertools.islice(remaining, num_leaves)))
-    return result
+        own_slots = tuple(itertools.islice(remaining, num_leaves))
+        values[name] = AttributeValue(child, own_slots)
+    return values
 
 
-def kept_places(before: Structure, after: Structure, index: int) -> dict[int, int]:
-    """Returns where an object's arrays were before a call: old slots, by the slots after it.
+def array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAttribute]:
+    """Finds the JAX arrays that are themselves attributes of modules, by slot.
 
-    Those in a part that has changed otherwise are left out, since nothing was in their places.
+    Arrays in Variables, and in lists or dicts that are attributes, are left out. ``leaves`` are all
+    arrays.
+    """
+    attributes = {}
+    for index, entry in enumerate(structure.entries):
+        is_module = isinstance(entry, NodeEntry) and issubclass(entry.type, nnx.Pytree)
+        if not is_module or not structure.slots[index]:  # it holds no arrays itself
+            continue
+        for name, (child, slots) in attribute_values(structure, index).items():
+            if child is not LEAF:
+                continue
+            [slot] = slots
+            if isinstance(leaves[slot], (jax.Array, jax.ShapeDtypeStruct)):
+                attributes[slot] = ArrayAttribute(index, name)
+    return attributes
+
+
+def slots_before(before: Structure, after: Structure, index: int) -> dict[int, int]:
+    """Returns the slots of an object's arrays before a call, by their slots after it.
+
+    An array in an attribute whose value is described otherwise than before, such as a longer list,
+    has no place before, and is left out.
 
     Args:
       before: the structure of the graph before the call.
@@ -98,12 +123,12 @@ def kept_places(before: Structure, after: Structure, index: int) -> dict[int, in
     """
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
         return {after.slots[index][0]: before.slots[index][0]}  # one array, as in nearly all
-    old_parts = parts_by_key(before, index)
+    old_values = attribute_values(before, index)
     old_slots: dict[int, int] = {}
-    for key, part in parts_by_key(after, index).items():
-        old = old_parts.get(key)
-        if old is not None and part.child == old.child:
-            old_slots |= zip(part.slots, old.slots, strict=True)
+    for name, value in attribute_values(after, index).items():
+        old = old_values.get(name)
+        if old is not None and value.child == old.child:
+            old_slots |= zip(value.slots, old.slots, strict=True)
     return old_slots
 
 
@@ -119,15 +144,14 @@ def node_changes(
       fresh: the slots of new arrays, which an entry does not show.
     """
     old_children = {} if before is None else dict(zip(before.keys, before.children, strict=True))
-    parts = parts_by_key(after, index)
-
-    def is_changed(key: Any, part: Part) -> bool:
-        is_other = key not in old_children or old_children[key] != part.child
-        return is_other or not fresh.isdisjoint(part.slots)
-
-    changed = tuple((key, part) for key, part in parts.items() if is_changed(key, part))
-    removed = tuple(key for key in old_children if key not in parts)
-    return NodeChange(index, changed, removed) if changed or removed else None
+    values = attribute_values(after, index)
+    changed: list[tuple[Any, AttributeValue]] = []
+    for name, value in values.items():
+        is_other = name not in old_children or old_children[name] != value.child
+        if is_other or not fresh.isdisjoint(value.slots):
+            changed.append((name, value))
+    removed = tuple(name for name in old_children if name not in values)
+    return NodeChange(index, tuple(changed), removed) if changed or removed else None
 
 
 def _node_operations(
@@ -136,24 +160,24 @@ def _node_operations(
     """Returns the operations that change the attributes of one module; none is run here.
 
     Args:
-      change: the attributes that differ, as parts of ``after``.
+      change: the attributes that differ, in terms of ``after``.
       after: describes the new state.
       leaves: the arrays of the new state, by slot.
       objects: the existing objects, by index.
     """
-    index = change.node
-    attributes: list[tuple[Any, Any]] = []  # the new values, by key
-    for key, part in change.changed:
-        arrays = (leaves[slot] for slot in part.slots)
-        attributes.append((key, assemble(part.child, arrays, objects)))
+    attributes: list[tuple[Any, Any]] = []  # names and new values
+    for name, (child, slots) in change.changed:
+        arrays = (leaves[slot] for slot in slots)
+        attributes.append((name, assemble(child, arrays, objects)))
 
     def all_attributes() -> list[tuple[Any, Any]]:
         """Returns all attributes, for a node type that has no way to set single ones."""
-        entry: Any = after.entries[index]
-        arrays = (leaves[slot] for slot in after.slots[index])
+        entry: Any = after.entries[change.node]
+        arrays = (leaves[slot] for slot in after.slots[change.node])
         return assemble_attributes(entry, arrays, objects)
 
-    return _compat.node_operations(objects[index], attributes, change.removed, all_attributes)
+    node = objects[change.node]
+    return _compat.node_operations(node, attributes, change.removed, all_attributes)
 
 
 def update_operations(

@@ -26,8 +26,8 @@ from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
 from ..specs.fitting import Fit, Mismatch, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, Arrays, AxisName, Objects, Spec
+from .locations import NamedLocation
 from .problems import join_paths
-from .resolve import NamedLocation
 from .transform import Sharded, Transform
 
 
@@ -100,13 +100,13 @@ def _names_by_spec(
       leaves: the arrays, by slot.
     """
     names: dict[Any, list[str]] = {spec: [] for spec in specs}
-    for place in locations:
-        spec = place.part.spec
+    for named in locations:
+        spec = named.part.spec
         if isinstance(spec, StateSharding):
-            subject = place.subject(objects, leaves)
-            spec = spec.find_below(place.part.below, place.location.path, subject).sharding
+            subject = named.subject(objects, leaves)
+            spec = spec.find_below(named.part.below, named.location.path, subject).sharding
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in names:
-            names[spec].append(place.name)
+            names[spec].append(named.name)
     return names
 
 

@@ -93,7 +93,7 @@ class Location(NamedTuple):
     """Where arrays are in a graph: a Variable, a ``jax.Ref``, or an array outside of these."""
 
     path: Path
-    entry: int | None  # the index of the Variable or ref; None for a bare array
+    object_index: int | None  # of the Variable or ref in the table; None for a bare array
     slots: tuple[int, ...]  # of its arrays: one, unless a Variable holds a pytree
 
 

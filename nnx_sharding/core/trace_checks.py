@@ -147,7 +147,7 @@ def check_output(
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         # An array needs no check: it is a new one outside of the trace in any case.
-        index = location.entry
+        index = location.object_index
         path = accessor("output", location.path)
         if index is None or index in carried:
             continue

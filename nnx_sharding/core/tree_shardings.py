@@ -32,12 +32,14 @@ from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh, spe
 from ..specs.types import AnyArray, Arrays, Spec
 from .arguments import split_argument
 from .constrain import given_mesh, is_shardable, mesh_in_trace, without_unconstrained
+from .filter_uses import check_filters
 from .flatten import Flat
+from .locations import locate, slot_names
 from .memory import other_memory
 from .place import obstacle
 from .prefixes import Specs, check_specs
 from .problems import no_mesh
-from .resolve import Resolved, check_filters, locate, resolve, slot_names
+from .resolve import Resolved, resolve
 
 
 def assign_shardings(
@@ -105,7 +107,7 @@ def fit_shardings(
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         shardings.append(fitter.fit(slot, name, leaf, spec))
     fitter.raise_for_mismatches()
-    check_filters(resolved.uses, name=caller, strict=strict)
+    check_filters(resolved.filter_uses, name=caller, strict=strict)
     warn_of_corrections(caller, fitter.corrected, strict=strict)
     return shardings
 

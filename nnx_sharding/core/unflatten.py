@@ -68,9 +68,10 @@ def unflatten(
     """
     existing = existing or {}
     existing = {**existing, **_unchanged_statics(structure, existing, share)}
-    # The metadata without links to objects, by the id of the entries' metadata: many share theirs.
+    # The metadata of Variables, except what links to objects. Kept by the id of ``entry.metadata``,
+    # since many Variables share theirs.
     plain_metadata: dict[int, dict[str, Any]] = {}
-    trace_state = _compat.new_trace_state()
+    trace_state = _compat.new_trace_state()  # of the current trace, to which new Variables belong
     new_entries = [
         (index, entry) for index, entry in enumerate(structure.entries) if index not in existing
     ]
@@ -180,9 +181,9 @@ def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
 
 
 def pytree_of(entry: object) -> Container | None:
-    """Returns the container of arrays that is a Variable's value; None for any other value.
+    """Returns the pytree of arrays that is the value of a Variable; None for any other value.
 
-    ``entry`` is that of the Variable, or of something else, for which the result is None.
+    ``entry`` is that of the Variable. For the entry of anything else, the result is None.
     """
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
@@ -195,7 +196,8 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
     ``leaves`` are the arrays by slot, or anything in their place.
     """
     arrays = [leaves[slot] for slot in location.slots]
-    pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
+    index = location.object_index
+    pytree = None if index is None else pytree_of(structure.entries[index])
     return arrays[0] if pytree is None else jax.tree_util.tree_unflatten(pytree.treedef, arrays)
 
 

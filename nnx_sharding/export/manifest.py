@@ -222,7 +222,7 @@ def _tree(
         return None
     items = []
     for location in structure.walk(child, iter(())):
-        entry = None if location.entry is None else structure.entries[location.entry]
+        entry = None if location.object_index is None else structure.entries[location.object_index]
         value = entry.value if isinstance(entry, VariableEntry) else LEAF
         items.append((location.path, _tree(structure, value, iter(location.slots), array)))
     if isinstance(structure.entries[child], VariableEntry) and items:

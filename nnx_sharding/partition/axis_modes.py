@@ -28,10 +28,11 @@ from ..core.argument_specs import align_specs
 from ..core.arguments import Argument, split_argument, split_arguments
 from ..core.constrain import mesh_of_types, retype, type_mesh
 from ..core.flatten import Flat, flatten
+from ..core.locations import NamedLocation, locate, slot_names
 from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line
 from ..core.rebuild import rebuild
-from ..core.resolve import NamedLocation, locate, resolve, slot_names
+from ..core.resolve import resolve
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..core.signature import ArgTree, Parameters, Roles
 from ..core.tree_shardings import fit_shardings

@@ -36,7 +36,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from .. import _compat
 from ..core.flatten import Flat
 from ..core.outcome import INPUT, Outcome, OutputGroup, Source
-from ..core.rebuild import kept_places
+from ..core.rebuild import slots_before
 from ..core.structure import Structure
 from ..errors import raise_listed
 from ..transforms.in_trace import Function, replace_slots
@@ -229,7 +229,7 @@ def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutpu
     state = {
         slot: old
         for index in outcome.values  # of the Variables that were assigned to
-        for slot, old in kept_places(before, outcome.structure, index).items()
+        for slot, old in slots_before(before, outcome.structure, index).items()
         if not is_input[slot]
     }
     # Of the inputs, only those that are returned as they are, outside of any module.

@@ -408,7 +408,8 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
             if not _compat.is_graph_object(leaf):
                 continue
             flat = flatten_layer(leaf)
-            entries = [(x.path, x.entry) for x in locations_of(flat) if x.entry is not None]
+            located = [(x.path, x.object_index) for x in locations_of(flat)]
+            entries = [(path, index) for path, index in located if index is not None]
             variables = [(path, flat.objects[index]) for path, index in entries]
             lines += [
                 f"  {accessor(name, path)}: {type(variable).__name__}"

@@ -213,7 +213,7 @@ def _places(flat: Flat, module: int | None = None) -> Iterator[_Place]:
         # A Variable of None, or of a pytree without leaves.
         if not location.slots:
             continue
-        index = location.entry  # of the Variable or reference; None for a bare array
+        index = location.object_index  # of the Variable or reference; None for a bare array
         path = tuple(map(plain_key, location.path))
         slots = location.slots
         if index is not None and isinstance(structure.entries[index], VariableEntry):

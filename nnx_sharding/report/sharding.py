@@ -33,8 +33,9 @@ from ..analysis.parameters import ActivationTable, activations_table
 from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable, without_address
 from ..core.arguments import split_argument
+from ..core.filter_uses import needs_filter
 from ..core.flatten import Flat, flatten
-from ..core.resolve import locate, needs_filter
+from ..core.locations import locate
 from ..core.structure import Location
 from ..errors import ActivationError, NoMeshError, listed, raise_listed
 from ..specs.filters import Paths, shadowed, spelling_hint, to_predicate

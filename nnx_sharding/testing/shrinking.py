@@ -116,7 +116,7 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     # Each Variable and bare array: the index of its entry in the structure, None for an array, and
     # the slots of its arrays among the leaves.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        entry = None if location.entry is None else structure.entries[location.entry]
+        entry = None if location.object_index is None else structure.entries[location.object_index]
         is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)
         for slot in location.slots:
             if isinstance(leaves[slot], jax.ShapeDtypeStruct):

@@ -18,7 +18,7 @@ the caller's objects can change in one way only. From other modules:
     Outcome        ``outcome.sources`` says where the array in each slot after a branch is: in a
                    group of outputs, or unchanged among the inputs (group ``INPUT``);
                    ``outcome.arrays(leaves, groups)`` picks these arrays
-    kept_places    pairs the slots of an object after a call with those before it
+    slots_before    pairs the slots of an object after a call with those before it
     Caller         the call that is being traced: the pure function calls ``caller.fun``
     static_leaves  those that JAX does not trace, such as flags. ``may_keep`` says that they are no
                    objects of the user, so that a function with them may be kept for later calls
@@ -40,7 +40,7 @@ from ..core.arguments import named_parts
 from ..core.call_context import called_by, current_caller
 from ..core.outcome import INPUT, Outcome, OutputGroup, union
 from ..core.plan import Plan
-from ..core.rebuild import kept_places
+from ..core.rebuild import slots_before
 from ..errors import raise_listed
 from .carry_checks import Difference, structure_changes
 from .functions import Functions, call_functions, scalar_value
@@ -326,7 +326,7 @@ class _Branches:
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
             # The slots of the object after the branch, each with the slot before it.
-            for slot, old_slot in kept_places(before, after, index).items():
+            for slot, old_slot in slots_before(before, after, index).items():
                 old = leaves[old_slot]
                 if is_traced(old) and not _compat.is_ref(old):
                     results[slot] = reshard_like(results[slot], old)

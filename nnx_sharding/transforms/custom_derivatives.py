@@ -415,13 +415,13 @@ class _Call:
           location: the Variable or the array. Filters are for Variables in modules only.
         """
         filters = dict(self.transform.filters)  # by the position of the argument
-        if location.entry is None or number not in filters:
+        if location.object_index is None or number not in filters:
             return True
         # Filters get the path in the module, without the keys that lead to it in the argument:
         # ("kernel",) for the path (0, "kernel") in a list of modules, whose keys are (0,).
         all_keys = (part.keys for part in self.plan.graph_arguments[number].parts)
         depth = next(len(keys) for keys in all_keys if (*path[: len(keys)],) == keys)
-        subject = self._caller.objects[location.entry]
+        subject = self._caller.objects[location.object_index]
         return bool(to_predicate(filters[number])((*path[depth:],), subject))
 
     def run(self) -> tuple[Any, ...]:

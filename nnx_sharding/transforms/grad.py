@@ -34,8 +34,8 @@ from .. import _compat
 from ..core.arguments import Argument
 from ..core.flatten import Flat
 from ..core.functions import name_of
+from ..core.locations import NamedLocation, locate
 from ..core.plan import Plan
-from ..core.resolve import NamedLocation, locate
 from ..core.signature import ArgTree, Roles, SortedCall
 from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_listed, see
@@ -322,9 +322,9 @@ def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
     for named in target.locations:
         location = named.location
         gradient: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
-        if location.entry is not None:  # the index of the Variable; None for a bare array
+        if location.object_index is not None:  # the index of the Variable; None for a bare array
             # A Variable of the same class and metadata, as optimizers expect it.
-            old = _compat.plain_variable(flat.objects[location.entry])
+            old = _compat.plain_variable(flat.objects[location.object_index])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
             _compat.set_value(variable, gradient)
             gradient = variable

@@ -33,9 +33,10 @@ from .. import _compat
 from ..core.arguments import split_argument
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
+from ..core.locations import locate
 from ..core.plan import Plan
 from ..core.prefixes import PathFunction, Specs, leaves_by_path
-from ..core.resolve import locate, resolve
+from ..core.resolve import resolve
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Unflattened

@@ -80,7 +80,7 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     unmatched = []  # lines for an error
     for location in locations_in(flat.structure):
         value = value_at(flat.structure, location, flat.leaves)
-        subject = value if location.entry is None else flat.objects[location.entry]
+        subject = value if location.object_index is None else flat.objects[location.object_index]
         # An array goes to the group of the first filter that matches.
         for group, predicate in zip(groups, predicates, strict=True):
             if predicate(location.path, subject):
@@ -256,7 +256,8 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
             value = value.get_raw_value()
         # The container of the pytree that the Variable holds; None if that is an array, as nearly
         # always.
-        pytree = None if location.entry is None else pytree_of(structure.entries[location.entry])
+        index = location.object_index
+        pytree = None if index is None else pytree_of(structure.entries[index])
         if pytree is None and isinstance(value, _ARRAYS) and len(location.slots) == 1:
             leaves[location.slots[0]] = value  # the fast way: nothing has to be flattened
             continue

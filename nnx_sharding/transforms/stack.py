@@ -15,7 +15,7 @@ From other modules:
 
     Flat            a flattened module: its ``structure`` (objects by index, all but the arrays),
                     ``leaves`` (the arrays by slot) and ``objects``
-    Location        where arrays are: a path, their slots, and the index of the Variable (``entry``)
+    Location        where arrays are: a path, their slots, and the ``object_index`` of the Variable
     stacked_slots   the slots of the arrays that have a dimension for the layers
     with_arrays     a new layer around other arrays in some slots
     name_axis       adds the layers to the logical axes (metadata) of Variables, or removes them
@@ -385,7 +385,7 @@ def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
     """
     first, *others = flats
     if is_in_variable(first, location):
-        index = cast(int, location.entry)
+        index = cast(int, location.object_index)
         return all(flat.objects[index] is first.objects[index] for flat in others)
     return all(
         flat.leaves[slot] is first.leaves[slot] for flat in others for slot in location.slots

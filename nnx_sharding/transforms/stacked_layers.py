@@ -69,7 +69,7 @@ def locations_of(flat: Flat) -> list[Location]:
 
 def is_in_variable(flat: Flat, location: Location) -> bool:
     """Whether the array of a location is the value of a Variable."""
-    index = location.entry
+    index = location.object_index
     return index is not None and isinstance(flat.structure.entries[index], VariableEntry)
 
 
@@ -112,7 +112,7 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
       shared: the paths of what all layers share, which has no dimension for them.
     """
     flat = flatten_layer(layer)
-    stacked = (location.entry for location in locations_of(flat) if location.path not in shared)
+    stacked = (x.object_index for x in locations_of(flat) if x.path not in shared)
     # Each with the position of the dimension.
     variables = ((flat.objects[index], 0) for index in stacked if index is not None)
     change_names(change, variables, _METADATA)

@@ -769,10 +769,10 @@ def user_tree(
             if not keep(location.slots):
                 continue
             path = tuple(map(plain_key, location.path))
-            if objects is None or location.entry is None:
+            if objects is None or location.object_index is None:
                 state[path] = value_at(structure, location, values)
             else:
-                state[path] = objects[location.entry]
+                state[path] = objects[location.object_index]
         # A bare Variable has the empty path.
         return state[()] if () in state else nnx.from_flat_state(state)
 

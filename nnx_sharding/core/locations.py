@@ -1,0 +1,65 @@
+"""Where Variables and arrays are in the arguments or outputs of a call, and how messages name them.
+
+A *part* is one module, Variable or array of an argument, with the spec that the user gave for it
+(``arguments.py``). A *location* is where a Variable or array is in a part: its path there, the
+index of the Variable in the table of all objects (``structure.py``), and the *slots* of its arrays
+in the flat list. An array is *bare* if it is in no Variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..specs.paths import Path, accessor
+from ..specs.types import Arrays, Objects
+from .arguments import Argument, ArgumentPart
+from .structure import Location, Structure
+
+
+class NamedLocation(NamedTuple):
+    """Where a Variable or a bare array is in an argument or output, with the names for it."""
+
+    argument: Argument
+    part: ArgumentPart  # of the argument
+    location: Location  # its first path from the part, its index and its slots
+    name: str  # the expression for it: ``model.blocks[3].kernel``
+    paths: Sequence[Path]  # all paths from the part, the first one first
+
+    def name_of(self, path: Path) -> str:
+        """Returns the expression for it by another path."""
+        return accessor(self.argument.name, (*self.part.keys, *path))
+
+    def subject(self, objects: Objects, leaves: Arrays) -> Any:
+        """Returns the Variable there, or the bare array."""
+        index = self.location.object_index
+        return leaves[self.location.slots[0]] if index is None else objects[index]
+
+
+def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
+    """Finds every Variable and array in arguments or outputs, each with its name and all its paths.
+
+    A Variable that parts share is found in each. ``structure`` describes the arguments or outputs.
+    """
+    # Of arrays outside of objects. The walk of each part takes those in it from the iterator.
+    root_slots = iter(structure.root_slots)
+    locations = []
+    for argument in arguments:
+        for part in argument.parts:
+            # All paths of each Variable that has several, by its index.
+            aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
+            part_name = accessor(argument.name, part.keys)  # such as ``models[0]``
+            for location in structure.walk(part.child, root_slots):
+                paths = dict.fromkeys((location.path, *aliases.get(location.object_index, ())))
+                name = accessor(part_name, location.path)
+                locations.append(NamedLocation(argument, part, location, name, tuple(paths)))
+    return locations
+
+
+def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
+    """Returns the first expression for each array; empty for one in no location."""
+    names = [""] * num_leaves
+    for named in locations:
+        for slot in named.location.slots:
+            names[slot] = names[slot] or named.name
+    return names
