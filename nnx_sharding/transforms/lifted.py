@@ -92,8 +92,8 @@ class LiftedFunction(Generic[P, R]):
           implicit: how many leading parameters the user's positions do not count, such as ``self``.
         """
         # The __dict__ of a class has methods, which would hide the methods of this class.
-        updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
-        functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
+        attributes = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, fun, updated=attributes)  # type: ignore[arg-type]
         self._fun = fun
         self._transform = transform
         self._modes = {"graph": graph, "updates": updates}
@@ -103,9 +103,11 @@ class LiftedFunction(Generic[P, R]):
         self._bound: tuple[Any, ...] = ()  # the objects that it is bound to: its first arguments
         from_call = transform.counts_from_call
         self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
-        self._cache = cache_of(fun, TraceLog)
+        # All wrappers of one function share its cache, with its log of traces. Those with equal
+        # options share plans, and the guards that find these.
+        self._cache = cache_of(fun, make_log=TraceLog)
         options = (transform.options_key, roles, graph, updates, implicit)
-        self._plans = self._cache.plans(options, Guards(transform))
+        self._plans = self._cache.plans(options, guards=Guards(transform))
         self._guards = self._plans.guards
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
@@ -228,10 +230,10 @@ class LiftedFunction(Generic[P, R]):
             return f"<nnx_sharding.{self._transform.name} of a {type(self._fun).__name__}>"
 
     def __eq__(self, other: object) -> bool:
+        if self._origin is None or not isinstance(other, LiftedFunction):
+            return self is other
         # Each access to a method makes a new object. Like Python's bound methods, two of them are
         # equal if they bind one function to one object.
-        if self is other or not isinstance(other, LiftedFunction) or self._origin is None:
-            return self is other
         return self._origin == other._origin and self._bound[-1] is other._bound[-1]
 
     def __hash__(self) -> int:
@@ -243,9 +245,11 @@ class LiftedFunction(Generic[P, R]):
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
+        """Returns the function itself, as for Python's functions; a method of a copied object."""
         if self._origin is None:
             return self
-        return copy.deepcopy(self._origin, memo).__get__(copy.deepcopy(self._bound[-1], memo))
+        new_origin, new_object = copy.deepcopy((self._origin, self._bound[-1]), memo)
+        return new_origin.__get__(new_object)
 
     def __reduce__(self) -> Any:
         """Pickles the name of a decorated function, or how to wrap the function again."""
@@ -261,7 +265,8 @@ class LiftedFunction(Generic[P, R]):
             under_name = None
         if under_name is self:
             return name  # pickle looks it up
-        return functools.partial(type(self), self._fun, self._transform, **self._options), ()
+        wrap_again = functools.partial(type(self), self._fun, self._transform, **self._options)
+        return wrap_again, ()  # what unpickling calls, and its arguments
 
 
 class Lifted(LiftedFunction[P, R]):
@@ -295,7 +300,7 @@ class Lifted(LiftedFunction[P, R]):
         self._options["max_traces"] = max_traces
         self._trace_limit: TraceLimit | None = None
         if max_traces is not None:
-            self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
+            self._trace_limit = TraceLimit(max_traces, option="max_traces", least=1)
         self._observer = Observer(self._cache.log, self._trace_limit)
         # `guarded`, written in C, makes a call from this tuple if a guard knows the arguments:
         # guards, bound objects, function and observer.
@@ -338,7 +343,7 @@ class Lifted(LiftedFunction[P, R]):
         return plan.program if self._keeps_captures() else super()._program(plan, flat)
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
-        """Returns what a call executes, without looking at what `jit` does not trace again for."""
+        """Returns what a call executes: one program for each plan if captures are kept."""
         if self._keeps_captures():
             return plan.program.top_level
         return super()._choose_program(plan, flat)
@@ -358,14 +363,23 @@ class Lifted(LiftedFunction[P, R]):
     def _explain_memory(
         self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
-        """Raises an error that says what holds the memory, if a call ran out of it."""
+        """Raises an error that says what holds the memory, if a call ran out of it.
 
+        Args:
+          plan: the plan of the call.
+          leaves: its arrays.
+          error: what JAX raised.
+          objects: the caller's objects.
+        """
+
+        # To explain it, the function is traced and compiled once more. Nothing is done before.
         def make_recorder() -> Recorder:
             return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
 
-        explain_memory(
-            error, plan, make_recorder, lambda stage, options: stage.compile(dict(options))
-        )
+        def compile_with(stage: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
+            return stage.compile(dict(options))
+
+        explain_memory(error, plan, make_recorder, compile_with)
 
     @_compat.api_boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
@@ -416,10 +430,11 @@ class Lifted(LiftedFunction[P, R]):
         leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
+            # Types of the output arrays, in groups of one sharding each; and what the call did.
             *groups, outcome = call_with_explained_errors(plan, leaves, staged.eval_shape)
-        # By slot after the call: outputs, and inputs that it left unchanged.
-        arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
-        return _abstract_output(outcome, arrays, flat)
+        # The type of each array after the call, by slot: an output, or an input left unchanged.
+        types = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
+        return _abstract_output(outcome, types, flat)
 
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Returns the jaxpr for these arguments, a function of all arrays in them.
@@ -449,8 +464,13 @@ class Lifted(LiftedFunction[P, R]):
 
         With a ``plan``, it also gets the times that JAX reports for them.
         """
-        nested = not _compat.trace_is_clean()
-        caller = Caller(self._fun, flat.objects, self._observer, nested, plan)
+        caller = Caller(
+            fun=self._fun,
+            objects=flat.objects,
+            observer=self._observer,
+            nested=not _compat.trace_is_clean(),
+            plan=plan,
+        )
         with key_traces_by_tags(flat.objects), called_by(caller):
             yield
 
@@ -474,24 +494,28 @@ class Lifted(LiftedFunction[P, R]):
             self._trace_limit.reset()
 
 
-def _abstract_output(outcome: Outcome, arrays: Sequence[object], flat: Flat) -> Any:
-    """Returns the output as new objects, with copies of the caller's objects.
+def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> Any:
+    """Builds what ``eval_shape`` returns: the output of a call, with types in place of arrays.
+
+    A call would change the caller's objects. Here it must not, so new objects are made for all that
+    the call can change. The rest of the output are the caller's own objects.
 
     Args:
-      outcome: describes the objects after the call; those of the arguments come first.
-      arrays: the arrays after the call, by slot.
+      outcome: what the call did. The objects of the arguments have the same indices in its
+        structure, which describes all objects after the call, as in ``flat``.
+      types: the type of each array after the call, by slot.
       flat: the arguments.
     """
     structure = outcome.structure
-    unchanged_statics = set(structure.static_indices()).difference(outcome.statics)
-    # What the structure does not describe (None), because the call cannot change it, and static
-    # objects that it left alone, are the caller's own.
-    kept = {
-        index: flat.objects[index]
-        for index in range(len(flat.objects))
-        if structure.entries[index] is None or index in unchanged_statics
-    }
-    return unflatten(structure, arrays, kept).root
+    static_indices = {*structure.static_indices()}
+    unchanged: dict[int, object] = {}  # the caller's objects that are used as they are, by index
+    for index, obj in enumerate(flat.objects):
+        # A structure after a call has None for an object that no call changes.
+        is_fixed = structure.entries[index] is None
+        is_unchanged_static = index in static_indices and index not in outcome.statics
+        if is_fixed or is_unchanged_static:
+            unchanged[index] = obj
+    return unflatten(structure, types, existing=unchanged).root
 
 
 def lift(
@@ -565,13 +589,19 @@ def _unbound_partial(
     """Returns ``functools.partial(obj.method, *args, **keywords)`` as a function of ``obj`` first.
 
     Its signature has the object, then the parameters that the partial leaves open.
+
+    Args:
+      method: the function in the class.
+      args: the positional arguments that the partial gives, without the object.
+      keywords: the keyword arguments that it gives, which a call may give again.
     """
 
     @functools.wraps(method)
-    def call_method(self: object, *rest: object, **more: object) -> Any:
-        return method(self, *args, *rest, **{**keywords, **more})
+    def call_method(self: object, *open_args: object, **open_keywords: object) -> Any:
+        return method(self, *args, *open_args, **{**keywords, **open_keywords})
 
-    # Static arguments and specs are found by these names and positions.
+    # Static arguments and specs are found by these names and positions. None stands for the object,
+    # whose parameter comes first.
     open_signature = inspect.signature(functools.partial(method, None, *args, **keywords))
     self_parameter, *_ = inspect.signature(method).parameters.values()
     call_method.__signature__ = open_signature.replace(  # type: ignore[attr-defined]
