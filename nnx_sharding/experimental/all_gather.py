@@ -36,8 +36,8 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .attention_inputs import AttentionOptions, Inputs, inputs_of
-from .blocks import Marks, Visibility, wide_dtype
-from .layout import Axes, balanced_order, move_tokens
+from .blocks import AttentionArrays, TokenInfo, wide_dtype
+from .layout import Axes, Layout, balanced_order, move_tokens
 from .local_attention import AttentionFunction, LocalAttention, local_attention, takes_positions
 
 
@@ -90,47 +90,53 @@ def all_gather_attention(
       (4, 64, 2, 16)
     """
     caller, axes = "all_gather_attention", (axis,) if isinstance(axis, str) else axis
-    arrays, is_opaque = (query, key, value), attention is not None
-    inputs = inputs_of(caller, arrays, bias, mask, axes, is_opaque=is_opaque, options=options)
+    inputs = inputs_of(
+        caller,
+        (query, key, value),
+        bias,
+        mask,
+        axes,
+        is_opaque=attention is not None,
+        options=options,
+    )
     local = local_attention(caller, attention, inputs, is_whole=inputs.layout.mesh is None)
     if not (_can_move(inputs) and takes_positions(attention)):
-        return _attend(inputs, local)
-    length, layout = inputs.query.shape[1], inputs.layout
-    order = jnp.asarray(balanced_order(length, layout.count(axes)))
-    query, segments = move_tokens(layout, (inputs.query, inputs.seen.marks.segments))
+        return _attend(inputs.layout, inputs.arrays, local)
+    arrays, layout = inputs.arrays, inputs.layout
+    order = jnp.asarray(balanced_order(arrays.query.shape[1], layout.count(axes)))
+    info = arrays.visibility.query_info
+    query, segments = move_tokens(layout, (arrays.query, info.segments))
     # With tokens in their own order, positions are also their places.
-    places = None if inputs.seen.marks.places is None else order
-    seen = inputs.seen._replace(marks=Marks(order, segments, places))
-    out = _attend(inputs._replace(query=query, seen=seen), local)
-    moved: tuple[jax.Array] = move_tokens(layout, (out,), back=True)
-    return moved[0]
+    moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
+    visibility = arrays.visibility._replace(query_info=moved_info)
+    out = _attend(layout, arrays._replace(query=query, visibility=visibility), local)
+    moved_back: jax.Array
+    [moved_back] = move_tokens(layout, (out,), back=True)
+    return moved_back
 
 
 def _can_move(inputs: Inputs) -> bool:
     """Whether queries may move to the balanced order, as devices would not have equal work."""
-    size = inputs.layout.count(inputs.layout.sequence)
-    is_uneven = inputs.rule.is_causal and size > 1 and inputs.query.shape[1] % (2 * size) == 0
+    size, length = inputs.layout.count(inputs.layout.sequence), inputs.arrays.query.shape[1]
+    is_uneven = inputs.rule.is_causal and size > 1 and length % (2 * size) == 0
     # A mask is in the order of the tokens.
-    is_in_order = inputs.positions is None and inputs.seen.mask is None
+    is_in_order = inputs.positions is None and inputs.arrays.visibility.mask is None
     return inputs.balanced and is_uneven and is_in_order
 
 
-def _attend(inputs: Inputs, local: LocalAttention) -> jax.Array:
+def _attend(layout: Layout, arrays: AttentionArrays, local: LocalAttention) -> jax.Array:
     """Gathers keys and values, and attends on each device to all of them."""
-    layout, seen, marks = inputs.layout, inputs.seen, inputs.marks
     if layout.mesh is None:
-        return local(inputs.query, inputs.key, inputs.value, marks, seen)
+        return local(arrays)
+    axes = layout.sequence
 
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
-    ) -> jax.Array:
-        key, value = (_gather(layout.sequence, x) for x in (key, value))
-        return local(query, key, value, marks, seen)
+    def gather_and_attend(arrays: AttentionArrays) -> jax.Array:
+        key, value = _gather(axes, arrays.key), _gather(axes, arrays.value)
+        return local(arrays._replace(key=key, value=value))
 
-    tokens, axes = layout.tokens(layout.sequence), layout.sequence
-    in_specs = tokens, tokens, tokens, layout.marks(marks, ()), layout.seen(seen, axes)
-    run = layout.map(attend, in_specs, tokens)
-    out: jax.Array = run(inputs.query, inputs.key, inputs.value, marks, seen)
+    # What is known of the keys is small: every device has it of all.
+    specs = layout.array_specs(arrays, query_axes=axes, key_axes=axes, info_axes=())
+    out: jax.Array = layout.map(gather_and_attend, (specs,), specs.query)(arrays)
     return out
 
 

@@ -39,9 +39,9 @@ from typing import Unpack
 import jax
 
 from .. import _compat
-from .attention_inputs import AttentionOptions, Inputs, inputs_of
+from .attention_inputs import AttentionOptions, inputs_of
 from .layout import Layout
-from .local_attention import AttentionFunction, LocalAttention, local_attention
+from .local_attention import AttentionFunction, local_attention
 from .ring import attend_in_ring
 
 
@@ -121,15 +121,19 @@ def all_to_all_attention(
     )
     if inputs.layout.mesh is None:
         local = local_attention(caller, attention, inputs, is_whole=True)
-        return local(inputs.query, inputs.key, inputs.value, inputs.marks, inputs.seen)
-    layout = inputs.layout  # `inner` shards tokens; after the exchange, it shards heads
-    query, key, value = exchange(layout, inner, (inputs.query, inputs.key, inputs.value))
+        return local(inputs.arrays)
+    layout, arrays = inputs.layout, inputs.arrays
+    query, key, value = exchange(layout, inner, (arrays.query, arrays.key, arrays.value))
+    arrays = arrays._replace(query=query, key=key, value=value)
+    # `inner` shards tokens; after the exchange, it shards heads.
     exchanged = layout._replace(sequence=tuple(outer), heads=(*layout.heads, inner))
-    inputs = inputs._replace(layout=exchanged, query=query, key=key, value=value)
+    inputs = inputs._replace(layout=exchanged, arrays=arrays)
     if outer:
         out = attend_in_ring(inputs)
-    else:
-        out = _attend(inputs, local_attention(caller, attention, inputs, is_whole=True))
+    else:  # to whole sequences, on each device for its heads
+        local = local_attention(caller, attention, inputs, is_whole=True)
+        specs = exchanged.array_specs(arrays, query_axes=(), key_axes=())
+        out = exchanged.map(local, (specs,), specs.query)(arrays)
     [out] = exchange(layout, inner, (out,), back=True)
     return out
 
@@ -145,8 +149,8 @@ def exchange(
       arrays: of shape (b, tokens, heads, d).
       back: whether to exchange positions for heads.
     """
-    by_tokens = layout.tokens(layout.sequence)
-    by_heads = layout.tokens(layout.sequence[:-1], (*layout.heads, inner))
+    by_tokens = layout.token_spec(layout.sequence)
+    by_heads = layout.token_spec(layout.sequence[:-1], (*layout.heads, inner))
     source, target = (by_heads, by_tokens) if back else (by_tokens, by_heads)
     split, joined = (1, 2) if back else (2, 1)
 
@@ -157,13 +161,3 @@ def exchange(
     run = layout.map(local, (source,) * len(arrays), (target,) * len(arrays))
     exchanged: tuple[jax.Array, ...] = run(*arrays)
     return exchanged
-
-
-def _attend(inputs: Inputs, local: LocalAttention) -> jax.Array:
-    """Attends to whole sequences, on each device for its heads."""
-    layout, seen, marks = inputs.layout, inputs.seen, inputs.marks
-    tokens = layout.tokens(())
-    in_specs = tokens, tokens, tokens, layout.marks(marks, ()), layout.seen(seen, ())
-    run = layout.map(local, in_specs, tokens)
-    out: jax.Array = run(inputs.query, inputs.key, inputs.value, marks, seen)
-    return out

@@ -5,8 +5,10 @@ functions and some more. Here they are refused together if they do not fit, and 
 
     Rule         what is known while tracing: causal, window, scale, dropout rate
     Layout       the mesh axes of the sequence, the batch and the heads
-    Visibility   positions, segments and places of queries, a 4-D mask, the key of dropout
-    Marks        positions, segments and places of keys, which are padded until devices divide them
+    AttentionArrays
+                 queries; keys and values, which are padded until the devices divide them
+    TokenInfo    positions, segments and places of tokens
+    Visibility   that of queries, a 4-D mask, the key of dropout
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..core.constrain import given_mesh, retype, type_mesh, type_spec
 from ..errors import raise_listed
 from ..specs.fitting import pad_entries, suggestion
-from .blocks import Dropout, Marks, Rule, Visibility, reshape
+from .blocks import AttentionArrays, Dropout, Rule, TokenInfo, Visibility, reshape
 from .layout import Axes, Layout, layout_of
 
 
@@ -57,11 +59,7 @@ class Inputs(NamedTuple):
 
     rule: Rule
     layout: Layout
-    query: jax.Array  # (b, queries, heads, d)
-    key: jax.Array  # (b, keys, key heads, d)
-    value: jax.Array  # (b, keys, key heads, features)
-    seen: Visibility
-    marks: Marks  # of the keys
+    arrays: AttentionArrays
     positions: ArrayLike | None  # as given; None for those in order
     balanced: bool  # whether tokens may be moved to the balanced order
 
@@ -121,14 +119,17 @@ def inputs_of(
         precision=options.get("precision"),
         dropout_rate=0.0 if options.get("deterministic") else options.get("dropout_rate", 0.0),
     )
-    seen, marks = _visibility(rule, query, key, mask, options)
-    padding = -key.shape[1] % layout.count(sequence)
-    if padding:
-        key, value, seen, marks = _pad_keys(padding, query, key, value, seen, marks)
-    spec = layout.tokens(sequence)
-    query, key, value = (layout.typed(x, spec) for x in (query, key, value))
-    balanced = options.get("balanced", False)
-    return Inputs(rule, layout, query, key, value, seen, marks, positions, balanced)
+    visibility, key_info = _visibility(rule, query, key, mask, options)
+    prepared = AttentionArrays(query, key, value, key_info, visibility)
+    if padding := -key.shape[1] % layout.count(sequence):
+        prepared = _pad_keys(padding, prepared)
+    spec = layout.token_spec(sequence)
+    prepared = prepared._replace(
+        query=layout.typed(prepared.query, spec),
+        key=layout.typed(prepared.key, spec),
+        value=layout.typed(prepared.value, spec),
+    )
+    return Inputs(rule, layout, prepared, positions, options.get("balanced", False))
 
 
 def _visibility(
@@ -137,7 +138,7 @@ def _visibility(
     key: jax.Array,
     mask: ArrayLike | None,
     options: AttentionOptions,
-) -> tuple[Visibility, Marks]:
+) -> tuple[Visibility, TokenInfo]:
     """Returns what decides to which keys queries attend, and what is known of the keys."""
     length, keys = query.shape[1], key.shape[1]
     positions = options.get("input_positions")
@@ -153,8 +154,8 @@ def _visibility(
         mask = jnp.expand_dims(mask, range(4 - mask.ndim))  # (batch, heads, length, keys)
         mask = jnp.broadcast_to(mask, (*mask.shape[:3], keys))
     if not rule.dropout_rate:
-        marks = Marks(positions, segments)
-        return Visibility(marks, mask), marks
+        key_info = TokenInfo(positions, segments)
+        return Visibility(key_info, mask), key_info
     rng = options["dropout_rng"]
     assert rng is not None, "refused by _unsupported"
     words = jax.random.bits(rng, (2,), jnp.uint32)
@@ -164,31 +165,33 @@ def _visibility(
     rows = jnp.arange(1 if is_shared else query.shape[0])
     numbers = jnp.arange(heads).reshape(key_heads, heads // key_heads)
     dropout = Dropout(words, rows, jnp.zeros((1, 1), int) if is_shared else numbers)
-    seen = Visibility(Marks(positions, segments, jnp.arange(length)), mask, dropout)
-    return seen, Marks(positions, segments, jnp.arange(keys))
+    visibility = Visibility(TokenInfo(positions, segments, jnp.arange(length)), mask, dropout)
+    return visibility, TokenInfo(positions, segments, jnp.arange(keys))
 
 
-def _pad_keys(
-    padding: int,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    seen: Visibility,
-    marks: Marks,
-) -> tuple[jax.Array, jax.Array, Visibility, Marks]:
+def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
     """Adds keys that nothing attends to, as they are of a segment of their own."""
-    batch, keys = key.shape[:2]
+    query, key, value, key_info, visibility = arrays
+    batch, num_keys = key.shape[:2]
+    num_padded = num_keys + padding
     key, value = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (key, value))
-    # There are no segments of the user: those are for as many keys as queries, so none is padded.
-    is_padding = jnp.arange(keys + padding) >= keys
-    of_keys = jnp.broadcast_to(is_padding.astype(jnp.int32), (batch, keys + padding))
-    of_queries = jnp.zeros((batch, query.shape[1]), jnp.int32)
-    mask = seen.mask
+    mask = visibility.mask  # (batch, heads, length, keys)
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    places = None if marks.places is None else jnp.arange(keys + padding)
-    seen = Visibility(seen.marks._replace(segments=of_queries), mask, seen.dropout)
-    return key, value, seen, Marks(None, of_keys, places)
+    # Queries and keys are of segment 0, the padding of segment 1. There are no segments of the
+    # user: those are for as many keys as queries, so none is padded.
+    is_padding = (jnp.arange(num_padded) >= num_keys).astype(jnp.int32)
+    key_segments = jnp.broadcast_to(is_padding, (batch, num_padded))
+    query_segments = jnp.zeros((batch, query.shape[1]), jnp.int32)
+    places = None if key_info.places is None else jnp.arange(num_padded)
+    query_info = visibility.query_info._replace(segments=query_segments)
+    return AttentionArrays(
+        query=query,
+        key=key,
+        value=value,
+        key_info=TokenInfo(None, key_segments, places),
+        visibility=visibility._replace(query_info=query_info, mask=mask),
+    )
 
 
 def _repeat_heads(x: jax.Array, split: int) -> jax.Array:

@@ -1,14 +1,23 @@
 """Attention block by block: what one pair of blocks adds to outputs and to gradients.
 
-Queries and keys are cut into blocks of at most 1,024 tokens (more where no number from 128 to 1,024
-divides the length), and only one pair of blocks is multiplied at a time, so that no matrix of all
-queries and all keys is in memory::
+Queries and keys are cut into blocks of at most 1,024 tokens, and only one pair of blocks is
+multiplied at a time, so that no matrix of all queries and all keys is in memory::
 
               keys   b0   b1   b2   b3
     queries a0     [ 0 ]  .    .    .       a row is one running softmax; its steps are numbered.
     queries a1     [ 0    1 ]  .    .       Pairs in which no query may attend to a key, here those
     queries a2     [ 0    1    2 ]  .       above the diagonal of causal attention, are skipped.
     queries a3     [ 0    1    2    3 ]
+
+One pair is :meth:`Softmax.add` forward and :func:`pair_gradients` backward; :func:`add_keys` and
+:func:`add_key_gradients` go along a row. All rows, for the keys that a ring has brought, are
+:func:`add_in_blocks` and :func:`add_gradients_in_blocks`; :func:`attend_in_blocks` is attention on
+one device, which has all keys.
+
+The *rule* has the options, such as causal. The *info* of tokens are their positions and the like.
+The *visibility* has what decides to which keys queries attend. A *range* is of consecutive tokens.
+Letters are dimensions: b the batch, q queries, s keys, k key heads, g the group of heads that one
+key head serves, h = k g, d features. Queries are bqkgd, keys and values bskd, scores bkgqs.
 
 **Forward.** Let ``s_j = scale · q · k_j`` be the scores of one query. Three numbers are kept of all
 blocks so far: the largest score m (``row_max``), the sum l of ``exp(s_j - m)`` (``row_sum``), and
@@ -37,14 +46,6 @@ split over devices drops the same weights, and no two devices use the same rando
 
 The running softmax is from Milakov and Gimelshein, 2018 (arXiv:1805.02867); that only ``lse`` and
 ``delta`` are kept, from Dao, 2023 (arXiv:2307.08691).
-
-**Loops.** One pair of blocks is :meth:`Softmax.add` forward and :func:`pair_gradients` backward.
-:func:`add_keys` and :func:`add_key_gradients` go along one row of the picture. All rows, for the
-keys that a ring has brought, are :func:`add_in_blocks` and :func:`add_gradients_in_blocks`.
-:func:`attend_in_blocks` is attention on one device, which has all keys.
-
-In comments, and in the formulas of products: b is the batch, q queries, s keys, k key heads, g the
-group of heads that one key head serves, d features.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,8 @@ from jax.sharding import PartitionSpec as P
 
 from ..core.constrain import type_mesh, type_spec
 from ..specs.fitting import pad_entries
+
+_State = TypeVar("_State")
 
 # Scores of 1,024 × 1,024 in float32 are 4 MiB for each head, and keep the matrix units busy.
 BLOCK_LENGTH = 1024
@@ -77,27 +80,27 @@ class Rule(NamedTuple):
     dropout_rate: float = 0.0  # of weights
 
 
-class Part(NamedTuple):
-    """Consecutive tokens of an array, so that parts can be read and written where they are."""
+class TokenRange(NamedTuple):
+    """Consecutive tokens of an array, which are read and written where they are."""
 
     start: int | jax.Array
     length: int
 
     def slice(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Returns the part of an array whose tokens are the given dimension."""
+        """Returns the tokens of an array; ``axis`` is the dimension that has them."""
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.length, axis % x.ndim)
 
     def put(self, x: jax.Array, new: jax.Array, axis: int = 1) -> jax.Array:
-        """Returns an array with a new part, in place if the compiler can."""
+        """Returns an array with new tokens in the range, in place if the compiler can."""
         return jax.lax.dynamic_update_slice_in_dim(x, new, self.start, axis)
 
     def add(self, x: jax.Array, more: jax.Array) -> jax.Array:
-        """Adds to the part of an array, (b, tokens, …)."""
+        """Returns an array, (b, tokens, …), with ``more`` added to the tokens of the range."""
         return self.put(x, self.slice(x) + more)
 
     @property
     def block_length(self) -> int:
-        """The length of the equal blocks of the part.
+        """The length of the equal blocks of the range.
 
         It is the largest divisor of its length up to ``BLOCK_LENGTH``. If that is less than an
         eighth of it, as for 2 × 1,039 tokens, it is the next larger divisor: so many small products
@@ -114,17 +117,21 @@ class Part(NamedTuple):
         """The numbers of its blocks, to loop over."""
         return jnp.arange(self.length // self.block_length)
 
-    def block(self, number: jax.Array) -> Part:
-        """Returns one of its blocks."""
-        return Part(self.start + number * self.block_length, self.block_length)
+    def block(self, number: jax.Array) -> TokenRange:
+        """Returns the range of one of its blocks."""
+        return TokenRange(self.start + number * self.block_length, self.block_length)
 
 
-class Marks(NamedTuple):
-    """What is known of tokens, apart from their features; None if it decides nothing."""
+class TokenInfo(NamedTuple):
+    """What is known of tokens, apart from their features; each is None if it decides nothing."""
 
     positions: jax.Array | None = None  # (tokens,) or (b, tokens)
-    segments: jax.Array | None = None  # (b, tokens)
-    places: jax.Array | None = None  # (tokens,): where dropout hashes them
+    segments: jax.Array | None = None  # (b, tokens): the document of each, for example
+    places: jax.Array | None = None  # (tokens,): where in the whole sequence, for dropout
+
+    def slice(self, tokens: TokenRange) -> TokenInfo:
+        """Returns that of some of the tokens."""
+        return jax.tree.map(lambda x: tokens.slice(x, -1), self)  # type: ignore[no-any-return]
 
 
 class Dropout(NamedTuple):
@@ -138,22 +145,40 @@ class Dropout(NamedTuple):
 class Visibility(NamedTuple):
     """What decides to which keys queries attend; each is None if it does not."""
 
-    marks: Marks = Marks()  # of the queries
+    query_info: TokenInfo = TokenInfo()
     mask: jax.Array | None = None  # (b or 1, heads or 1, queries or 1, all keys)
     dropout: Dropout | None = None
 
+    def slice(self, queries: TokenRange) -> Visibility:
+        """Returns that of some of the queries."""
+        mask = self.mask
+        if mask is not None and mask.shape[2] > 1:  # 1: all queries have the same row
+            mask = queries.slice(mask, 2)
+        return Visibility(self.query_info.slice(queries), mask, self.dropout)
+
+
+class AttentionArrays(NamedTuple):
+    """The arrays of an attention; or in their places the specs, or the gradients."""
+
+    query: jax.Array  # (b, queries, heads, d)
+    key: jax.Array  # (b, keys, key heads, d)
+    value: jax.Array  # (b, keys, key heads, features of values)
+    key_info: TokenInfo
+    visibility: Visibility
+
 
 class Block(NamedTuple):
-    """Some keys and values, with what is known of them."""
+    """Consecutive keys and their values."""
 
     key: jax.Array  # bskd
     value: jax.Array  # bskd
-    marks: Marks = Marks()
+    info: TokenInfo
+    first: int | jax.Array  # the number of the first key among all keys, for a mask of these
 
-    def slice(self, part: Part) -> Block:
-        """Returns that of some of the keys."""
-        key, value = part.slice(self.key), part.slice(self.value)
-        return Block(key, value, _slice_marks(self.marks, part))
+    def slice(self, keys: TokenRange) -> Block:
+        """Returns some of the keys."""
+        key, value = keys.slice(self.key), keys.slice(self.value)
+        return Block(key, value, self.info.slice(keys), self.first + keys.start)
 
 
 class Softmax(NamedTuple):
@@ -172,18 +197,18 @@ class Softmax(NamedTuple):
         out = row_sum[..., None] + jnp.zeros(features, dtype)
         return cls(row_sum - jnp.inf, row_sum, out)
 
-    def add(
-        self, rule: Rule, query: jax.Array, block: Block, seen: Visibility, first_key: Any
-    ) -> Softmax:
-        """Adds a block of keys for the same queries, bqkgd; arguments as for `pair_gradients`."""
-        scores = scores_of(rule, query, block, seen, first_key)
+    def add(self, rule: Rule, query: jax.Array, block: Block, visibility: Visibility) -> Softmax:
+        """Adds a block of keys, for the same queries: bqkgd."""
+        scores = scores_of(rule, query, block, visibility)  # bkgqs
         row_max = jnp.maximum(self.row_max, scores.max(-1))
         # A row that has seen no key yet has no finite maximum, and inf - inf is NaN.
         finite = jnp.where(jnp.isneginf(row_max), 0, row_max)
         weights, rescale = jnp.exp(scores - finite[..., None]), jnp.exp(self.row_max - finite)
-        kept = weights if seen.dropout is None else weights * kept_weights(rule, seen, block)
-        products = einsum(rule, "bkgqs,bskd->bkgqd", kept.astype(query.dtype), block.value)
         row_sum = self.row_sum * rescale + weights.sum(-1)
+        # Dropout is of the weights in the output only: the sum that divides them has all.
+        if visibility.dropout is not None:
+            weights = weights * dropout_factors(rule, visibility, block)
+        products = einsum(rule, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
         return Softmax(row_max, row_sum, self.out * rescale[..., None] + products)
 
     def results(self) -> tuple[jax.Array, jax.Array]:
@@ -200,38 +225,42 @@ def add_keys(
     softmax: Softmax,
     query: jax.Array,
     block: Block,
-    seen: Visibility,
-    first_key: Any,
-    keys: Part,
+    visibility: Visibility,
+    keys: TokenRange,
 ) -> Softmax:
-    """Adds a part of the keys to the softmax of one block of queries, bqkgd, block by block.
+    """Adds a range of the keys to the softmax of one block of queries, block by block.
 
-    The other arguments are as for `pair_gradients`.
+    Args:
+      rule: the options.
+      softmax: that of the queries, with the keys before.
+      query: bqkgd.
+      block: the keys of which ``keys`` is a range.
+      visibility: that of the queries.
+      keys: which keys to add.
     """
 
-    def add(softmax: Softmax, j: jax.Array) -> tuple[Softmax, None]:
-        part = keys.block(j)
-        few = block.slice(part)
+    def add_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
+        some_keys = block.slice(keys.block(number))
 
-        def run(softmax: Softmax) -> Softmax:
-            return softmax.add(rule, query, few, seen, first_key + part.start)
+        def add(softmax: Softmax) -> Softmax:
+            return softmax.add(rule, query, some_keys, visibility)
 
-        return _if_visible(rule, seen.marks, few.marks, run, softmax), None
+        return _if_visible(rule, visibility.query_info, some_keys.info, add, softmax), None
 
-    softmax, _ = jax.lax.scan(add, softmax, keys.block_numbers)
+    softmax, _ = jax.lax.scan(add_block, softmax, keys.block_numbers)
     return softmax
 
 
 class Pair(NamedTuple):
-    """A part of the queries and a part of the keys, of which a query may attend to a key."""
+    """A range of the queries and a range of the keys, of which a query may attend to a key."""
 
-    queries: Part
-    keys: Part
+    queries: TokenRange
+    keys: TokenRange
 
     @property
     def is_one_block(self) -> bool:
-        """Whether both parts are one block each, so that there is nothing to loop over."""
-        return all(part.block_length == part.length for part in self)
+        """Whether both ranges are one block each, so that there is nothing to loop over."""
+        return all(tokens.block_length == tokens.length for tokens in self)
 
 
 def add_in_blocks(
@@ -239,36 +268,41 @@ def add_in_blocks(
     softmax: Softmax,
     query: jax.Array,
     block: Block,
-    seen: Visibility,
-    first_key: Any,
+    visibility: Visibility,
     pair: Pair,
 ) -> Softmax:
-    """Adds a part of the keys to the softmax of a part of the queries, bqkgd, block by block.
+    """Adds a range of the keys to the softmax of a range of the queries, block by block.
 
-    The other arguments are as for `pair_gradients`.
+    Args:
+      rule: the options.
+      softmax: that of all queries of the device.
+      query: all these queries, bqkgd.
+      block: all keys that the device has.
+      visibility: that of all queries.
+      pair: which queries and keys. The rest of the softmax stays as it is.
     """
 
-    def add_to(softmax: Softmax, part: Part) -> Softmax:
-        old = Softmax(*(part.slice(x, 3) for x in softmax))
-        few, few_seen = part.slice(query), _slice_seen(seen, part)
+    def add_to(softmax: Softmax, queries: TokenRange) -> Softmax:
+        old = Softmax(*(queries.slice(x, axis=3) for x in softmax))
+        some_queries, their_visibility = queries.slice(query), visibility.slice(queries)
         if pair.is_one_block:
-            start = first_key + pair.keys.start
-            new = old.add(rule, few, block.slice(pair.keys), few_seen, start)
+            new = old.add(rule, some_queries, block.slice(pair.keys), their_visibility)
         else:
-            new = add_keys(rule, old, few, block, few_seen, first_key, pair.keys)
-        return Softmax(*(part.put(x, y, 3) for x, y in zip(softmax, new, strict=True)))
+            new = add_keys(rule, old, some_queries, block, their_visibility, pair.keys)
+        written = (queries.put(x, y, axis=3) for x, y in zip(softmax, new, strict=True))
+        return Softmax(*written)
 
     if pair.is_one_block:
         return add_to(softmax, pair.queries)
 
-    def of_queries(softmax: Softmax, i: jax.Array) -> tuple[Softmax, None]:
-        return add_to(softmax, pair.queries.block(i)), None
+    def add_to_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
+        return add_to(softmax, pair.queries.block(number)), None
 
-    softmax, _ = jax.lax.scan(of_queries, softmax, pair.queries.block_numbers)
+    softmax, _ = jax.lax.scan(add_to_block, softmax, pair.queries.block_numbers)
     return softmax
 
 
-class QueryGradients(NamedTuple):
+class BackwardQueries(NamedTuple):
     """What the backward pass needs of some queries."""
 
     query: jax.Array  # bqkgd
@@ -276,11 +310,14 @@ class QueryGradients(NamedTuple):
     lse: jax.Array  # bkgq
     delta: jax.Array  # bkgq
 
-    def slice(self, part: Part) -> QueryGradients:
+    def slice(self, queries: TokenRange) -> BackwardQueries:
         """Returns that of some of the queries."""
-        query, d_out = (part.slice(x) for x in self[:2])
-        lse, delta = (part.slice(x, 3) for x in self[2:])
-        return QueryGradients(query, d_out, lse, delta)
+        return BackwardQueries(
+            query=queries.slice(self.query),
+            d_out=queries.slice(self.d_out),
+            lse=queries.slice(self.lse, axis=3),
+            delta=queries.slice(self.delta, axis=3),
+        )
 
 
 class Gradients(NamedTuple):
@@ -295,135 +332,160 @@ class Gradients(NamedTuple):
 
 
 def pair_gradients(
-    rule: Rule, part: QueryGradients, block: Block, seen: Visibility, first_key: Any
+    rule: Rule, queries: BackwardQueries, block: Block, visibility: Visibility
 ) -> Gradients:
-    """Computes what a pair of blocks adds to gradients.
+    """Computes what a pair of blocks adds to gradients, by the formulas of the backward pass.
 
     Args:
       rule: the options.
-      part: the queries.
-      block: the keys.
-      seen: what the queries see.
-      first_key: the number of the first key of the block, in a mask of all keys.
+      queries: one block of queries.
+      block: one block of keys.
+      visibility: that of these queries.
     """
-    dtype = part.query.dtype
-    scores = scores_of(rule, part.query, block, seen, first_key)  # bkgqs
-    weights = jnp.exp(scores - part.lse[..., None])
-    d_weights = einsum(rule, "bqkgd,bskd->bkgqs", part.d_out, block.value)
-    kept = weights
-    if seen.dropout is not None:
-        factors = kept_weights(rule, seen, block)
-        kept, d_weights = weights * factors, d_weights * factors
-    d_scores = (weights * (d_weights - part.delta[..., None])).astype(dtype)
+    dtype = queries.query.dtype
+    scores = scores_of(rule, queries.query, block, visibility)  # bkgqs
+    weights = jnp.exp(scores - queries.lse[..., None])
+    d_weights = einsum(rule, "bqkgd,bskd->bkgqs", queries.d_out, block.value)
+    kept_weights = weights
+    if visibility.dropout is not None:
+        factors = dropout_factors(rule, visibility, block)
+        kept_weights, d_weights = weights * factors, d_weights * factors
+    d_scores = (weights * (d_weights - queries.delta[..., None])).astype(dtype)
     d_query = einsum(rule, "bkgqs,bskd->bqkgd", d_scores, block.key)
-    d_key = einsum(rule, "bkgqs,bqkgd->bskd", d_scores, part.query)
-    d_value = einsum(rule, "bkgqs,bqkgd->bskd", kept.astype(dtype), part.d_out)
+    d_key = einsum(rule, "bkgqs,bqkgd->bskd", d_scores, queries.query)
+    d_value = einsum(rule, "bkgqs,bqkgd->bskd", kept_weights.astype(dtype), queries.d_out)
     return Gradients(d_query, d_key, d_value)
 
 
 def add_key_gradients(
     rule: Rule,
     gradients: Gradients,
-    queries: QueryGradients,
+    queries: BackwardQueries,
     block: Block,
-    seen: Visibility,
-    first_key: Any,
-    keys: Part,
+    visibility: Visibility,
+    keys: TokenRange,
 ) -> Gradients:
-    """Adds what one block of queries and a part of the keys, block by block, add to gradients.
+    """Adds to gradients what one block of queries and a range of the keys add, block by block.
 
-    The other arguments are as for `pair_gradients`.
+    Args:
+      rule: the options.
+      gradients: those of these queries, and of all keys in ``block``.
+      queries: the block of queries.
+      block: the keys of which ``keys`` is a range.
+      visibility: that of the queries.
+      keys: which keys.
     """
 
-    def add(gradients: Gradients, j: jax.Array) -> tuple[Gradients, None]:
-        part = keys.block(j)
-        few = block.slice(part)
+    def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
+        tokens = keys.block(number)
+        some_keys = block.slice(tokens)
 
-        def run(gradients: Gradients) -> Gradients:
-            more = pair_gradients(rule, queries, few, seen, first_key + part.start)
-            d_query = gradients.query + more.query
-            d_key = part.add(gradients.key, more.key)
-            return Gradients(d_query, d_key, part.add(gradients.value, more.value))
+        def add(gradients: Gradients) -> Gradients:
+            more = pair_gradients(rule, queries, some_keys, visibility)
+            return Gradients(
+                query=gradients.query + more.query,
+                key=tokens.add(gradients.key, more.key),
+                value=tokens.add(gradients.value, more.value),
+            )
 
-        return _if_visible(rule, seen.marks, few.marks, run, gradients), None
+        return _if_visible(rule, visibility.query_info, some_keys.info, add, gradients), None
 
-    gradients, _ = jax.lax.scan(add, gradients, keys.block_numbers)
+    gradients, _ = jax.lax.scan(add_block, gradients, keys.block_numbers)
     return gradients
 
 
 def add_gradients_in_blocks(
     rule: Rule,
     gradients: Gradients,
-    queries: QueryGradients,
+    queries: BackwardQueries,
     block: Block,
-    seen: Visibility,
-    first_key: Any,
+    visibility: Visibility,
     pair: Pair,
 ) -> Gradients:
-    """Adds what a part of the queries and one of the keys add to gradients, block by block.
+    """Adds to gradients what a range of the queries and one of the keys add, block by block.
 
-    The other arguments are as for `pair_gradients`.
+    Args:
+      rule: the options.
+      gradients: those of all queries and keys of the device.
+      queries: all these queries.
+      block: all keys that the device has.
+      visibility: that of all queries.
+      pair: which queries and keys.
     """
     if pair.is_one_block:
-        few, few_seen = queries.slice(pair.queries), _slice_seen(seen, pair.queries)
-        start = first_key + pair.keys.start
-        more = pair_gradients(rule, few, block.slice(pair.keys), few_seen, start)
-        parts = zip((pair.queries, pair.keys, pair.keys), gradients, more, strict=True)
-        return Gradients(*(part.add(x, added) for part, x, added in parts))
+        more = pair_gradients(
+            rule,
+            queries.slice(pair.queries),
+            block.slice(pair.keys),
+            visibility.slice(pair.queries),
+        )
+        return Gradients(
+            query=pair.queries.add(gradients.query, more.query),
+            key=pair.keys.add(gradients.key, more.key),
+            value=pair.keys.add(gradients.value, more.value),
+        )
 
-    def of_queries(gradients: Gradients, i: jax.Array) -> tuple[Gradients, None]:
-        part = pair.queries.block(i)
-        few, few_seen = queries.slice(part), _slice_seen(seen, part)
-        of_part = gradients._replace(query=part.slice(gradients.query))
-        new = add_key_gradients(rule, of_part, few, block, few_seen, first_key, pair.keys)
-        return new._replace(query=part.put(gradients.query, new.query)), None
+    def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
+        tokens = pair.queries.block(number)
+        old = gradients._replace(query=tokens.slice(gradients.query))
+        new = add_key_gradients(
+            rule, old, queries.slice(tokens), block, visibility.slice(tokens), pair.keys
+        )
+        return new._replace(query=tokens.put(gradients.query, new.query)), None
 
-    gradients, _ = jax.lax.scan(of_queries, gradients, pair.queries.block_numbers)
+    gradients, _ = jax.lax.scan(add_block, gradients, pair.queries.block_numbers)
     return gradients
 
 
-def may_attend(rule: Rule, mine: jax.Array, theirs: jax.Array) -> Any:
-    """Whether a query at one of my positions may attend to a key at one of theirs."""
-    visible = theirs.min() <= mine.max() if rule.is_causal else True
+def may_attend(rule: Rule, query_positions: jax.Array, key_positions: jax.Array) -> Any:
+    """Whether a query at one of some positions may attend to a key at one of others."""
+    visible = key_positions.min() <= query_positions.max() if rule.is_causal else True
     if rule.window is not None:
-        visible &= mine.min() - theirs.max() < rule.window
-        visible &= theirs.min() - mine.max() < rule.window
+        visible &= query_positions.min() - key_positions.max() < rule.window
+        visible &= key_positions.min() - query_positions.max() < rule.window
     return visible
 
 
-def visible_by_marks(rule: Rule, queries: Marks, keys: Marks) -> list[jax.Array]:
-    """Returns what hides keys from queries: booleans, (b or 1, queries, keys)."""
+def visible_by_info(rule: Rule, queries: TokenInfo, keys: TokenInfo) -> list[jax.Array]:
+    """Returns masks by position and by segment: booleans, (b or 1, queries, keys).
+
+    A query may attend to a key if all of them are true there.
+    """
     visible = []
     if queries.positions is not None and keys.positions is not None:
         apart = queries.positions[..., :, None] - keys.positions[..., None, :]
-        visible += [apart >= 0] if rule.is_causal else []
-        visible += [] if rule.window is None else [jnp.abs(apart) < rule.window]
+        if rule.is_causal:
+            visible.append(apart >= 0)
+        if rule.window is not None:
+            visible.append(jnp.abs(apart) < rule.window)
     if queries.segments is not None and keys.segments is not None:
         visible.append(queries.segments[:, :, None] == keys.segments[:, None, :])
     return [x if x.ndim == 3 else x[None] for x in visible]
 
 
-def scores_of(
-    rule: Rule, query: jax.Array, block: Block, seen: Visibility, first_key: Any
-) -> jax.Array:
+def scores_of(rule: Rule, query: jax.Array, block: Block, visibility: Visibility) -> jax.Array:
     """Returns the scores of some queries, bqkgd, for a block: bkgqs, -inf for what is hidden."""
     scores = einsum(rule, "bqkgd,bskd->bkgqs", query, block.key) * rule.scale
-    visible = visible_by_marks(rule, seen.marks, block.marks)
+    visible = visible_by_info(rule, visibility.query_info, block.info)
     masks = [x[:, None, None] for x in visible]  # bkgqs, where k and g are 1
-    if seen.mask is not None:
-        columns = jax.lax.dynamic_slice_in_dim(seen.mask, first_key, block.key.shape[1], 3)
-        heads = (1, 1) if seen.mask.shape[1] == 1 else scores.shape[1:3]
-        masks.append(columns.reshape(columns.shape[0], *heads, *columns.shape[2:]))
+    if visibility.mask is not None:
+        num_keys = block.key.shape[1]
+        mask = jax.lax.dynamic_slice_in_dim(visibility.mask, block.first, num_keys, 3)
+        heads = (1, 1) if mask.shape[1] == 1 else scores.shape[1:3]  # h → k, g
+        masks.append(mask.reshape(mask.shape[0], *heads, *mask.shape[2:]))  # bhqs → bkgqs
     for mask in masks:
         scores = jnp.where(mask, scores, -jnp.inf)
     return scores
 
 
-def kept_weights(rule: Rule, seen: Visibility, block: Block) -> jax.Array:
+def dropout_factors(rule: Rule, visibility: Visibility, block: Block) -> jax.Array:
     """Returns the factors of weights under dropout: 0 or 1 / (1 - rate), bkgqs."""
-    assert seen.dropout is not None
-    words, rows, heads = seen.dropout
-    places = jnp.broadcast_arrays(seen.marks.places[:, None], block.marks.places[None])  # type: ignore[index]
+    query_places, key_places = visibility.query_info.places, block.info.places
+    assert visibility.dropout is not None
+    assert query_places is not None
+    assert key_places is not None
+    words, rows, heads = visibility.dropout
+    places = jnp.broadcast_arrays(query_places[:, None], key_places[None])
     counters = jnp.stack(places).astype(jnp.uint32)  # (2, queries, keys)
 
     def bits_of(row: jax.Array, head: jax.Array) -> jax.Array:
@@ -439,66 +501,70 @@ def kept_weights(rule: Rule, seen: Visibility, block: Block) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_in_blocks(
-    rule: Rule, query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
-) -> jax.Array:
+def attend_in_blocks(rule: Rule, arrays: AttentionArrays) -> jax.Array:
     """Computes attention of the queries of a device to keys and values that it has.
 
-    Args:
-      rule: the options.
-      query: (b, queries, heads, d).
-      key: (b, keys, key heads, d).
-      value: (b, keys, key heads, features).
-      marks: what is known of the keys.
-      seen: what queries see.
-
     Returns:
-      The outputs, (b, queries, heads, features).
+      The outputs, (b, queries, heads, features of values).
     """
-    out, _ = _forward(rule, query, key, value, marks, seen)
+    out, _ = _forward(rule, arrays)
     return out
 
 
-def _forward(
-    rule: Rule, query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
-) -> tuple[jax.Array, Any]:
+class Residuals(NamedTuple):
+    """What the backward pass of an attention needs."""
+
+    arrays: AttentionArrays
+    out: jax.Array  # bqhd
+    lse: jax.Array  # bkgq
+
+
+def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
     # JAX would compute what depends on positions alone before a loop over layers, and keep the
     # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
-    query, block, seen = jax.lax.optimization_barrier((query, Block(key, value, marks), seen))
-    grouped = group_heads(query, block.key.shape[2])  # bqkgd
-    queries, keys = (Part(0, x.shape[1]) for x in (query, block.key))
+    arrays = jax.lax.optimization_barrier(arrays)
+    query, key, value, key_info, visibility = arrays
+    block = Block(key, value, key_info, first=0)
+    grouped = group_heads(query, key.shape[2])  # bqkgd
+    queries, keys = TokenRange(0, query.shape[1]), TokenRange(0, key.shape[1])
 
-    def of_queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part = queries.block(i)
-        few, few_seen = part.slice(grouped), _slice_seen(seen, part)
-        start = Softmax.of_nothing(few, block.value.shape[-1])
-        out, lse = add_keys(rule, start, few, block, few_seen, 0, keys).results()
+    def attend_block(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = queries.block(number)
+        some_queries = tokens.slice(grouped)
+        softmax = Softmax.of_nothing(some_queries, value.shape[-1])
+        softmax = add_keys(rule, softmax, some_queries, block, visibility.slice(tokens), keys)
+        out, lse = softmax.results()
         return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
 
-    outs, lses = jax.lax.map(of_queries, queries.block_numbers)
+    outs, lses = jax.lax.map(attend_block, queries.block_numbers)
     out = ungroup_heads(_join(outs, 1))  # (blocks, b, queries, k, g, d) → bqhd
-    return out, (query, block, seen, out, _join(lses, 3))
+    return out, Residuals(arrays, out, _join(lses, 3))
 
 
-def _backward(rule: Rule, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
-    query, block, seen, out, lse = kept
-    wide = wide_dtype(query)
-    grouped, d_grouped = (group_heads(x, block.key.shape[2]) for x in (query, d_out))  # bqkgd
-    whole = QueryGradients(grouped, d_grouped, lse, delta_of(out, d_out, block.key.shape[2]))
-    queries, keys = (Part(0, x.shape[1]) for x in (query, block.key))
+def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
+    (query, key, value, key_info, visibility), out, lse = residuals
+    block = Block(key, value, key_info, first=0)
+    wide, key_heads = wide_dtype(query), key.shape[2]
+    all_queries = BackwardQueries(
+        query=group_heads(query, key_heads),
+        d_out=group_heads(d_out, key_heads),
+        lse=lse,
+        delta=delta_of(out, d_out, key_heads),
+    )
+    queries, keys = TokenRange(0, query.shape[1]), TokenRange(0, key.shape[1])
 
-    def of_queries(d_keys: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        part = queries.block(i)
-        few, few_seen = whole.slice(part), _slice_seen(seen, part)
-        start = Gradients(jnp.zeros_like(few.query, wide), *d_keys)
-        new = add_key_gradients(rule, start, few, block, few_seen, 0, keys)
+    def add_block(d_keys: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        tokens = queries.block(number)
+        some_queries = all_queries.slice(tokens)
+        old = Gradients(jnp.zeros_like(some_queries.query, wide), *d_keys)
+        new = add_key_gradients(rule, old, some_queries, block, visibility.slice(tokens), keys)
         return [new.key, new.value], (new.query * rule.scale).astype(query.dtype)
 
-    zeros = [jnp.zeros_like(x, wide) for x in (block.key, block.value)]
-    (d_key, d_value), d_queries = jax.lax.scan(of_queries, zeros, queries.block_numbers)
+    zeros = [jnp.zeros_like(x, wide) for x in (key, value)]
+    (d_key, d_value), d_queries = jax.lax.scan(add_block, zeros, queries.block_numbers)
     d_query = ungroup_heads(_join(d_queries, 1))  # (blocks, b, queries, k, g, d) → bqhd
     d_key, d_value = (x.astype(query.dtype) for x in (d_key * rule.scale, d_value))
-    return d_query, d_key, d_value, None, None
+    return (AttentionArrays(d_query, d_key, d_value, None, None),)  # type: ignore[arg-type]
 
 
 attend_in_blocks.defvjp(_forward, _backward)
@@ -511,34 +577,36 @@ def delta_of(out: jax.Array, d_out: jax.Array, key_heads: int) -> jax.Array:
     return jnp.moveaxis(group_heads(delta, key_heads)[..., 0], 1, 3)
 
 
-def _slice_marks(marks: Marks, part: Part) -> Marks:
-    return jax.tree.map(lambda x: part.slice(x, -1), marks)  # type: ignore[no-any-return]
-
-
-def _slice_seen(seen: Visibility, part: Part) -> Visibility:
-    """Returns what some of the queries see."""
-    mask = seen.mask
-    if mask is not None and mask.shape[2] > 1:
-        mask = part.slice(mask, 2)
-    return Visibility(_slice_marks(seen.marks, part), mask, seen.dropout)
-
-
 def _if_visible(
-    rule: Rule, mine: Marks, theirs: Marks, run: Callable[[Any], Any], state: Any
-) -> Any:
-    """Runs a function on a state if any of the queries may attend to any of the keys."""
-    positions = mine.positions, theirs.positions
-    if any(x is None or x.ndim > 1 for x in positions):
-        return run(state)
-    return jax.lax.cond(may_attend(rule, *positions), run, lambda state: state, state)  # type: ignore[arg-type]
+    rule: Rule,
+    queries: TokenInfo,
+    keys: TokenInfo,
+    add: Callable[[_State], _State],
+    state: _State,
+) -> _State:
+    """Returns ``add(state)``; the state itself if none of the queries may attend to a key.
+
+    Only positions that are the same for all rows of the batch can say that.
+    """
+    for info in (queries, keys):
+        if info.positions is None or info.positions.ndim > 1:
+            return add(state)
+    is_visible = may_attend(rule, queries.positions, keys.positions)  # type: ignore[arg-type]
+    new: _State = jax.lax.cond(is_visible, add, lambda state: state, state)
+    return new
 
 
 def _join(blocks: jax.Array, axis: int) -> jax.Array:
-    """Joins blocks, the first dimension, along one of the others."""
-    moved = jnp.moveaxis(blocks, 0, axis)
-    shape = (*moved.shape[:axis], math.prod(moved.shape[axis : axis + 2]), *moved.shape[axis + 2 :])
-    kept = [i if i < axis else i + 1 for i in range(len(shape))]
-    return reshape(moved, shape, [None if i == axis + 1 else i for i in kept])
+    """Joins blocks, the first dimension, along one of the others: (2, b, 3, d), 1 → (b, 6, d).
+
+    ``axis`` counts the dimensions of a block.
+    """
+    moved = jnp.moveaxis(blocks, 0, axis)  # (…, blocks, length of a block, …)
+    before, after = moved.shape[:axis], moved.shape[axis + 2 :]
+    shape = (*before, math.prod(moved.shape[axis : axis + 2]), *after)
+    # The dimension of `moved` whose sharding each new one has; None for the joined one.
+    sources = [*range(axis), None, *range(axis + 2, moved.ndim)]
+    return reshape(moved, shape, sources)
 
 
 def wide_dtype(x: jax.Array) -> Any:
@@ -546,10 +614,10 @@ def wide_dtype(x: jax.Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def einsum(rule: Rule, formula: str, one: jax.Array, other: jax.Array) -> jax.Array:
+def einsum(rule: Rule, formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Multiplies arrays, and sums in a wide dtype."""
-    dtype = wide_dtype(one)
-    return jnp.einsum(formula, one, other, precision=rule.precision, preferred_element_type=dtype)
+    dtype = wide_dtype(x)
+    return jnp.einsum(formula, x, y, precision=rule.precision, preferred_element_type=dtype)
 
 
 def group_heads(x: jax.Array, key_heads: int) -> jax.Array:
@@ -565,13 +633,19 @@ def ungroup_heads(x: jax.Array) -> jax.Array:
     return reshape(x, shape, (0, 1, 2, 4))
 
 
-def reshape(x: jax.Array, shape: tuple[int, ...], dimensions: Sequence[int | None]) -> jax.Array:
-    """Reshapes an array; each new dimension has the Explicit axes of the old one that is named."""
+def reshape(x: jax.Array, shape: tuple[int, ...], sources: Sequence[int | None]) -> jax.Array:
+    """Reshapes an array whose type may have Explicit axes.
+
+    Args:
+      x: the array.
+      shape: the new shape.
+      sources: for each new dimension the old one whose axes it gets; None for no axes.
+    """
     spec = type_spec(x)
     if spec is None:
         return x.reshape(shape)
-    old = pad_entries(spec, x.ndim)
-    entries = [None if i is None else old[i] for i in dimensions]
+    old = pad_entries(spec, x.ndim)  # an entry for each dimension
+    entries = [None if source is None else old[source] for source in sources]
     sharding = NamedSharding(type_mesh(x), P(*entries))
     reshaped: jax.Array = jax.lax.reshape(x, shape, out_sharding=sharding)
     return reshaped

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _compat
 from ..core.constrain import mesh_in_trace, retype, type_mesh, type_spec
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries
-from .blocks import Dropout, Marks, Visibility
+from .blocks import AttentionArrays, Dropout, TokenInfo, Visibility
 
 Axes = tuple[str, ...]
 
@@ -41,33 +41,63 @@ class Layout(NamedTuple):
         """Returns the number of devices along some axes."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def tokens(self, sequence: Axes, heads: Axes | None = None) -> P:
+    def token_spec(self, sequence: Axes, heads: Axes | None = None) -> P:
         """Returns the spec of (b, tokens, heads, features), sharded over these axes."""
         heads = self.heads if heads is None else heads
         return P(_entry(self.batch), _entry(sequence), _entry(heads))
 
-    def marks(self, marks: Marks, sequence: Axes) -> Marks:
+    def array_specs(
+        self,
+        arrays: AttentionArrays,
+        *,
+        query_axes: Axes,
+        key_axes: Axes,
+        info_axes: Axes | None = None,
+    ) -> AttentionArrays:
+        """Returns the specs of the arrays of an attention, in their places.
+
+        Args:
+          arrays: the arrays.
+          query_axes: the axes that shard the queries, and what is known of these.
+          key_axes: those that shard keys and values.
+          info_axes: those that shard what is known of the keys; None for ``key_axes``.
+        """
+        info_axes = key_axes if info_axes is None else info_axes
+        keys = self.token_spec(key_axes)
+        specs: Any = AttentionArrays  # a `PartitionSpec` in the place of each array
+        return specs(  # type: ignore[no-any-return]
+            query=self.token_spec(query_axes),
+            key=keys,
+            value=keys,
+            key_info=self._info_specs(arrays.key_info, info_axes),
+            visibility=self._visibility_specs(arrays.visibility, query_axes),
+        )
+
+    def _info_specs(self, info: TokenInfo, sequence: Axes) -> TokenInfo:
         """Returns the specs of what is known of tokens that these axes shard."""
 
-        def spec(x: jax.Array) -> P:
-            return P(*[_entry(self.batch)] * (x.ndim - 1), _entry(sequence))
+        def spec(x: jax.Array) -> P:  # of (tokens,) or (b, tokens)
+            if x.ndim == 1:
+                return P(_entry(sequence))
+            return P(_entry(self.batch), _entry(sequence))
 
-        return jax.tree.map(spec, marks)  # type: ignore[no-any-return]
+        return jax.tree.map(spec, info)  # type: ignore[no-any-return]
 
-    def seen(self, seen: Visibility, sequence: Axes, heads: Axes | None = None) -> Visibility:
+    def _visibility_specs(self, visibility: Visibility, sequence: Axes) -> Visibility:
         """Returns the specs of what decides on visibility, of queries that these axes shard."""
-        heads = self.heads if heads is None else heads
-        mask = None
-        if seen.mask is not None:
-            axes = (self.batch, heads, sequence)
-            sizes = seen.mask.shape
-            mask = P(*(_entry(x) if n > 1 else None for x, n in zip(axes, sizes[:3], strict=True)))
-        dropout = None
-        if seen.dropout is not None:
-            rows = _entry(self.batch) if seen.dropout.rows.size > 1 else None
-            key_heads = _entry(heads) if seen.dropout.heads.size > 1 else None
-            dropout = Dropout(P(), P(rows), P(key_heads))  # type: ignore[arg-type]
-        return Visibility(self.marks(seen.marks, sequence), mask, dropout)  # type: ignore[arg-type]
+        mask, dropout = visibility.mask, visibility.dropout
+        specs: Any = Visibility(self._info_specs(visibility.query_info, sequence))
+        if mask is not None:  # (b or 1, heads or 1, queries or 1, all keys)
+            axes = (self.batch, self.heads, sequence)
+            sizes = mask.shape[:3]
+            entries = [_entry(x) if n > 1 else None for x, n in zip(axes, sizes, strict=True)]
+            specs = specs._replace(mask=P(*entries))
+        if dropout is not None:
+            rows = _entry(self.batch) if dropout.rows.size > 1 else None
+            key_heads = _entry(self.heads) if dropout.heads.size > 1 else None
+            all_specs: Any = Dropout
+            specs = specs._replace(dropout=all_specs(P(), P(rows), P(key_heads)))
+        return specs  # type: ignore[no-any-return]
 
     def map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Maps a function over the devices; specs have the mapped axes only."""
@@ -212,7 +242,7 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         return jnp.concatenate(chunks if back else swap_on_odd_devices(*chunks), axis=1)
 
     def spec(x: jax.Array) -> P:
-        whole = layout.tokens(layout.sequence)
+        whole = layout.token_spec(layout.sequence)
         return P(*whole[: min(x.ndim, 3)])
 
     specs = tuple(jax.tree.map(spec, arrays))

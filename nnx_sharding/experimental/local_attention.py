@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 
 from .attention_inputs import Inputs
-from .blocks import Marks, Rule, Visibility, attend_in_blocks, visible_by_marks
+from .blocks import AttentionArrays, Rule, TokenInfo, attend_in_blocks, visible_by_info
 
 # Called with the queries, keys and values of one device, and keywords.
 AttentionFunction = Callable[..., jax.Array]
-LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, Marks, Visibility], jax.Array]
+LocalAttention = Callable[[AttentionArrays], jax.Array]
 
 
 def local_attention(
@@ -58,10 +58,11 @@ def local_attention(
     in_order = is_whole and inputs.positions is None
     mapped = tuple(sorted(inputs.layout.mapped))
 
-    def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, marks: Marks, seen: Visibility
-    ) -> jax.Array:
-        keywords, hidden = _split_rule(rule, names, marks, seen, in_order=in_order)
+    def attend(arrays: AttentionArrays) -> jax.Array:
+        query, key, value, key_info, visibility = arrays
+        keywords, hidden = _split_rule(
+            rule, names, queries=visibility.query_info, keys=key_info, in_order=in_order
+        )
         if rule.scale != query.shape[-1] ** -0.5:
             if "scale" in names:
                 keywords["scale"] = rule.scale
@@ -69,17 +70,17 @@ def local_attention(
                 query = query * (rule.scale * query.shape[-1] ** 0.5)
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
-        if seen.dropout is not None:
+        if visibility.dropout is not None:
             device = jax.lax.axis_index(mapped) if mapped else 0
-            rng = jax.random.fold_in(jax.random.wrap_key_data(seen.dropout.words), device)
+            rng = jax.random.fold_in(jax.random.wrap_key_data(visibility.dropout.words), device)
             offered = {
                 "dropout_rate": rule.dropout_rate,
                 "dropout_rng": rng,
-                "broadcast_dropout": seen.dropout.rows.size == 1,
+                "broadcast_dropout": visibility.dropout.rows.size == 1,
                 "deterministic": False,
             }
             keywords |= {name: x for name, x in offered.items() if name in names}
-        mask = _joined(hidden, seen.mask)
+        mask = _joined(hidden, visibility.mask)
         if mask is not None:
             keywords["mask"] = mask
         return attention(query, key, value, **keywords)
@@ -102,27 +103,38 @@ def takes_positions(attention: AttentionFunction | None) -> bool:
 
 
 def _split_rule(
-    rule: Rule, names: frozenset[str], marks: Marks, seen: Visibility, *, in_order: bool
+    rule: Rule, names: frozenset[str], *, queries: TokenInfo, keys: TokenInfo, in_order: bool
 ) -> tuple[dict[str, Any], list[jax.Array]]:
-    """Splits what hides keys into keywords, and masks of (b or 1, queries, keys) for the rest."""
+    """Splits what hides keys into keywords for the user's function, and masks for the rest.
+
+    Args:
+      rule: the options.
+      names: the parameters of the function.
+      queries: the positions and segments of queries.
+      keys: those of keys.
+      in_order: whether both are the whole sequence, in its order.
+
+    Returns:
+      The keywords, and masks of (b or 1, queries, keys).
+    """
     keywords: dict[str, Any] = {}
-    left, mine, theirs = rule, seen.marks, marks
-    by_position = {"query_positions", "key_positions"} <= names
-    if in_order or by_position:
+    rest = rule  # what no keyword says
+    takes_positions = {"query_positions", "key_positions"} <= names
+    if in_order or takes_positions:
         if rule.is_causal and "is_causal" in names:
             keywords["is_causal"] = True
-            left = left._replace(is_causal=False)
+            rest = rest._replace(is_causal=False)
         if rule.window is not None and "window" in names:
             keywords["window"] = rule.window
-            left = left._replace(window=None)
-        if keywords and by_position:
-            keywords["query_positions"] = mine.positions
-            keywords["key_positions"] = theirs.positions
-    segments = {"query_segment_ids": mine.segments, "key_segment_ids": theirs.segments}
-    if mine.segments is not None and segments.keys() <= names:
+            rest = rest._replace(window=None)
+        if keywords and takes_positions:
+            keywords["query_positions"] = queries.positions
+            keywords["key_positions"] = keys.positions
+    segments = {"query_segment_ids": queries.segments, "key_segment_ids": keys.segments}
+    if queries.segments is not None and segments.keys() <= names:
         keywords |= segments
-        mine = mine._replace(segments=None)
-    return keywords, visible_by_marks(left, mine, theirs)
+        queries = queries._replace(segments=None)
+    return keywords, visible_by_info(rest, queries, keys)
 
 
 def _joined(hidden: list[jax.Array], mask: jax.Array | None) -> jax.Array | None:

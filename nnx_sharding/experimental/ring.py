@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _compat
 from .attention_inputs import AttentionOptions, Inputs, inputs_of
-from .blocks import Marks
+from .blocks import AttentionArrays, TokenInfo
 from .layout import Axes, balanced_order, move_tokens
 from .ring_passes import Ring, attend
 
@@ -153,21 +153,21 @@ def ring_attention(
 
 def attend_in_ring(inputs: Inputs) -> jax.Array:
     """Attends to the tokens, perhaps in the balanced order, and returns them to their own."""
-    layout, query, key, value = inputs.layout, inputs.query, inputs.key, inputs.value
-    seen, marks = inputs.seen, inputs.marks
-    order = _order_of(inputs)
-    if order.moves:
-        moved = move_tokens(layout, (query, key, value, seen.marks.segments))
-        query, key, value, segments = moved
-        # With tokens in their own order, positions are also their places.
-        places = None if marks.places is None else order.positions
-        marks = Marks(order.positions, segments, places)
-        seen = seen._replace(marks=marks)
+    layout, arrays, order = inputs.layout, inputs.arrays, _order_of(inputs)
     ring = Ring(layout, inputs.rule, order.is_even)
-    output = attend(ring, query, key, value, marks, seen)
-    if order.moves:
-        [output] = move_tokens(layout, (output,), back=True)
-    return output
+    if not order.moves:
+        return attend(ring, arrays)
+    query, key, value, key_info, visibility = arrays
+    tokens = query, key, value, visibility.query_info.segments
+    query, key, value, segments = move_tokens(layout, tokens)
+    # With tokens in their own order, positions are also their places.
+    places = None if key_info.places is None else order.positions
+    info = TokenInfo(order.positions, segments, places)
+    visibility = visibility._replace(query_info=info)
+    output = attend(ring, AttentionArrays(query, key, value, info, visibility))
+    moved_back: jax.Array
+    [moved_back] = move_tokens(layout, (output,), back=True)
+    return moved_back
 
 
 class _Order(NamedTuple):
@@ -180,13 +180,13 @@ class _Order(NamedTuple):
 
 def _order_of(inputs: Inputs) -> _Order:
     """Decides on the order in which tokens are attended to."""
-    rule, positions = inputs.rule, inputs.positions
-    length, size = inputs.query.shape[1], inputs.layout.count(inputs.layout.sequence)
+    rule, positions, arrays = inputs.rule, inputs.positions, inputs.arrays
+    length, size = arrays.query.shape[1], inputs.layout.count(inputs.layout.sequence)
     if not rule.is_causal or size == 1 or length % (2 * size):
         return _Order(None, moves=False, is_even=False)
     order = balanced_order(length, size)
     # A mask is in the order of the tokens.
-    moves = inputs.balanced and inputs.seen.mask is None and positions is None
+    moves = inputs.balanced and arrays.visibility.mask is None and positions is None
     # Only positions that are known while tracing can be compared.
     is_even = moves or (isinstance(positions, np.ndarray) and np.array_equal(positions, order))
     return _Order(jnp.asarray(order), moves, is_even and not rule.window)
