@@ -440,30 +440,46 @@ def _goal(
     """
     leaf, first = target.leaf, sources[0].leaf
     sharding = _target_sharding(leaf)
-    is_weak = bool(getattr(leaf, "weak_type", False))
-    types = [(x.leaf.dtype, bool(getattr(x.leaf, "weak_type", False))) for x in sources]
-    is_identity = placements[0].is_identity  # all of the target in its layout: it has one source
-    is_same = is_identity and types == [(leaf.dtype, is_weak)]
+    is_weak = _is_weak(leaf)
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
     array = target._replace(leaf=abstract, variable=None)  # plans keep no model alive
     slots = tuple(x.slot for x in sources)
-    build: Callable[..., Array] = functools.partial(
+    build: Callable[..., Array] | None = functools.partial(
         _built, tuple(placements), leaf.shape, leaf.dtype, is_weak
     )
-    devices = _devices(first)
-    # To or from the host no program computes. An abstract source is refused by `_obstacles`.
-    if devices is None or sharding is None or not isinstance(first, jax.Array):
-        return _Goal(array, slots, None if is_same else build, sharding, built_as=None)
-    if devices == _compat.device_assignment(sharding):
-        built_as = main_memory(sharding)  # programs compute in no other memory
-    else:
-        built_as = None if _has_parts_on_host(first) else _twin(sharding, devices)
-    # `place_arrays` alone moves an array that is its source and is sharded as a program would
-    # shard it; a program for the others gives each device the parts that the target needs.
-    present = main_memory(first.sharding)
-    has_parts = is_identity and (built_as is None or built_as.is_equivalent_to(present, first.ndim))
-    is_moved_only = is_same and (has_parts or _has_parts_on_host(first))
-    return _Goal(array, slots, None if is_moved_only else build, sharding, built_as)
+    # Whether the values of the array are those of its source: it has one, which fills it as it is.
+    has_type_of_source = (first.dtype, _is_weak(first)) == (leaf.dtype, is_weak)
+    is_source = placements[0].is_identity and has_type_of_source
+    if sharding is None or not isinstance(first, jax.Array) or _devices(first) is None:
+        # To or from the host no program computes. An abstract source is refused by `_obstacles`.
+        return _Goal(array, slots, None if is_source else build, sharding, built_as=None)
+    built_as = _sharding_in_program(first, sharding)
+    if is_source:
+        # If its devices have the parts that the target needs, `place_arrays` moves it. Otherwise a
+        # program exchanges parts before.
+        present = main_memory(first.sharding)
+        has_parts = built_as is None or built_as.is_equivalent_to(present, first.ndim)
+        if has_parts or _has_parts_on_host(first):
+            build = None
+    return _Goal(array, slots, build, sharding, built_as)
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether an array, perhaps abstract or on the host, has a weak type."""
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def _sharding_in_program(source: jax.Array, target: Sharding) -> Sharding | None:
+    """Returns how a program on the devices of a source shards what it builds of it.
+
+    On other devices than those of the target, it is as the target's devices need their parts; None
+    if the compiler decides.
+    """
+    devices: Any = _devices(source)
+    if devices == _compat.device_assignment(target):
+        in_program: Sharding = main_memory(target)  # programs compute in no other memory
+        return in_program
+    return None if _has_parts_on_host(source) else _twin(target, devices)
 
 
 def _has_parts_on_host(array: jax.Array) -> bool:
@@ -661,7 +677,7 @@ def _on_auto_axes(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
 
-def _twin(sharding: Sharding | None, devices: Sequence[Any]) -> NamedSharding | None:
+def _twin(sharding: Sharding, devices: Sequence[Any]) -> NamedSharding | None:
     """Returns a sharding of other devices, each of which holds what a device of the target needs.
 
     Each part of the target is on as many of these devices as there are more of them: a new mesh

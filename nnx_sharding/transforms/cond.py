@@ -267,10 +267,12 @@ class _Branches:
         Returns:
           The array in each slot after the branch; None for anything else.
         """
-        # All leaves for the pure function, by slot: the operands and the static ones.
-        operand, static = iter(operands), self._static
-        slots = range(len(self._plan.names))
-        leaves = [static[slot].value if slot in static else next(operand) for slot in slots]
+        # All leaves for the pure function, by slot. The operands are those that are not static.
+        remaining_operands, static = iter(operands), self._static
+        leaves = [
+            static[slot].value if slot in static else next(remaining_operands)
+            for slot in range(len(self._plan.names))
+        ]
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
         self._check_structures(number)
@@ -278,20 +280,32 @@ class _Branches:
         self._reshard_like_old(outcome, leaves, after)
         # JAX cannot pass on refs, hijax values and flags from a branch. A hijax value can only be
         # an operand that the branch returns unchanged.
-        not_plain = {id(x) for x in operands if not _compat.is_plain_array(x)}
+        hijax_values = {id(x) for x in operands if not _compat.is_plain_array(x)}
         results = [
-            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in not_plain else None
+            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in hijax_values else None
             for x in after
         ]
-        # A group has the expressions for its arrays; an unchanged input has the plan's.
-        names = [
-            self._plan.names[position] if group == INPUT else groups[group].names[position]
-            for group, position in outcome.sources
-        ]
-        types = [None if x is None else jax.typeof(x) for x in results]
-        self._types[number] = [*map(_NamedType, names, types)]
+        self._types[number] = self._named_types(outcome, groups, results)
         self._check_types(number)
         return results
+
+    def _named_types(
+        self, outcome: Outcome, groups: Sequence[OutputGroup], results: Sequence[object]
+    ) -> list[_NamedType]:
+        """Returns the name and the type of the array in each slot after a branch, for messages.
+
+        Args:
+          outcome: what the branch did.
+          groups: its outputs, with the names of these arrays.
+          results: the array in each slot; None for what JAX cannot pass on.
+        """
+        named_types = []
+        for (group, position), result in zip(outcome.sources, results, strict=True):
+            # An unchanged input has the name that it has in the arguments.
+            names = self._plan.names if group == INPUT else groups[group].names
+            aval = None if result is None else jax.typeof(result)
+            named_types.append(_NamedType(names[position], aval))
+        return named_types
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function.
@@ -393,4 +407,5 @@ class _Branches:
 
 
 def _type_text(aval: Any) -> str:
+    """Returns ``float32[2,4]`` for the type of an array, or ``none`` for None."""
     return "none" if aval is None else aval.str_short(short_dtypes=False)

@@ -383,46 +383,61 @@ class _Call:
         self.rules: tuple[Function, ...]
         self.fun, *rules = caller.fun.functions
         self.rules = tuple(rules)
-        # The slots of what is differentiated, by path, such as (0, "kernel"). A path starts with
-        # the position of the argument, which counts differentiated ones only.
-        self._places: dict[Path, tuple[int, ...]] = {}
-        fixed = {slot for slot, leaf in enumerate(leaves) if not is_traced(leaf)}
-        structure = plan.structure
-        for location in structure.walk(structure.root, iter(structure.root_slots)):
-            # The root is (positional arguments, keyword arguments); there are none of the latter.
-            _, number, *path = location.path
-            if number in transform.nondiff:
-                slots = location.slots
-                fixed |= {slot for slot in slots if not isinstance(leaves[slot], jax.core.Tracer)}
-            elif self._matches_filter(number, path, location):
-                skipped = [i for i in transform.nondiff if i < number]
-                self._places[number - len(skipped), *path] = location.slots
-        # The slots of the arguments of JAX's function. All other leaves are fixed: flags, and what
-        # is not differentiated and not traced.
-        self.slots = [slot for slot in range(len(leaves)) if slot not in fixed]
+        # The slots of what is differentiated, by path.
+        self._differentiated, nondiff_slots = self._sort_locations()
+        # The slots of the arguments of JAX's function. The others are fixed: flags, and arrays that
+        # are not differentiated. If an outer transform traces such an array, it is an argument too,
+        # as JAX's rules must not capture tracers.
+        self.slots = [
+            slot
+            for slot, leaf in enumerate(leaves)
+            if is_traced(leaf) and (slot not in nondiff_slots or isinstance(leaf, jax.core.Tracer))
+        ]
         self._arrays = [leaves[slot] for slot in self.slots]
         # By slot; None for an argument of JAX's function.
-        self._fixed_leaves = [x if slot in fixed else None for slot, x in enumerate(leaves)]
+        self._fixed_leaves = replace_slots(leaves, self.slots, [None] * len(self.slots))
         self._types = {slot: _abstract(leaves[slot]) for slot in self.slots}
         self._outcomes: dict[Callable[..., Any], Outcome] = {}  # by the user's function or rule
 
-    def _matches_filter(self, number: int, path: Sequence[Hashable], location: Location) -> bool:
+    def _sort_locations(self) -> tuple[dict[Path, tuple[int, ...]], set[int]]:
+        """Sorts the Variables and arrays of the arguments by whether they are differentiated.
+
+        Returns:
+          The slots of what is differentiated, by path, such as ``(0, "kernel")``, which starts with
+          the position among differentiated arguments; and the slots of all that is in arguments of
+          ``nondiff_argnums``.
+        """
+        differentiated: dict[Path, tuple[int, ...]] = {}
+        nondiff_slots: set[int] = set()
+        structure, nondiff = self.plan.structure, self.transform.nondiff
+        for location in structure.walk(structure.root, iter(structure.root_slots)):
+            # The root is (positional arguments, keyword arguments); there are none of the latter.
+            _, position, *path = location.path
+            if position in nondiff:
+                nondiff_slots.update(location.slots)
+            elif self._matches_filter(position, path, location):
+                number_before = sum(other < position for other in nondiff)
+                differentiated[position - number_before, *path] = location.slots
+        return differentiated, nondiff_slots
+
+    def _matches_filter(self, position: int, path: Sequence[Hashable], location: Location) -> bool:
         """Whether something in an argument is differentiated, by the filter for that argument.
 
         Args:
-          number: the position of the argument.
+          position: that of the argument.
           path: where it is in the argument.
           location: the Variable or the array. Filters are for Variables in modules only.
         """
         filters = dict(self.transform.filters)  # by the position of the argument
-        if location.object_index is None or number not in filters:
+        if location.object_index is None or position not in filters:
             return True
         # Filters get the path in the module, without the keys that lead to it in the argument:
         # ("kernel",) for the path (0, "kernel") in a list of modules, whose keys are (0,).
-        all_keys = (part.keys for part in self.plan.graph_arguments[number].parts)
+        all_keys = (part.keys for part in self.plan.graph_arguments[position].parts)
         depth = next(len(keys) for keys in all_keys if (*path[: len(keys)],) == keys)
-        subject = self._caller.objects[location.object_index]
-        return bool(to_predicate(filters[number])((*path[depth:],), subject))
+        variable = self._caller.objects[location.object_index]
+        is_differentiated = to_predicate(filters[position])
+        return bool(is_differentiated((*path[depth:],), variable))
 
     def run(self) -> tuple[Any, ...]:
         """Calls the function with its rules; returns what the pure function returns.
@@ -489,11 +504,8 @@ class _Call:
           outcomes: what each did.
         """
         name, other_name = map(name_of, functions)
-        # The indices of the Variables and modules that each changes.
-        changed, other_changed = (
-            {*x.values, *x.metadata, *(change.node for change in x.nodes)} for x in outcomes
-        )
-        variables = self.plan.variables
+        changed, other_changed = map(_changed_objects, outcomes)
+        variables = self.plan.variables  # those of the arguments, by index
         lines = []
         for index in sorted(changed ^ other_changed):  # what only one of them changes
             place = variables[index].name if index in variables else "an object"
@@ -541,7 +553,13 @@ class _Call:
         """
         # Types in place of arrays, so that the form does not keep these alive.
         types = replace_slots(self._fixed_leaves, self.slots, self._types.values())
-        return TangentForm(arguments._replace(leaves=types, objects=()), self._places)
+        return TangentForm(arguments._replace(leaves=types, objects=()), self._differentiated)
+
+
+def _changed_objects(outcome: Outcome) -> set[int]:
+    """Returns the indices of the Variables and modules that a call changed."""
+    nodes = (change.node for change in outcome.nodes)
+    return {*outcome.values, *outcome.metadata, *nodes}
 
 
 def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
@@ -623,11 +641,11 @@ class _CallWithVjp(_Call):
           The cotangents of the arrays in ``self.slots``; None for zeros.
         """
         _, backward_rule = self.rules
-        outcome, before, form, _ = forward
+        outcome = forward.outcome
         nondiff, user_residuals = unflatten(forward.residuals, residuals).root
-        # By slot after the call; the last one is in `_NO_SLOT`.
+        # The cotangents of all arrays after the call, by slot; the last one is in `_NO_SLOT`.
         values = [*self.tangents_after(outcome, cotangents), None]
-        arguments = _arguments_after(before, outcome)  # their structure
+        arguments = _arguments_after(forward.before, outcome)  # their structure
         options: dict[str, Any] = {}
         # Flax's two contracts, by the mode; `custom_vjp` describes them.
         if self.transform.has_states:
@@ -636,8 +654,11 @@ class _CallWithVjp(_Call):
             cotangent = unflatten(outcome.structure, values).root
             if "updates_g" in inspect.signature(backward_rule).parameters:
                 unchanged = _unchanged_variables(arguments, outcome)
-                options["updates_g"] = unflatten(arguments, values, unchanged).root[0]
+                args, _ = unflatten(arguments, values, existing=unchanged).root
+                options["updates_g"] = args
         results = backward_rule(*nondiff, user_residuals, cotangent, **options)
+        # From the user's modules and arrays to the arrays that JAX differentiates.
+        form = forward.cotangent_form
         name = f"custom_vjp: {name_of(backward_rule)}: cotangents"  # for messages
         input_cotangents = form.tangents_in(name, results, may_omit=True)
         by_slot = dict(zip(form.slots, input_cotangents, strict=True))
@@ -782,11 +803,12 @@ class _CallWithJvp(_Call):
           after: the tangents of all arrays after the call, by slot.
         """
         flat = flatten(d_args)
-        slots_of_tangents = slots_by_path(flat.structure)
+        tangent_slots_by_path = slots_by_path(flat.structure)
         arguments = _arguments_after(self.plan.structure, outcome)
         for path, slots in slots_by_path(arguments).items():
-            # Paths in the arguments start with 0, for the positional ones, which `d_args` has only.
-            pairs = zip(slots, slots_of_tangents.get(path[1:], ()), strict=False)
-            for slot, tangent_slot in pairs:
+            # A path in the arguments starts with 0, for the positional ones: all of `d_args`.
+            _, *path_in_args = path
+            tangent_slots = tangent_slots_by_path.get((*path_in_args,), ())  # none if it is new
+            for slot, tangent_slot in zip(slots, tangent_slots, strict=False):
                 if slot != _NO_SLOT:
                     after[slot] = flat.leaves[tangent_slot]
