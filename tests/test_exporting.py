@@ -550,8 +550,9 @@ class MistakesTest(Case):
         with absltest.mock.patch.dict(sys.modules, {"flatbuffers": None}):
             for name in [name for name in sys.modules if name.endswith("export.serialization")]:
                 del sys.modules[name]  # it imports flatbuffers once it is used again
+            texts = "flatbuffers", "pip install 'nnx_sharding[export]'"
             for function in (lambda: exported.save(self.path), lambda: export.load(self.path)):
-                self.check(ImportError, ("install 'flatbuffers'",), function)
+                self.check(ImportError, texts, function)
 
 
 def read(box):

@@ -93,6 +93,14 @@ class TestReport:
             "    x: shape (3,) → (4,)",
         ]
 
+    def test_donation_follows_from_the_arguments(self):
+        f = jit(lambda m, x: x, donate_argnums=(0, 1), donate_argnames=())
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        f(model, jnp.ones(2))
+        f(model, x=jnp.ones(2))
+        assert "arguments (m, x) → (m, x=)" in last_of(f)
+        assert "donated" not in str(explain_retraces(f))
+
     def test_methods_and_objects(self):
         model = Model(1)
         model(1.0)

@@ -574,6 +574,9 @@ class ErrorTest(TestCase):
                 load_safetensors(path, model, {"w": "w"})
         with self.assertRaisesRegex(NoCheckpointError, "none.safetensors: No such file"):
             load_safetensors(self.folder / "none.safetensors", model, {"w": "w"})
+        path.rename(self.folder / "model-0.safetensors")
+        with self.assertRaisesRegex(NoCheckpointError, "several files, model.safetensors.index.j"):
+            load_safetensors(self.folder, model, {"w": "w"})
         split_files(self.folder, {"w": numbers(64), "v": numbers(2)}, 2)
         (self.folder / "model-1.safetensors").write_bytes(
             (self.folder / "model-0.safetensors").read_bytes()

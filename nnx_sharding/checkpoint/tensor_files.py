@@ -138,6 +138,11 @@ def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tens
         if not is_in_bucket(path) and path.parent.is_dir():
             present = sorted(os.listdir(path.parent))
             hint = f" The folder has {', '.join(shortened(present)) or 'no files'}."
+            if path.name == MODEL_FILE and any(x.endswith(".safetensors") for x in present):
+                hint += (
+                    f" Of several files, {INDEX_FILE} has to say which has which tensor; if one "
+                    "has all, pass its path."
+                )
             if drafts(Path(path.parent, MODEL_FILE)):
                 hint = " Files were begun there, but not written completely."
         raise NoCheckpointError(

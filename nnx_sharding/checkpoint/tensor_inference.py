@@ -132,6 +132,13 @@ def match_tensors(
         )
         problems = by_kind(matching.problems({*arrays}))
         remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
+        missing = [arrays[path] for path in matching.without_tensor({*arrays})]
+        kinds = [type(array.variable) for array in missing]
+        if any(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in kinds):
+            remedy += (
+                " Caches and other Variables that are no parameters are left out by only=nnx.Param,"
+                " here and in load_safetensors."
+            )
         if any(_OF_QUANTISED.fullmatch(name) for name in tensors):
             remedy = "The file is quantised, but only numbers without scales can be loaded."
         raise_listed(CheckpointError, head, problems, remedy)
@@ -294,6 +301,15 @@ class _Matching:
         note = "; ".join(filter(None, notes))
         self.matches.append(Match(template, path, fit.tensor_shape, fit.array_shape, note))
 
+    def without_tensor(self, wanted: Collection[str]) -> dict[str, Shape]:
+        """Returns the shapes of the wanted arrays that have no rule, by path."""
+        return {
+            path: group.shapes[numbers]
+            for group in self._arrays
+            for numbers, path in group.names.items()
+            if path in wanted and path not in self._settled
+        }
+
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
         """Returns what has no rule, as lines of an error by the kind of the problem.
 
@@ -307,13 +323,10 @@ class _Matching:
                     spare[name] = self._spare_tensor(name, group, numbers)
                     sizes[name] = math.prod(group.shapes[numbers])
         missing: list[str] = []
-        for group in self._arrays:
-            for numbers, path in group.names.items():
-                if path in wanted and path not in self._settled:
-                    shape = group.shapes[numbers]
-                    alike = [name for name in sizes if sizes[name] == math.prod(shape)][:3]
-                    hint = f"; of this size: {' or '.join(alike)}" if alike else ""
-                    missing.append(f"  {path}, shape {shape}{hint}")
+        for path, shape in self.without_tensor(wanted).items():
+            alike = [name for name in sizes if sizes[name] == math.prod(shape)][:3]
+            hint = f"; of this size: {' or '.join(alike)}" if alike else ""
+            missing.append(f"  {path}, shape {shape}{hint}")
         return {
             "Arrays without a tensor": missing,
             "Tensors without an array": [*spare.values()],

@@ -381,10 +381,10 @@ def _conditions(trace: Trace) -> dict[str, Any]:
     """Returns what a trace depends on besides the arguments and the transform, by label."""
     plan, names, signature = trace.plan, trace.plan.names, trace.plan.signature
     arguments = (*signature.names, *signature.keywords)
+    # Which arrays are donated follows from the names and the structure of the arguments.
     return {
         **{f"argument {name}: static": name in signature.static_names for name in arguments},
         **{f"spec of {names[slot]}:": spec for slot, spec in plan.object_specs.items()},
-        **{f"{name}: donated": slot in plan.donated for slot, name in enumerate(names)},
         "graph:": plan.graph,
         "graph_updates:": plan.updates,
         **{f"{label}:": value for label, value in trace.context.items()},

@@ -119,10 +119,13 @@ class Exported(Pictured):
             in ``jax.export``. A loaded program keeps the order that it was saved with.
 
         Raises:
+          ImportError: flatbuffers is not installed.
           ValueError: a part of the program cannot be written, or there are too many arrays.
         """
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
+        except ImportError as error:
+            raise _no_flatbuffers("Exported.save") from error
         except KeyError as error:  # of JAX, for a dtype that it has no number for
             raise ValueError(
                 f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
@@ -180,8 +183,8 @@ def load(path: str | os.PathLike[str]) -> Exported:
         )
     try:
         program = jax.export.deserialize(bytearray(content))
-    except ImportError:  # of flatbuffers, for which JAX says what to install
-        raise
+    except ImportError as error:
+        raise _no_flatbuffers("export.load") from error
     except Exception as error:  # JAX checks nothing, so it may be of any kind
         raise ExportError(
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
@@ -196,6 +199,14 @@ def load(path: str | os.PathLike[str]) -> Exported:
     if not has_types or manifest.devices != program.nr_devices:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
+
+
+def _no_flatbuffers(caller: str) -> ImportError:
+    """Returns the error for a function that needs the package by which JAX writes programs."""
+    return ImportError(
+        f"{caller} needs the package flatbuffers: pip install 'nnx_sharding[export]', or "
+        "flatbuffers alone."
+    )
 
 
 def _bind(
