@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, jit, shard_map, stack, value_and_grad
 from nnx_sharding.partition import fsdp, replicated
 from zoo import (
     STRATEGIES,
@@ -337,6 +338,35 @@ def test_errors(options, arguments, error, message):
     fun = loss if arguments else lambda model: jnp.sum(model.up.kernel[...])
     with pytest.raises(error, match=message):
         accumulate_gradients(fun, **options)(model, *([batch()] if arguments else []))
+
+
+@pytest.mark.parametrize(
+    ("axis", "is_mapped", "error"),
+    [
+        ("dta", False, "accumulate_gradients: axis='dta': .*did you mean 'data'"),
+        ("data", True, "accumulate_gradients: axis='data': the function is mapped over 'data'"),
+        # In the loop, `model` shards the rows as well, which a shard_map over `data` cannot have.
+        ("model", False, r"accumulate_gradients\(axis=...\) shards .* over 'model', too"),
+    ],
+)
+def test_errors_about_the_axis(axis, is_mapped, error):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    specs = P("data"), P()
+    over_rows = {"mesh": mesh, "in_specs": specs, "axis_names": {"data"}}
+
+    def of_rows(x, kernel):
+        if is_mapped:
+            return ((x @ kernel) ** 2).mean()
+        product = jax.shard_map(jnp.matmul, out_specs=P("data"), **over_rows)
+        return (product(x, kernel) ** 2).mean()
+
+    step = accumulate_gradients(of_rows, steps=2, axis=axis, argnums=1)
+    if is_mapped:
+        step = shard_map(step, out_specs=P(), **over_rows)
+    with pytest.raises(ValueError) as caught:
+        jit(step, in_shardings=specs, mesh=mesh)(jnp.ones((16, 8)), jnp.ones((8, 8)))
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(error, text)
 
 
 def test_auxiliary_data_that_are_not_arrays():

@@ -52,6 +52,7 @@ from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
 from ..partition.shard_sums import ShardSums, add_up
+from ..partition.strategies import mesh_and_axes
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.types import AxisName
@@ -175,8 +176,11 @@ class _Accumulation:
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
         if self.axis is None:
             return self._accumulate(bound, rest, batch, frozenset(), rows)
-        explicit = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit)
-        auto = frozenset(axes_of(self.axis)).difference(explicit)
+        context = jax.sharding.get_abstract_mesh()
+        mesh = None if context.empty else context
+        _, axes = mesh_and_axes("accumulate_gradients", mesh, self.axis, across_slices=True)
+        explicit = axes_of_type(context, AxisType.Explicit)
+        auto = frozenset(axes).difference(explicit)
         # Parameters and other arguments are replicated over the axis, as shard sums need it.
         in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
 
@@ -185,7 +189,11 @@ class _Accumulation:
             return self._accumulate(bound, rest, batch, auto, rows)
 
         run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
-        return run(rest, batch)  # type: ignore[no-any-return]
+        try:
+            return run(rest, batch)  # type: ignore[no-any-return]
+        except ValueError as error:
+            _note_axes_added(error, axes, explicit, batch)
+            raise
 
     def _accumulate(
         self,
@@ -495,6 +503,24 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
             [f"  {place}: shape {shape}" for place, shape in shapes.items()],
             "Name the arguments that have the rows: batch='x', or batch=('x', 'y'). All others, "
             "such as weights of classes, are the same for all rows.",
+        )
+
+
+def _note_axes_added(
+    error: ValueError, axes: Sequence[AxisName], explicit: frozenset[AxisName], batch: _Arguments
+) -> None:
+    """Adds to an error which ``explicit`` axes shard the rows in the loop, but not in their types.
+
+    A ``shard_map`` in the loss that is written for these types fails then.
+    """
+    typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
+    row_axes = {axis for x in typed for axis in axes_of(jax.typeof(x).sharding.spec.partitions[0])}
+    added = [repr(axis) for axis in axes if axis in explicit and axis not in row_axes]
+    if added:
+        error.add_note(
+            "accumulate_gradients(axis=...) shards the rows of each microbatch over "
+            f"{', '.join(added)}, too, which does not shard those of the batch. On Explicit axes, "
+            "leave axis out: the types of the batch say which axes shard its rows."
         )
 
 
