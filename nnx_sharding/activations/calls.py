@@ -105,15 +105,25 @@ class Tag(NamedTuple):
 
 
 class Frame:
-    """One call of a module that has not returned yet."""
+    """One call of a module that has not returned yet.
+
+    Attributes:
+      tag: the tag of the module.
+      module: the module.
+      method: the name of the method.
+      chosen_by: whose specs are for this call.
+      is_strict: whether it is an error if they do not fit.
+      is_by_strategy: whether a strategy chose the types of the output.
+      is_outermost: whether no other module called this one; otherwise ``_outer`` is that call.
+    """
 
     def __init__(self, tag: Tag, module: object, method: str):
         """Starts the record of one call of a method, given by its name, of a module."""
         self.tag, self.module, self.method = tag, module, method
-        self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
-        self.is_strict = False  # whether it is an error if they do not fit
-        self.is_by_strategy = False  # whether a strategy chose the types of the output
-        self._outer = FRAME.get()  # the call of the module around it
+        self.chosen_by: ChosenBy = "compiler"
+        self.is_strict = False
+        self.is_by_strategy = False
+        self._outer = FRAME.get()
         self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
         # Arrays with what was chosen for them here, or declared for them in calls within this one.

@@ -34,12 +34,20 @@ from .variables import Variable, is_parameter, modules_in, own_variables
 
 @dataclasses.dataclass
 class Tagger:
-    """Makes the tags of modules in one trace."""
+    """Makes the tags of modules in one trace.
 
-    plan: Plan  # of the call: which spec is declared for each of its arrays
-    unflattened: Unflattened  # the arguments in the trace
-    mesh: Mesh | AbstractMesh | None  # of the trace
-    axes: frozenset[AxisName]  # of the mesh, except the manual ones
+    Args:
+      plan: that of the call: which spec is declared for each of its arrays.
+      unflattened: the arguments in the trace.
+      mesh: the mesh of the trace, if there is one.
+      axes: its axes, except those that are Manual.
+      explicit_axes: the Explicit axes in the types of the arguments.
+    """
+
+    plan: Plan
+    unflattened: Unflattened
+    mesh: Mesh | AbstractMesh | None
+    axes: frozenset[AxisName]
     explicit_axes: frozenset[AxisName]
 
     def __post_init__(self) -> None:

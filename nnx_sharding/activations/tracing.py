@@ -7,7 +7,8 @@ call of a module comes to it (``intercept.py``), and it
     gathers    the module's own parameters, as FSDP does, for the duration of the call
                (``gathering.py``)
     retypes    Explicit axes to Auto in the call, where shardings are inferred (``axis_types.py``)
-    constrains what the method takes and returns, and the columns of a layer (``columns.py``)
+    constrains what the method takes and returns (``constraining.py``), and the columns of a layer
+               (``columns.py``)
     records    what was chosen, for reports (``calls.py``)
 
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
@@ -37,12 +38,8 @@ from ..core.constrain import (
     mesh_in_trace,
     retype,
     type_spec,
-    without_unconstrained,
 )
-from ..core.flatten import flatten
 from ..core.plan import Plan
-from ..core.problems import no_mesh
-from ..core.rebuild import rebuild
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Unflattened
@@ -51,7 +48,6 @@ from ..specs.activation_sharding import (
     ActivationSharding,
     CallSchedule,
     InOutSharding,
-    is_activation_spec,
 )
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
@@ -76,6 +72,7 @@ from .axis_types import (
 )
 from .calls import RECORD, Frame, Tag, in_call
 from .columns import spec_of_columns
+from .constraining import Constrainer
 from .explanations import (
     add_hint_outside,
     explain,
@@ -89,9 +86,7 @@ from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
 from .tagging import Tagger
 from .trace_keys import CONTEXT, TraceContext, pass_paths, pass_tags
 from .updates import update
-from .variables import (
-    replaced_values,
-)
+from .variables import replaced_values
 from .whole_outputs import WholeOutputs
 
 
@@ -150,7 +145,20 @@ def declared_rows(x: object) -> NamedSharding | None:
 
 
 class Scope:
-    """The handler of the calls of modules during one trace."""
+    """The handler of the calls of modules during one trace.
+
+    Its private attributes:
+
+        _plan            what is known of the function: shardings of arguments, axes of the batch
+        _transform       the transform of the plan, with its name and options
+        _leaves          the tracers of the arguments, by slot
+        _mesh            the mesh of the trace; None if there is none
+        _axes            the axes of this mesh, except those that are Manual in a `shard_map`
+        _explicit_axes   the Explicit axes in the types of the arguments
+        _sources         what is declared: first by the user (``_num_declared``), then by strategies
+        _constrainer     constrains activations, and collects specs that do not fit
+        _whole_outputs   warns of outputs that are gathered for operations outside of modules
+    """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
         """Reads what is declared for activations, and tags the modules in the arguments.
@@ -170,17 +178,16 @@ class Scope:
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
         )
         self._mesh = _mesh_of(plan)
-        # The mesh axes that are not manual; in `jit`, all axes.
-        manual = transform.usable_axes or ()
+        manual = transform.usable_axes or ()  # none in `jit`
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
-        self._sources = [*sources]  # declared for all arguments, then for single ones
-        self._num_declared = len(sources)  # by the user; strategies declare the others
+        self._constrainer = Constrainer(transform, self._mesh, self._axes)
+        self._sources = [*sources]
+        self._num_declared = len(sources)
         self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
         # Within another trace, that one explains and records.
         self._observes = current_handler() is None and bool(
             self._explicit_axes or RECORD.value is not None
         )
-        self._mismatches: dict[str, None] = {}  # lines for an error, in order, each once
         self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
         self._whole_outputs = WholeOutputs()
@@ -206,22 +213,28 @@ class Scope:
 
         If the function is itself a method of its first argument, its call is one of a module, too.
         """
-        named = {x.method for source in self._sources for x in source.shardings}
-        name = getattr(fun, "__name__", "")
-        if args and isinstance(args[0], nnx.Module):
-            # The function within decorators.
-            method = original_of(inspect.getattr_static(type(args[0]), name, None))
-            while method is not None and method is not fun:
-                method = original_of(getattr(method, "__wrapped__", None))
-            if method is fun:  # such as `jit(Model.__call__)(model, x)`
-                bound = functools.partial(fun, args[0])
-                fun = self
-                args = (args[0], name, bound, args[1:], kwargs)
-                kwargs = {}
-        out = self._with_uses(named, fun, args, kwargs)
+        out = self._run(fun, args, kwargs)
         self._check()  # here, as an error at the end of a block would show frames of contextlib
         self._whole_outputs.warn(self._transform, out)
         return out
+
+    def _run(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
+        """Calls the user's function with this handler; what it returns is not checked yet."""
+        # Methods that are intercepted though their names are private.
+        named = {x.method for source in self._sources for x in source.shardings}
+        if not args or not isinstance(args[0], nnx.Module):
+            return self._with_uses(named, fun, args, kwargs)
+        # Whether it is a method of the class, or the function within the decorators of one.
+        name = getattr(fun, "__name__", "")
+        method = original_of(inspect.getattr_static(type(args[0]), name, None))
+        while method is not None and method is not fun:
+            method = original_of(getattr(method, "__wrapped__", None))
+        if method is None:
+            return self._with_uses(named, fun, args, kwargs)
+        # Such as `jit(Model.__call__)(model, x)`. This scope handles it as a call of a module.
+        module, *others = args
+        bound = functools.partial(fun, module)
+        return self._with_uses(named, self, (module, name, bound, tuple(others), kwargs), {})
 
     def _with_uses(
         self, named: set[str], fun: Call, args: tuple[Any, ...], kwargs: Keywords
@@ -230,8 +243,8 @@ class Scope:
 
         ``named`` are the methods to intercept though their names are private.
         """
-        outer = SCHEDULE_USES.get()
-        if outer is not None or not self._schedules:
+        is_inner = SCHEDULE_USES.get() is not None  # then the outermost trace reports them
+        if is_inner or not self._schedules:
             return with_handler(self, named, fun, *args, **kwargs)
         uses = ScheduleUses()
         token = SCHEDULE_USES.set(uses)
@@ -247,28 +260,31 @@ class Scope:
 
         ``sources`` are declared for all arguments; an argument may have one of its own.
         """
-        plan, unflattened = self._plan, self._unflattened
+        # Of each part of an argument, what is declared for it alone; None for most.
         parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
-        for argument in plan.graph_arguments:
+        for argument in self._plan.graph_arguments:
             for part in argument.parts:
-                has_own = isinstance(part.spec, StateSharding)
-                parts.append((argument, part, part.spec.activations if has_own else None))
+                has_rules = isinstance(part.spec, StateSharding)
+                parts.append((argument, part, part.spec.activations if has_rules else None))
         if not (sources or self._observes or any(own is not None for *_, own in parts)):
             return
-        tagged = set[int]()
+        structure = self._plan.structure
+        tagged = set[int]()  # the indices of modules: a shared one has its first path
         for argument, part, own in parts:
             if own is not None and own not in self._sources:
                 self._sources.append(own)
-            chosen = (*sources, *([] if own is None else [own]))
-            name = accessor(argument.name, part.keys)
-            for index, [path] in plan.structure.paths_to_objects([((), part.child)]).items():
-                if isinstance(plan.structure.entries[index], NodeEntry) and index not in tagged:
-                    tagged.add(index)
-                    module = unflattened.objects[index]
-                    tag = self._tagger.tag(name, path, chosen, module)
-                    _compat.tag_node(module, tag)
-                    if (schedule := self._schedule(tag, module, "__call__")) is not None:
-                        self._schedules[name, schedule.module_path(path)] = schedule
+            part_sources = (*sources, *([] if own is None else [own]))
+            name = accessor(argument.name, part.keys)  # such as ``models[0]``
+            for index, [path] in structure.paths_to_objects([((), part.child)]).items():
+                if not isinstance(structure.entries[index], NodeEntry) or index in tagged:
+                    continue
+                tagged.add(index)
+                module = self._unflattened.objects[index]
+                tag = self._tagger.tag(name, path, part_sources, module)
+                _compat.tag_node(module, tag)
+                schedule = self._schedule(tag, module, "__call__")
+                if schedule is not None:
+                    self._schedules[name, schedule.module_path(path)] = schedule
 
     def __call__(
         self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords
@@ -290,17 +306,22 @@ class Scope:
             with jax.named_scope(tag.accessor):  # for `by_module`
                 return update(module, call, args, kwargs)
         schedule = self._schedule(tag, module, method)
+        # A schedule of ``__call__`` that a call of another method does not use.
         is_other = schedule is None and method != "__call__"
         unscheduled = self._schedule(tag, module, "__call__") if is_other else None
         if schedule is not None:
+            # Layers of a pipeline are called one by one; the last call runs all of them.
             tag, module, redirected = schedule.redirect(tag, module, args, kwargs)
             if module is None:  # it runs when a later one is called
                 self._pending.append(redirected)
                 return redirected
             args, kwargs = redirected
-        if (uses := SCHEDULE_USES.get()) is not None and method == "__call__":
-            note = uses.call if schedule is None else uses.run
-            note(tag.name, tag.path)
+        uses = SCHEDULE_USES.get()
+        if uses is not None and method == "__call__":
+            if schedule is None:
+                uses.call(tag.name, tag.path)
+            else:
+                uses.run(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
@@ -316,10 +337,19 @@ class Scope:
         return out
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
-        """Returns how a strategy runs a call of a method, or None."""
-        found = (x.find_schedule(tag.path, module, method) for x in tag.sources)
-        first = next(filter(None, found), None)
-        return None if first is None or first.is_running or self._mesh is None else first
+        """Returns how a strategy runs a call of a method; None if as it is written.
+
+        Args:
+          tag: the tag of the module, with what is declared for it.
+          module: the module.
+          method: the name of the method.
+        """
+        found = (source.find_schedule(tag.path, module, method) for source in tag.sources)
+        schedule = next((x for x in found if x is not None), None)
+        # While a schedule runs, it calls the layers itself.
+        if schedule is None or schedule.is_running or self._mesh is None:
+            return None
+        return schedule
 
     def _call_sharded(
         self,
@@ -339,47 +369,75 @@ class Scope:
           args: the positional arguments of the call.
           kwargs: its keyword arguments.
         """
-        if frame.tag.specs:
+        if frame.tag.specs:  # a layer with Variables of its own
             self._whole_outputs.begin_layer()
         chosen = self._find(frame)
         if chosen.input is not None and args:
-            args = (self._constrain_tree(args[0], chosen.input, frame, "input"), *args[1:])
+            first = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
+            args = (first, *args[1:])
         if schedule is not None and self._mesh is not None:
-            ahead = any(source.prefetch for source in frame.tag.sources)
-            rows = self._plan.batch_axes, self._axes_of_rows
-            call = schedule.wrap(frame.module, call, self._mesh, *rows, ahead)
-        with replaced_values(gathered_values(frame.module, frame.tag, self._mesh, self._axes)):
-            mesh = jax.sharding.get_abstract_mesh()
-            explicit = axes_of_type(mesh, AxisType.Explicit)
-            pair = spec_and_mesh(chosen.output, mesh)
-            if explicit and pair is not None and pair[0].unreduced:
-                # Only Explicit axes can be, and only the layer itself can leave out the sum.
-                kwargs = {**kwargs, "out_sharding": keep_axes(pair[0], explicit)}
-            axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
-
-            def call_and_constrain(*args: Any, **kwargs: Any) -> Any:
-                out = call(*args, **kwargs)
-                if chosen.output is not None:
-                    return self._constrain_tree(out, chosen.output, frame, "output")
-                if explicit and not axes:
-                    return out  # its types say how it is sharded
-                shard = functools.partial(self._shard_columns, frame)
-                return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
-
-            if not axes:
-                return call_and_constrain(*args, **kwargs)
-            frame.is_by_strategy = True
-            type_output = functools.partial(
-                self._type_output, frame=frame, inputs=(args, kwargs), auto_axes=axes, outer=mesh
+            call = schedule.wrap(
+                frame.module,
+                call,
+                mesh=self._mesh,
+                batch_axes=self._plan.batch_axes,
+                axes_of_rows=self._axes_of_rows,
+                prefetch=any(source.prefetch for source in frame.tag.sources),
             )
-            # The module, too, as it holds arrays with types.
-            inputs = frame.module, args, kwargs
-            return with_auto_axes(
-                inputs,
-                lambda inside: call_and_constrain(*inside[1], **inside[2]),
-                axes,
-                type_output,
-            )
+        gathered = gathered_values(frame.module, frame.tag, self._mesh, self._axes)
+        with replaced_values(gathered):
+            return self._call_typed(frame, chosen, call, args, kwargs)
+
+    def _call_typed(
+        self,
+        frame: Frame,
+        chosen: InOutSharding,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Keywords,
+    ) -> Any:
+        """Calls a method, on Auto axes if shardings are inferred in it, and shards what it returns.
+
+        Args:
+          frame: the call, with the tag of the module.
+          chosen: what is declared for it.
+          call: the bound method.
+          args: the positional arguments of the call.
+          kwargs: its keyword arguments.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        pair = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
+        if explicit and pair is not None and pair[0].unreduced:
+            # Only Explicit axes can be, and only the layer itself can leave out the sum.
+            kwargs = {**kwargs, "out_sharding": keep_axes(pair[0], explicit)}
+        # The Explicit axes that are Auto while the method runs: all or none.
+        auto_axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
+        if not auto_axes:
+            out = call(*args, **kwargs)
+            if explicit and chosen.output is None:
+                return out  # its types say how it is sharded
+            return self._shard_output(out, chosen, frame)
+        frame.is_by_strategy = True
+        return with_auto_axes(
+            (frame.module, args, kwargs),  # the module, too, as it holds arrays with types
+            lambda inside: self._shard_output(call(*inside[1], **inside[2]), chosen, frame),
+            auto_axes,
+            functools.partial(
+                self._type_output,
+                frame=frame,
+                inputs=(args, kwargs),
+                auto_axes=auto_axes,
+                outer=mesh,
+            ),
+        )
+
+    def _shard_output(self, out: Any, chosen: InOutSharding, frame: Frame) -> Any:
+        """Shards what a method returned: as declared, else like the columns of its kernel."""
+        if chosen.output is not None:
+            return self._constrainer.constrain(out, chosen.output, frame, side="output")
+        shard = functools.partial(self._shard_columns, frame)
+        return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
 
     def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
         """Returns over which axes the first dimension of an array is declared to be sharded."""
@@ -392,7 +450,7 @@ class Scope:
         the function, or of a constraint; not what operations make of such an array.
         """
         slots = self._plan.structure.root_slots  # of arguments that are in no module
-        value = _compat.differentiated_value(x)
+        value = _compat.differentiated_value(x)  # within `grad`, the tracer that it stands for
         declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
         return [*declared, jax.typeof(x).sharding, _compat.constrained_by(value)]
 
@@ -400,13 +458,17 @@ class Scope:
         """Returns a sharding of the first dimension of an array, as it is declared, or None."""
         if self._mesh is None or type_spec(x) is not None:  # on Explicit axes its type says it
             return None
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        other_dimensions = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         for sharding in self._declared_shardings(x):
             pair = spec_and_mesh(sharding, self._transform.context)
-            declared = () if pair is None else axes_of(pad_entries(pair[0], 1)[0])
+            if pair is None:  # a sharding without a spec
+                continue
+            [first_entry, *_] = pad_entries(pair[0], 1)
             # A `shard_map` has divided the rows over its own axes already.
-            if rows := tuple(axis for axis in declared if axis in self._axes):
-                return NamedSharding(mesh_in_trace(self._mesh), PartitionSpec(rows, *others))
+            axes = tuple(axis for axis in axes_of(first_entry) if axis in self._axes)
+            if axes:
+                spec = PartitionSpec(axes, *other_dimensions)
+                return NamedSharding(mesh_in_trace(self._mesh), spec)
         return None
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
@@ -493,89 +555,14 @@ class Scope:
         chosen = None
         for source in frame.tag.sources:
             index, sharding = source.find(frame.tag.path, frame.module, frame.method)
-            if sharding is not None and index is not None:
-                number = self._sources.index(source)
-                self.context.used.add((number, index))
-                if chosen is None:
-                    chosen, frame.is_strict = sharding, source.strict
-                    frame.chosen_by = "user" if number < self._num_declared else "strategy"
-        return chosen or _NOTHING
-
-    def _constrain_tree(self, tree: Any, prefix: object, frame: Frame, side: str) -> Any:
-        """Constrains what a method takes or returns to the specs declared for it.
-
-        Args:
-          tree: a pytree of activations.
-          prefix: a pytree prefix of it, with specs as leaves; None leaves activations unchanged.
-          frame: the call.
-          side: ``input`` or ``output``, for messages.
-
-        Returns:
-          The same pytree with constrained arrays. A prefix of another structure is recorded, for
-          the error at the end of the trace that lists all.
-        """
-        name = f"{side} of {frame.tag.accessor}"
-        specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
-        try:
-            parts = treedef.flatten_up_to(tree)  # type: ignore[attr-defined]
-        except ValueError as error:
-            self._mismatches[f"{name}: {error}"] = None
-            return tree
-        new = [
-            self._constrain_by_path(part, spec, frame, name)
-            if isinstance(spec, StateSharding)
-            else jax.tree.map(
-                lambda x, spec=spec: self._constrain_array(x, spec, frame, name), part
-            )
-            for part, spec in zip(parts, specs, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(treedef, new)
-
-    def _constrain_by_path(
-        self, tree: object, rules: StateSharding, frame: Frame, name: str
-    ) -> object:
-        """Constrains the Variables and arrays in a module, or a pytree, by their paths in it."""
-        flat = flatten(tree)
-        root, leaves = flat.structure.root, [*flat.leaves]
-        for location in flat.structure.walk(root, iter(flat.structure.root_slots)):
-            index = location.object_index
-            subject = leaves[location.slots[0]] if index is None else flat.objects[index]
-            _, spec = rules.find(location.path, subject)
-            for slot in location.slots:
-                part = accessor(name, location.path)
-                leaves[slot] = self._constrain_array(leaves[slot], spec, frame, part)
-        return rebuild(flat, leaves, foreign=True)
-
-    def _constrain_array(
-        self, x: AnyArray, spec: PartitionSpec | NamedSharding | None, frame: Frame, name: str
-    ) -> AnyArray:
-        """Constrains an activation to a spec, or to the part of it that fits its shape.
-
-        A spec that does not fit is recorded for the error at the end of the trace; ``name`` is the
-        expression for the activation in it.
-        """
-        if spec is None or not isinstance(x, jax.Array):
-            return x
-        pair = spec_and_mesh(spec, self._mesh)
-        if pair is None:
-            raise no_mesh(self._transform.name)
-        mesh = mesh_in_trace(pair[1])
-        action = self._transform.on_indivisible
-        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
-        if fit.problems:
-            # What a strategy declares is for models of any shape, so there it is no error.
-            if frame.is_strict:
-                self._mismatches[fit.line(name).strip()] = None
-            return x
-        fitted: Any = fit.sharding
-        if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
-            fitted = without_unconstrained(fitted, x, mesh)
-        sharding = NamedSharding(mesh, fitted)
-        [new] = apply_shardings([x], [sharding])
-        frame.note_sharding(new, sharding)
-        if frame.is_strict:
-            frame.note_declared(new, sharding)
-        return new
+            if sharding is None or index is None:  # no filter of this source matches
+                continue
+            number = self._sources.index(source)
+            self.context.used.add((number, index))
+            if chosen is None:
+                chosen, frame.is_strict = sharding, source.strict
+                frame.chosen_by = "user" if number < self._num_declared else "strategy"
+        return _NOTHING_DECLARED if chosen is None else chosen
 
     def _check(self) -> None:
         """Raises errors at the end of a trace: for specs that did not fit, and unused filters.
@@ -589,11 +576,11 @@ class Scope:
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:
-                    self._mismatches[fit.line("gather").strip()] = None
+                    self._constrainer.mismatches[fit.line("gather").strip()] = None
         raise_listed(
             ActivationError,
             f"{name}: these activation shardings do not fit:",
-            [f"  {x}" for x in self._mismatches],
+            [f"  {x}" for x in self._constrainer.mismatches],
             "Correct the specs, or use on_indivisible for those that do not divide a shape.",
             anchor="activation-specs-that-do-not-fit",
         )
@@ -620,7 +607,7 @@ def _unused_line(filter_: object, method: str) -> str:
     return f"  {filter_!r}{of}{hint and '.' + hint}"
 
 
-_NOTHING = InOutSharding()
+_NOTHING_DECLARED = InOutSharding()
 
 
 def _mesh_of(plan: Plan) -> Any:
