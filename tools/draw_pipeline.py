@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("transforms/lifted.py",))
-GUARD_FILES = ("store.py", "guard.py", "recipe.py", "recorder.py", "walk.py")
+GUARD_FILES = (*("store.py", "guard.py", "recipe.py", "recorder.py", "walk_order.py", "walk.py"),)
 GUARD_IN_C = ("native.py", "walk.c", "direct.py", "call.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in (*GUARD_FILES, *GUARD_IN_C)))
 SLOW_WAY = (
@@ -68,7 +68,15 @@ SLOW_WAY = (
 LAST = (
     Stage(
         "run",
-        ("call.py", "declared.py", "interrupts.py", "in_flight.py", "place.py", "constrain.py"),
+        (
+            "call.py",
+            "declared.py",
+            "interrupts.py",
+            "in_flight.py",
+            "place.py",
+            "moves.py",
+            "constrain.py",
+        ),
     ),
     Stage("write-back", ("unflatten.py", "rebuild.py")),
 )

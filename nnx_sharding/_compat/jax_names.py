@@ -1,4 +1,10 @@
-"""Messages, contexts, traces and processes of JAX."""
+"""Messages, contexts, traces and processes of JAX.
+
+A *program* (jaxpr) consists of *equations*, each an operation (``primitive``) with parameters. In a
+trace that has not ended, an array is a *tracer*. The equation that has made it is its ``parent``,
+and ``in_tracers`` are the arrays that this equation takes. A finished equation has variables in
+their place, ``invars`` and ``outvars``.
+"""
 
 from __future__ import annotations
 
@@ -365,21 +371,22 @@ def is_made_alike(x: object, y: object) -> bool:
     are the same if their values are; all other arrays are compared by identity, such as those that
     a transform differentiates.
     """
-    pairs: list[tuple[Any, Any]] = [(x, y)]
-    seen = set[tuple[int, int]]()  # what was found to be alike, or is in `pairs`
+    pairs: list[tuple[Any, Any]] = [(x, y)]  # of arrays that have to be alike
+    seen = set[tuple[int, int]]()  # the ids of pairs that were compared
     while pairs:
         x, y = pairs.pop()
         if x is y or (identity(x), identity(y)) in seen:
             continue
         seen.add((identity(x), identity(y)))
-        made = _maker(x), _maker(y)
-        if None in made:
+        x_maker, y_maker = _maker(x), _maker(y)  # None for what no operation of the trace has made
+        if x_maker is None or y_maker is None:
             if not _is_same_constant(x, y):
                 return False
-        elif not _is_same_operation(*made) or _output_number(x) != _output_number(y):
+            continue
+        same_operation = _is_same_operation(x_maker, y_maker)
+        if not same_operation or _output_number(x) != _output_number(y):
             return False
-        else:
-            pairs += zip(made[0].in_tracers, made[1].in_tracers, strict=True)
+        pairs += zip(x_maker.in_tracers, y_maker.in_tracers, strict=True)
     return True
 
 
@@ -394,25 +401,27 @@ def differentiated_value(x: Any) -> Any:
 
 
 def constrained_by(x: object) -> jax.sharding.Sharding | None:
-    """Returns the sharding of a constraint that has made an array, or its type before it lost that.
+    """Returns the sharding that an array was given by the operation that has made it, or None.
 
-    On Auto axes a type says nothing of the sharding. It says it up to the ``reshard`` by which an
-    array comes to these axes.
+    That is the sharding of a constraint; or, of an array that a ``reshard`` has brought to Auto
+    axes, the one in its type before: on Auto axes, types say nothing of the sharding.
     """
     equation = _maker(x)
     if equation is None:
         return None
+    sharding: jax.sharding.Sharding | None = None
     name, params = equation.primitive.name, equation.params
     if name == "reshard":
-        return cast(jax.sharding.Sharding, jax.typeof(equation.in_tracers[0]).sharding)
-    if name == "jit":  # `core.constrain` compiles constraints, of several arrays together
+        sharding = jax.typeof(equation.in_tracers[0]).sharding
+    elif name == "sharding_constraint":
+        sharding = params["sharding"]
+    elif name == "jit":  # `core.constrain` compiles constraints, of several arrays together
         jaxpr = params["jaxpr"].jaxpr
-        if any(inner.primitive.name != "sharding_constraint" for inner in jaxpr.eqns):
-            return None
-        output = jaxpr.outvars[_output_number(x)]
-        inner = next((inner for inner in jaxpr.eqns if output in inner.outvars), None)
-        return None if inner is None else cast(jax.sharding.Sharding, inner.params["sharding"])
-    return params["sharding"] if name == "sharding_constraint" else None
+        if all(inner.primitive.name == "sharding_constraint" for inner in jaxpr.eqns):
+            output = jaxpr.outvars[_output_number(x)]
+            makers = [inner for inner in jaxpr.eqns if output in inner.outvars]
+            sharding = makers[0].params["sharding"] if makers else None
+    return sharding
 
 
 def _maker(x: object) -> Any:
@@ -422,6 +431,7 @@ def _maker(x: object) -> Any:
 
 
 def _output_number(x: Any) -> int:
+    """Returns which output of its equation an array is."""
     return next(i for i, variable in enumerate(x.parent.outvars) if variable is x.val)
 
 
@@ -429,20 +439,22 @@ def _is_same_operation(first: Any, second: Any) -> bool:
     """Whether two equations compute the same from equal inputs."""
     if first.primitive is not second.primitive or first.effects or second.effects:
         return False
-    # The context has the mesh, and how random bits are made.
-    settings = ((e.ctx.cur_abstract_mesh, e.ctx.threefry_partitionable) for e in (first, second))
-    params, others = first.params, second.params
+    context, other_context = first.ctx, second.ctx
+    params, other_params = first.params, second.params
     return (
-        operator.eq(*settings)
+        context.cur_abstract_mesh == other_context.cur_abstract_mesh
+        # How random bits are made.
+        and context.threefry_partitionable == other_context.threefry_partitionable
         and len(first.in_tracers) == len(second.in_tracers)
-        and params.keys() == others.keys()
+        and params.keys() == other_params.keys()
         # JAX caches the jaxpr of a function in `jit`, which is then the same object.
-        and all(value is others[key] or value == others[key] for key, value in params.items())
+        and all(x is other_params[name] or x == other_params[name] for name, x in params.items())
     )
 
 
 def _is_same_constant(x: Any, y: Any) -> bool:
     """Whether two constants of NumPy, perhaps in a trace, have the same type and values."""
+    # A tracer of a constant gives the constant by this; any other tracer itself.
     x, y = (c.full_lower() if isinstance(c, jax.core.Tracer) else c for c in (x, y))
     if x is y:
         return True

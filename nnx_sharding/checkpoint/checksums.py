@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core.memory import fetch
-from ..core.place import finish_on_cpu, is_keys
+from ..core.memory import fetch, is_keys
+from ..core.place import finish_on_cpu
 
 # An array, a PRNG key or a number.
 Value: TypeAlias = Any

@@ -27,7 +27,8 @@ from jax.sharding import Mesh, Sharding
 from .. import _compat
 from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
-from ..core.place import is_keys, place_arrays
+from ..core.memory import is_keys
+from ..core.place import place_arrays
 from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import raise_listed

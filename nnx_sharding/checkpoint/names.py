@@ -23,7 +23,7 @@ from .. import _compat
 from ..analysis.parameters import keys_inside
 from ..core.constrain import sharding_of
 from ..core.flatten import Flat
-from ..core.place import is_keys
+from ..core.memory import is_keys
 from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
 from ..core.structure import VariableEntry

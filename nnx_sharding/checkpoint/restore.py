@@ -22,8 +22,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .. import _compat
 from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
-from ..core.memory import other_memory
-from ..core.place import finish_on_cpu, is_keys, place_arrays
+from ..core.memory import is_keys, other_memory
+from ..core.place import finish_on_cpu, place_arrays
 from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
 from ..errors import CheckpointError, by_kind, raise_listed

@@ -30,7 +30,7 @@ from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
 from ..analysis.units import bytes_text
 from ..core.agreement import Operation, first_line
-from ..core.place import is_keys
+from ..core.memory import is_keys
 from ..core.publishing import Identity, drafts, identity
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import without_reductions

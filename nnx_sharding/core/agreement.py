@@ -60,6 +60,15 @@ class Operation:
       caller: the function that the user called, for messages.
       place: the file or folder that it uses, for messages.
       alone: whether this process does it without the others.
+
+    Its private attributes:
+
+        _is_shared   whether other processes take part
+        _key         where its messages to them are, in the service that connects the processes
+        _parent      the operation in whose block it began
+        _begun       numbers the operations that begin in its block
+        _meetings    numbers the points where its processes meet
+        _resources   what is closed when it ends
     """
 
     def __init__(self, caller: str, place: object, *, alone: bool = False):
@@ -68,7 +77,6 @@ class Operation:
         self._is_shared = not alone and jax.process_count() > 1
         self._parent = _current.get()
         self._resources = contextlib.ExitStack()
-        # Numbers for the operations within this one, and for the points where processes meet.
         self._begun, self._meetings = itertools.count(), itertools.count()
         numbers = _operations if self._parent is None else self._parent._begun
         above = "nnx_sharding" if self._parent is None else self._parent._key

@@ -107,10 +107,11 @@ def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
 
     Entries of a tuple of specs are for parameters, not for arguments.
     """
+    # ``signature.static`` has the static arguments of this call, by position or by name.
     by_position = {key for key in signature.static if isinstance(key, int)}
     positional = enumerate(parameters.positional)
     by_keyword = {position for position, name in positional if name in signature.static}
-    # As the user declared them, not counting bound objects.
+    # Also those that this call left out. The user declared them not counting bound parameters.
     declared = {i + parameters.bound for i in parameters.static.positions if i >= 0}
     return by_position | by_keyword | declared
 

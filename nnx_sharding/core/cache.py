@@ -107,11 +107,14 @@ class FunctionCache:
 
     As in JAX, transforming the same function again does not retrace it, so this lives as long as
     the function.
+
+    Attributes:
+      traced: the pure functions that JAX has traced, and keeps alive, by what the traces depend on.
+      log: the log of the function's traces, for diagnostics.
     """
 
     def __init__(self, log: Any) -> None:
-        """Makes an empty cache; ``log`` is that of the function's traces, for diagnostics."""
-        # The pure functions that JAX has traced, and keeps alive, by what the traces depend on.
+        """Makes an empty cache."""
         self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
             weakref.WeakValueDictionary()
         )

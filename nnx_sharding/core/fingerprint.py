@@ -138,10 +138,13 @@ def _reaches_constants(value: object) -> bool:
 # Most metadata and settings are shared by models; holding them keeps no other object alive.
 @functools.lru_cache(maxsize=4096)
 def _value_reaches_constants(static: Static) -> bool:
-    """Whether nothing that can change is reached from a value that is compared by value."""
+    """Whether nothing that can change is reached from a value that is compared by value.
+
+    An enum member is equal to itself whatever the methods of its class are by now.
+    """
     listing = Listing()
     try:
         listing.add(static.value)
     except NotListed:
         return False
-    return all(map(is_constant, listing.met))
+    return all(map(is_constant, listing.met))  # ``met`` are all objects that it has listed

@@ -49,28 +49,44 @@ from .treedefs import PyTreeDef, aux_of, is_leaf_treedef
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Flattener:
-    """One walk over a graph, with the options of :func:`~.flatten.flatten`."""
+    """One walk over a graph, with the options of :func:`~.flatten.flatten`.
 
-    graph: bool  # False for tree mode
-    objects: list[Any]  # by index: at first those before the call, to which the walk adds others
-    replaced: Set[int]  # the indices of modules among these that links do not lead to any more
-    keeps_alive: bool  # whether the structure keeps alive statics that are compared by identity
-    held_weakly: Set[int]  # the ids of objects that it never keeps alive
-    snapshot: Snapshot | None  # of the first objects, to reuse the entries of unchanged ones
-    recorder: ReadRecorder | None  # becomes None at anything that no guard can compare
-    also_data: Set[int]  # the ids of objects in static places that are data elsewhere
+    Attributes:
+      graph: False for tree mode.
+      objects: by index: at first those before the call, to which the walk adds others.
+      replaced: the indices of modules among these that links do not lead to any more.
+      keeps_alive: whether the structure keeps alive statics that are compared by identity.
+      held_weakly: the ids of objects that it never keeps alive.
+      snapshot: the first objects as they were before, to reuse the entries of unchanged ones.
+      recorder: is told what is read, for a guard; None from anything on that no guard can compare.
+      also_data: the ids of objects in static places that are data elsewhere.
+      index_of: the index of each object, by its id.
+      entries, slots: the entry of each object, and the slots of its arrays, by index.
+      leaves: the arrays, by slot.
+      linked: the indices of the objects that were linked; ``_pending`` are not yet described.
+      statics: the child for each static value that was met, by its id.
+    """
+
+    graph: bool
+    objects: list[Any]
+    replaced: Set[int]
+    keeps_alive: bool
+    held_weakly: Set[int]
+    snapshot: Snapshot | None
+    recorder: ReadRecorder | None
+    also_data: Set[int]
 
     def __post_init__(self) -> None:
         """Makes the table of the objects, of which none is described, and the caches."""
         self.index_of = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
         self.entries: list[Entry | None] = [None] * len(self.objects)  # None: not yet described
-        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)  # of the arrays of each object
+        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
         self.leaves: list[Any] = []
         self.origins: dict[int, Any] = {}  # the static objects, by index
         self.linked: set[int] = set()
         self.has_repeats = False  # whether two links lead to one object
         self.left_out: set[int] = set()  # the ids of modules that static places do not link to
-        self._pending: list[int] = []  # linked, but not yet described
+        self._pending: list[int] = []
         self._current = -1  # the index of the object that is described; -1 for none
         self._holders: dict[int, int] = {}  # index → that of the object that has the first link
         # Types that are no tracers; None within a trace, where a module may hold tracers.

@@ -98,17 +98,30 @@ def is_constant(value: object) -> bool:
 
 
 class Listing:
-    """What has been listed so far, depth first."""
+    """What has been listed so far, depth first.
+
+    Attributes:
+      tokens: the list.
+      codes: the codes whose ids are in it, kept alive.
+      weak: weak references to the classes and other objects whose ids are in it.
+      met: all objects that were listed, kept alive while listing goes on. The number of an object
+        is its position here.
+
+    What code reads of Python modules is listed at the end, from two private attributes:
+
+        _modules      the user's modules that were met
+        _attributes   the names of all attributes that some listed code reads
+    """
 
     def __init__(self) -> None:
-        self.tokens: list[Hashable] = []  # the list
-        self.codes: list[types.CodeType] = []  # whose ids are in it, kept alive
-        self.weak: list[weakref.ref[Any]] = []  # to classes and other objects whose ids are in it
-        # All objects that were listed, in their order, kept alive while listing goes on.
+        """Starts an empty list."""
+        self.tokens: list[Hashable] = []
+        self.codes: list[types.CodeType] = []
+        self.weak: list[weakref.ref[Any]] = []
         self.met: list[Any] = []
-        self._number: dict[int, int] = {}  # the position in `met` of each object, by its id
-        self._modules: list[types.ModuleType] = []  # of the user, whose attributes code may read
-        self._attributes: set[str] = set()  # the names of attributes that listed code reads
+        self._number: dict[int, int] = {}  # by the id of the object
+        self._modules: list[types.ModuleType] = []
+        self._attributes: set[str] = set()
 
     def add(self, value: object) -> None:
         """Adds the tokens of a value and of all that is reached from it; may raise `NotListed`."""

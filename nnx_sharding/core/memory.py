@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -91,6 +92,11 @@ def copied(x: jax.Array) -> jax.Array:
     """Returns a copy in the same memory, also of keys that several processes hold."""
     copy: jax.Array = move(x.copy(), memory_of(x))  # `copy` moves what is in unpinned_host
     return copy
+
+
+def is_keys(x: object) -> bool:
+    """Whether ``x`` is an array of PRNG keys, which may be abstract."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:

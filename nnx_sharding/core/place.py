@@ -9,22 +9,20 @@ There is no single way in JAX, so an array takes up to three steps, in :func:`_p
 Everything goes in as few programs and transfers as possible, and each old array can be freed as
 soon as the new one is there. For what happens inside a trace, see ``constrain.py``.
 
-A *move* is one array on its way to its *target*, a sharding. The *bounds* of a part of an array say
-where it begins and ends in each dimension. An array is *unreduced* if its value is the sum of the
-arrays on the devices. Arrays may be *aliased*: share their memory with a new array.
+This module decides on the steps of each array, and ``moves.py`` takes them. A *move* is one array
+on its way to its *target*, a sharding; it is *ours* if it may be freed. An array is *unreduced* if
+its value is the sum of the arrays on the devices. Arrays may be *aliased*: share their memory with
+a new array.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
@@ -32,9 +30,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .. import _compat
 from ..specs.fitting import without_reductions
 from ..specs.types import AnyArray, Arrays
-from .memory import Bounds, bounds_of, copied, joined, main_memory
-
-_MOST_ON_HOST = 2**26  # bytes of arrays that are joined before they are put on devices
+from .memory import Bounds, bounds_of, main_memory
+from .moves import Move, Step, is_placed, put, put_from_host, reshard
 
 
 def place_arrays(
@@ -56,22 +53,22 @@ def place_arrays(
     """
     alias = alias and not donate
     result = list(leaves)
-    moves: dict[tuple[int, Any], _Move] = {}  # by the id of the array, and the target
+    moves: dict[tuple[int, Any], Move] = {}  # by the id of the array, and the target
     staying: set[int] = set()  # the ids of arrays that are also returned unchanged
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             result[slot] = leaf if sharding is None else leaf.update(sharding=sharding)
-        elif sharding is None or (_is_placed(leaf, sharding) and (alias or donate)):
+        elif sharding is None or (is_placed(leaf, sharding) and (alias or donate)):
             staying.add(id(leaf))
         else:
             # An array in several slots is moved once, so that it stays one array.
-            moves.setdefault((id(leaf), sharding), _Move(leaf, sharding)).slots.append(slot)
+            moves.setdefault((id(leaf), sharding), Move(leaf, sharding)).slots.append(slot)
     num_targets = Counter(array_id for array_id, _ in moves)
     for (array_id, _), move in moves.items():
         is_unused = array_id not in staying and num_targets[array_id] == 1
         move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
     donated = [move.array for move in moves.values() if move.is_ours]
-    _perform([*moves.values()], alias)
+    _perform([*moves.values()], alias=alias)
     for move in moves.values():
         for slot in move.slots:
             result[slot] = move.array
@@ -97,52 +94,36 @@ def obstacle(leaf: AnyArray, sharding: Sharding) -> str | None:
     )
 
 
-@dataclasses.dataclass
-class _Move:
-    """One array on its way to a sharding."""
-
-    array: Any
-    target: Any
-    is_ours: bool = False  # whether the array may be freed, being donated or intermediate
-    slots: list[int] = dataclasses.field(default_factory=list)  # of the result
-
-    def advance(self, array: AnyArray) -> None:
-        """Replaces the array by what it has become, which may be freed afterwards if it is new."""
-        self.is_ours |= array is not self.array
-        self.array = array
-
-
-# Moves, each with the sharding that it gets next.
-_Steps: TypeAlias = Sequence[tuple[_Move, Any]]
-
-
-def _perform(moves: Sequence[_Move], alias: bool) -> None:
+def _perform(moves: Sequence[Move], *, alias: bool) -> None:
     """Moves each array to its target, by the steps that it needs.
 
     Arrays that stay on their devices, in any order, are resharded by one compiled program for each
     mesh; on CPUs, whose collectives take longer than copies, only those of several processes.
     Arrays on other devices that have the wanted parts are copied from device to device, all
-    together. The rest is joined on the host.
+    together. The rest is joined on the host. ``alias`` says whether new arrays may share memory
+    with old ones.
     """
     # JAX cannot move unreduced arrays to other devices, only their sum: it is computed before the
     # move, and an unreduced array is made from it after the move.
-    sums = [move for move in moves if _has_summands(move.array, move.target)]
-    _reshard([(move, without_reductions(move.array.sharding)) for move in sums])
-    last = [(move, move.target) for move in moves if _has_summands(move.target, move.array)]
-    for move, target in last:
-        move.target = without_reductions(target)
-    _put_from_host([move for move in moves if _needs_host(move, alias)])
-    # A program reshards arrays on their own devices: XLA does so only in their default memory.
-    programs = [
+    sums = [move for move in moves if _is_unreduced_elsewhere(move.array, move.target)]
+    reshard([Step(move, without_reductions(move.array.sharding)) for move in sums])
+    summands = [move for move in moves if _is_unreduced_elsewhere(move.target, move.array)]
+    last_steps = [Step(move, move.target) for move in summands]
+    for move in summands:
+        move.target = without_reductions(move.target)
+    put_from_host([move for move in moves if _needs_host(move, alias=alias)])
+    # A program reshards arrays on their own devices. XLA does so only in their main memory, so
+    # arrays in another one go there first, and those whose target has another one last.
+    resharded = [
         move
         for move in moves
         if isinstance(move.array, jax.Array)
         and _is_resharded(move.array.sharding, move.target, move.array.ndim)
     ]
-    _put([(move, main_memory(move.array.sharding)) for move in programs])
-    _reshard([(move, main_memory(move.target)) for move in programs])
-    _put([(move, move.target) for move in moves], alias=alias)
-    _reshard(last)
+    put([Step(move, main_memory(move.array.sharding)) for move in resharded])
+    reshard([Step(move, main_memory(move.target)) for move in resharded])
+    put([Step(move, move.target) for move in moves], alias=alias)  # all that are not there yet
+    reshard(last_steps)
 
 
 def finish_on_cpu(arrays: list[Any], known: Arrays = ()) -> list[Any]:
@@ -162,44 +143,16 @@ def _is_on_cpus(sharding: Any) -> bool:
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
-def _is_placed(leaf: AnyArray, sharding: Sharding | Format) -> bool:
-    """Whether an array is committed to exactly this sharding."""
-    return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+def _is_unreduced_elsewhere(source: Any, other: object) -> bool:
+    """Whether ``source`` is unreduced, and on other devices than ``other``.
 
-
-def is_keys(x: object) -> bool:
-    """Whether ``x`` is an array of PRNG keys, which may be abstract."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _has_summands(summed: Any, other: object) -> bool:
-    """Whether one of an array and a sharding is unreduced, and the other is on other devices."""
-    sharding = getattr(summed, "sharding", summed)
+    One of the two is an array, the other a sharding.
+    """
+    sharding = getattr(source, "sharding", source)
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return False
     other_sharding = getattr(other, "sharding", other)
     return _compat.device_assignment(sharding) != _compat.device_assignment(other_sharding)
-
-
-def _put(steps: _Steps, alias: bool = True) -> None:
-    """Copies arrays to their target by one ``jax.device_put``, where they are not there already.
-
-    Without ``alias``, also those that are there are copied, since their memory must not be shared.
-    """
-    pending: list[tuple[_Move, Any]] = []
-    for move, target in steps:
-        may_stay = alias or move.is_ours
-        if not may_stay and is_keys(move.array) and _is_placed(move.array, target):
-            move.advance(copied(move.array))  # device_put refuses keys of several processes
-            may_stay = True
-        if not (may_stay and _is_placed(move.array, target)):
-            pending.append((move, target))
-    if pending:
-        # In one call, so that JAX makes all transfers together.
-        arrays, targets = [move.array for move, _ in pending], [target for _, target in pending]
-        copies = jax.device_put(arrays, targets, may_alias=None if alias else False)
-        for (move, _), array in zip(pending, copies, strict=True):
-            move.advance(array)
 
 
 # Cached, since the many arrays of a model have few different shardings.
@@ -218,43 +171,11 @@ def _is_resharded(current: Any, target: Sharding | Format, ndim: int) -> bool:
     return not before.is_equivalent_to(after, ndim)
 
 
-def _reshard(steps: _Steps) -> None:
-    """Reshards arrays on their own devices, with one program for each device order."""
-    for devices in dict.fromkeys(_compat.device_assignment(target) for _, target in steps):
-        group = [step for step in steps if _compat.device_assignment(step[1]) == devices]
-        group.sort(key=lambda step: step[0].is_ours)  # donated ones last, as `_join` returns them
-        kept, donated = list[Any](), list[Any]()
-        for move, target in group:
-            arrays = donated if move.is_ours else kept
-            arrays.append(_reordered(move.array, target, devices))
-        program = jax.jit(_join, out_shardings=[target for _, target in group], donate_argnums=1)
-        with warnings.catch_warnings():
-            # Buffers whose size differs from the new ones cannot be reused; they are freed.
-            warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
-            resharded = program(kept, donated)
-        for (move, _), array in zip(group, resharded, strict=True):
-            move.advance(array)
+def _needs_host(move: Move, *, alias: bool) -> bool:
+    """Whether an array has to be joined on the host, and put on its devices from there.
 
-
-def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
-    return [*kept, *donated]
-
-
-def _reordered(array: AnyArray, target: NamedSharding, devices: object) -> Any:
-    """Returns an array of the same buffers whose devices are in the order of the target."""
-    if _compat.device_assignment(array.sharding) == devices:
-        return array
-    sharding = _compat.in_order_of(array.sharding, target)
-    assert sharding is not None
-    buffers = {shard.device: shard.data for shard in array.addressable_shards}
-    ordered = [buffers[x] for x in sharding.addressable_devices_indices_map(array.shape)]
-    return jax.make_array_from_single_device_arrays(
-        array.shape, sharding, ordered, dtype=array.dtype
-    )
-
-
-def _needs_host(move: _Move, alias: bool) -> bool:
-    """Whether an array has to be joined on the host, and put on its devices from there."""
+    ``alias`` says whether the new array may share memory with the old one.
+    """
     array, target = move.array, move.target
     if not isinstance(target, Sharding):
         return False
@@ -262,7 +183,9 @@ def _needs_host(move: _Move, alias: bool) -> bool:
         # JAX keeps a Python number weakly typed.
         return isinstance(array, np.ndarray | np.generic) or not target.is_fully_addressable
     is_weak = bool(getattr(array, "weak_type", False))
-    return _is_joined(array.sharding, target, array.shape, is_weak, move.is_ours, alias)
+    return _is_joined(
+        array.sharding, target, array.shape, is_weak=is_weak, is_ours=move.is_ours, alias=alias
+    )
 
 
 # Cached, since the many arrays of a model have few different shardings and shapes: all tests
@@ -272,14 +195,24 @@ def _is_joined(
     current: Any,
     target: Sharding,
     shape: tuple[int, ...],
+    *,
     is_weak: bool,
     is_ours: bool,
     alias: bool,
 ) -> bool:
-    """Whether a JAX array is joined on the host; see :class:`_Move` and :func:`place_arrays`."""
+    """Whether a JAX array is joined on the host, to get another sharding.
+
+    Args:
+      current: the sharding that it has.
+      target: the sharding that it gets.
+      shape: its shape.
+      is_weak: whether its type is weak, as that of a Python number.
+      is_ours: whether it may be freed.
+      alias: whether the new array may share memory with it.
+    """
     if not current.is_fully_addressable:
         return False
-    if not target.is_fully_addressable:
+    if not target.is_fully_addressable:  # each process puts its parts of an array that it has
         return bool(current.device_set != target.device_set)
     if is_weak:  # preserved only by jax.device_put
         return False
@@ -295,6 +228,7 @@ def _is_joined(
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
         return not may_share and target.shard_shape(shape) == shape
+    # Parts that some device has can be copied from there.
     has_all_parts = _parts(target, shape) <= _parts(current, shape)
     return not may_share or not has_all_parts
 
@@ -302,40 +236,3 @@ def _is_joined(
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> set[Bounds]:
     """Returns the different parts of an array that devices hold."""
     return {bounds_of(index, shape) for index in sharding.devices_indices_map(shape).values()}
-
-
-def _put_from_host(moves: Sequence[_Move]) -> None:
-    """Moves arrays by joining their parts on the host, as many at once as its memory should hold.
-
-    One `jax.device_put` of many arrays takes a fifth of the time of one for each part.
-    """
-    batch: list[tuple[_Move, np.ndarray[Any, Any]]] = []  # joined, but not yet put on devices
-    for move in moves:
-        if is_keys(move.array):  # which have no form in NumPy
-            words = _Move(jax.random.key_data(move.array), move.target)
-            _put_from_host([words])
-            impl = jax.random.key_impl(move.array)
-            move.advance(jax.random.wrap_key_data(words.array, impl=impl))
-        elif not move.target.is_fully_addressable:
-            move.advance(_own_parts(move.array, move.target))
-        else:
-            batch.append((move, joined(move.array)))
-            if sum(x.nbytes for _, x in batch) >= _MOST_ON_HOST:
-                _put_batch(batch)
-                batch = []
-    _put_batch(batch)
-
-
-def _put_batch(batch: Sequence[tuple[_Move, np.ndarray[Any, Any]]]) -> None:
-    """Puts arrays that belong to this function to their goals; CPU devices adopt the memory."""
-    if batch:
-        new = jax.device_put([array for _, array in batch], [move.target for move, _ in batch])
-        for (move, _), array in zip(batch, new, strict=True):
-            move.advance(array)
-
-
-def _own_parts(array: AnyArray, target: Sharding) -> Any:
-    """Makes an array of several processes of the parts that the devices of this one hold."""
-    host = array if isinstance(array, np.ndarray) else joined(array)
-    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return jax.make_array_from_callback(host.shape, target, lambda i: joined(host[i]), dtype=dtype)

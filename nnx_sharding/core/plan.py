@@ -62,8 +62,14 @@ TracedFunctions: TypeAlias = MutableMapping[Hashable, Callable[..., Any]]
 class Plan:
     """All that a call needs to know before its function is traced.
 
-    It holds no arrays, no modules, and the user's function only weakly. A final spec is in the form
-    that the transform uses: for ``jit`` a sharding on the mesh that applies.
+    It holds no arrays, no modules, and the user's function only weakly: ``fun`` returns it. A final
+    spec is in the form that the transform uses: for ``jit`` a sharding on the mesh that applies.
+
+    ``arguments`` are the dynamic ones, each with its parts and the user's specs for these.
+    ``variables`` has the name and the final spec of each Variable, by index. ``names``, ``specs``
+    and ``shardings`` are those of the arrays, by slot; ``placed_slots`` are those that a call moves
+    before it runs. ``traced`` has the pure functions that JAX has traced, ``programs`` what it has
+    made of them.
     """
 
     transform: Transform  # with the mesh that applies
@@ -179,12 +185,13 @@ class Plan:
         the pure function returns one group of outputs for each of these.
         """
         transform = self.transform
-        specs = [transform.spec_of(None), *transform.own_specs]
+        specs = [transform.spec_of(None), *transform.own_specs]  # in final form
+        # A rule is what the user wrote: one spec, or a `StateSharding` with one for each filter.
         # What the function creates in an argument gets a spec by the rules for that argument.
         in_rules = [part.spec for argument in self.graph_arguments for part in argument.parts]
         for rule in (*transform.out_specs.rules, *in_rules):
             written, on_indivisible = [rule], None
-            if isinstance(rule, StateSharding):  # one sharding for each of its filters
+            if isinstance(rule, StateSharding):
                 written, on_indivisible = [*rule.shardings], rule.on_indivisible
             for spec in map(transform.spec_of, written):
                 # Also what is left of it where a shape cannot be divided.

@@ -157,11 +157,17 @@ class AxisTypeChange(NamedTuple):
 
 
 class RetypedArrays(NamedTuple):
-    """The arrays that go into a call, before and during it."""
+    """The arrays that go into a call, before and during it.
 
-    change: AxisTypeChange | None  # None if no axis type changes for the call
-    leaves: Arrays  # before
-    inside: Arrays  # the same arrays, during the call
+    Attributes:
+      change: the mesh outside and inside of the call; None if no axis type changes for it.
+      leaves: the arrays before, on the outer mesh.
+      inside: the same arrays during the call, on the inner mesh.
+    """
+
+    change: AxisTypeChange | None
+    leaves: Arrays
+    inside: Arrays
 
     @classmethod
     def of(cls, change: AxisTypeChange | None, leaves: Arrays) -> RetypedArrays:

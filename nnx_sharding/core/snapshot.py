@@ -24,12 +24,15 @@ from .structure import LEAF, Container, Entry, NodeEntry, StaticObject, Structur
 
 
 class Snapshot:
-    """Objects before a function may change them, to find the unchanged ones afterwards."""
+    """Objects before a function may change them, to find the unchanged ones afterwards.
+
+    It has, by index, the entry of each object, and its *content*: the names and values in it. An
+    object in which a change may not show has the content None, and is described again.
+    """
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):
         """Notes the contents of objects; ``structure`` describes them as they are now."""
         self._entries: Sequence[Any] = structure.entries
-        # By index; None for an object that may change without showing it.
         self._contents = [
             _content(obj) if _shows_changes(entry, slots, obj) else None
             for entry, slots, obj in zip(self._entries, structure.slots, objects, strict=True)
@@ -62,8 +65,8 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
     # A container among the attributes may be changed in place, which does not show. What shows is
     # Flax's record of how far the module is set up: its flags are a part of the content.
     pairs = zip(entry.keys, entry.children, strict=True)
-    others = [key for key, child in pairs if type(child) not in (Static, int)]
-    return others in ([], [_compat.STATE])
+    containers = [key for key, child in pairs if type(child) not in (Static, int)]
+    return containers in ([], [_compat.STATE])
 
 
 def _content(obj: object) -> tuple[Any, ...]:

@@ -114,19 +114,31 @@ def fit_shardings(
 
 @dataclasses.dataclass(kw_only=True)
 class _Fitter:
-    """Fits specs to the arrays of a tree, and collects what is wrong, for one error of all."""
+    """Fits specs to the arrays of a tree, and collects what is wrong, for one error of all.
 
-    caller: str  # the function that the user called, for messages
-    resolved: Resolved  # the spec of each array
-    mesh: Mesh | AbstractMesh | None  # of each ``PartitionSpec``
-    # What to do where a spec does not divide a shape, unless a ``StateSharding`` decides.
+    Args:
+      caller: the function that the user called, for messages.
+      resolved: the spec of each array.
+      mesh: the mesh of each ``PartitionSpec``.
+      on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
+        decides.
+      explicit: whether specs may only name Explicit axes.
+      places: whether arrays get the shardings now; outside of a trace, by moving them.
+      whole: whether a spec has to decide about all dimensions, and only arrays and numbers may have
+        one.
+      lenient: whether specs are corrected, not refused, and ignored without a mesh.
+      adapt: changes the spec of an array first.
+    """
+
+    caller: str
+    resolved: Resolved
+    mesh: Mesh | AbstractMesh | None
     on_indivisible: OnIndivisible = "error"
-    explicit: bool = False  # whether specs may only name Explicit axes
-    places: bool = False  # whether arrays get the shardings now; outside of a trace, by moving them
-    # Whether a spec has to decide about all dimensions, and only arrays and numbers may have one.
+    explicit: bool = False
+    places: bool = False
     whole: bool = False
-    lenient: bool = False  # whether specs are corrected, not refused, and ignored without a mesh
-    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec  # changes the spec of an array first
+    lenient: bool = False
+    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec
 
     def __post_init__(self) -> None:
         """Starts with no problems."""

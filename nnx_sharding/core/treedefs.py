@@ -1,4 +1,9 @@
-"""Treedefs of JAX: the paths of their leaves, and the auxiliary data of their nodes."""
+"""Treedefs of JAX: the paths of their leaves, and the auxiliary data of their nodes.
+
+A treedef is itself a tree. Its ``node_data()`` is the class of a container, with what the class
+returns from its flatten function besides children: the *auxiliary data*, such as the keys of a
+dict. It is None for a leaf. ``children()`` are the treedefs of the children.
+"""
 
 from __future__ import annotations
 

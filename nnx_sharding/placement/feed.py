@@ -23,6 +23,13 @@ class Feed(Generic[T]):
     """The results of ``make``, in order, made up to ``depth`` ahead by a thread.
 
     With a ``depth`` of 0 there is no thread: :meth:`take` makes each result.
+
+    What the thread and the consumer share, under the condition ``_change``:
+
+        _ready     the results that were made and not yet taken
+        _error     what ``make`` raised, until it is raised to the consumer
+        _over      whether nothing more is made
+        _stopped   whether nobody takes any more
     """
 
     def __init__(self, make: Callable[[], T], depth: int):
@@ -31,8 +38,8 @@ class Feed(Generic[T]):
         self._ready: deque[T] = deque()
         self._change = threading.Condition()  # of an RLock: a finalizer may call `stop` anywhere
         self._error: BaseException | None = None
-        self._stopped = False  # nobody takes any more
-        self._over = False  # nothing more is made
+        self._stopped = False
+        self._over = False
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:

@@ -54,18 +54,29 @@ class Loaded(NamedTuple):
 
 
 class GlobalBatches(Iterator[Loaded]):
-    """The global batches of one iteration, made in whichever thread asks for them."""
+    """The global batches of one iteration, made in whichever thread asks for them.
+
+    Its private attributes:
+
+        _source        the iterator of the loader
+        _options       the options that the user gave (``BatchOptions``)
+        _count         the number of batches that the loader has yielded
+        _dropped       the number of those that were left out
+        _has_yielded   whether this iteration, or the one that it continues, has yielded a batch
+        _sharding      the leaves and shardings of a batch, known from the first one on
+        _last_rows     the last row of each leaf, to fill a batch without rows
+    """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, *, resumed: bool):
         """Iterates over a loader; ``resumed`` if an earlier iteration has yielded batches."""
         self._source, self._options = source, options
         # Read in the user's thread, since the setting may be of that thread alone.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
-        self._count = 0  # batches of the loader
+        self._count = 0
         self._dropped = 0
-        self._has_yielded = resumed  # whether this iteration, or the one it continues, has
-        self._sharding: BatchSharding | None = None  # known from the first batch on
-        self._last_rows: list[HostArray | None] = []  # of each leaf, to fill a batch without rows
+        self._has_yielded = resumed
+        self._sharding: BatchSharding | None = None
+        self._last_rows: list[HostArray | None] = []
 
     def __next__(self) -> Loaded:
         """Returns the next global batch, and the loader's state after it; skips dropped batches."""

@@ -6,17 +6,16 @@ was opened, at which position of the stream, and where its parts start. At the e
 item of the stream is compared: a static by its value, an object by its identity (its *mentions*,
 one for each link to it), what was opened by its type, and the rest not at all.
 
-Reading some objects runs Python code, in which anything may happen. Their steps, and those for what
-they hold, are moved to the end, so that a walk is done with all others before any such code runs.
+At the end, steps that run Python code are moved behind all others (``walk_order.py``).
 
-All numbers are either *positions*, of items of the stream, or *indices*, of objects in the order in
-which ``flatten`` met them. A *kind* of static object is all but its parts: class and names.
+Numbers are *positions* of items in the stream, or *indices* of objects, in the order in which
+``flatten`` met them. A *kind* of static object is all but its parts: class and names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +24,9 @@ from ..recording import UNRECORDED, Comparison, TreePositions, comparison_of
 from ..static_equality import Static
 from ..static_parts import StaticKind, has_only_dict
 from ..treedefs import PyTreeDef, is_leaf_treedef
-from .recipe import Opcode, Recipe, Rule, Step, pack_int32
+from .recipe import Opcode, Recipe, Rule, pack_int32
 from .walk import ids_of, open_tree
-
-_IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
+from .walk_order import IntArray, in_walk_order
 
 
 class _Field(NamedTuple):
@@ -57,6 +55,19 @@ class WalkRecorder:
       arguments: of the call, positional and by keyword; the stream starts with them.
       dynamic: the positions of those that are flattened.
       static: the positions of the static ones.
+
+    Attributes:
+      identities: the objects that are only compared by identity.
+
+    Its private attributes:
+
+        _stream        all items that were read, by position
+        _comparisons   how each of them is compared (``Comparison``), by position
+        _steps         the fields of all steps (``Step``), one step after the other
+        _expected      for each step what it must find, such as names or a length
+        _mentions      for the position of each mention, the index of the object
+        _traces        the positions of the traces that Variables and modules belong to
+        _pinned        the indices of objects that have to stay the same
     """
 
     def __init__(self, arguments: Sequence[object], dynamic: Sequence[int], static: Sequence[int]):
@@ -64,19 +75,17 @@ class WalkRecorder:
         self.static_positions = static
         self.leaf_positions: list[int] = []  # where each array is, by slot
         self.object_positions: list[int] = []  # where each object was met first, by index
-        # The objects that are only compared by identity, by id. If one of them is collected,
-        # another may get its id: the guard is void.
+        # By id. If one of them is collected, another may get its id, and the guard is void.
         self.identities: dict[int, Any] = {}
         self._dynamic = dynamic
         self._num_arguments = len(arguments)
         self._stream: list[Any] = [*arguments]
-        self._comparisons = bytearray(len(arguments))  # how each item of the stream is compared
-        # The fields of all steps, one after the other: three steps for each Variable are many.
-        self._steps: list[int] = []
-        self._expected: list[Any] = []  # by step: what it must find, such as names or a length
-        self._traces: list[int] = []  # the positions of the traces of Variables and modules
-        self._mentions: dict[int, int] = {}  # the index of the object, by position of the mention
-        self._pinned: set[int] = set()  # the indices of objects that must stay the same
+        self._comparisons = bytearray(len(arguments))
+        self._steps: list[int] = []  # not tuples: three steps for each Variable are many
+        self._expected: list[Any] = []
+        self._traces: list[int] = []
+        self._mentions: dict[int, int] = {}
+        self._pinned: set[int] = set()
 
     def restarted(self) -> WalkRecorder:
         """Returns a recorder of another walk over the same arguments."""
@@ -250,7 +259,7 @@ class WalkRecorder:
         """
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
-        order = self._order()
+        order = in_walk_order(self._stream, self._steps, self._expected, self._num_arguments)
         # From here on, positions are those in the order of a walk: ``moved[recorded position]``.
         stream, moved = order.stream, order.new_position
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
@@ -287,8 +296,8 @@ class WalkRecorder:
         )
 
     def _ordered_mentions(
-        self, new_position: _IntArray, comparisons: _IntArray
-    ) -> tuple[_IntArray, _IntArray]:
+        self, new_position: IntArray, comparisons: IntArray
+    ) -> tuple[IntArray, IntArray]:
         """Returns the positions of mentions, ascending, and for each the object's first mention.
 
         The latter is a number among the mentions; -1 for an object that must stay the same. With
@@ -308,42 +317,3 @@ class WalkRecorder:
         _, first_of, group = np.unique(indices, return_index=True, return_inverse=True)
         is_pinned = np.isin(indices, [-1, *self._pinned])
         return positions, np.where(is_pinned, -1, first_of[group])
-
-    def _order(self) -> _Order:
-        """Moves the steps that run Python code, and the steps that depend on them, to the end.
-
-        So a walk has checked all else before such code runs, which may do anything.
-        """
-        stream = self._stream
-        size = len(self._stream)
-        steps = np.array(self._steps, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)
-        opcodes, opened, starts = steps.T
-        is_late_step = opcodes >= Opcode.TREE
-        if not is_late_step.any():
-            return _Order(steps, self._expected, np.arange(size), stream)  # nothing moves
-        ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
-        is_late_item = np.zeros(size, bool)  # by position
-        for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
-            is_late_step[i] |= is_late_item[position]
-            is_late_item[start:end] = is_late_step[i]
-        # Stable sorts keep the order among early ones and among late ones.
-        old_position = np.argsort(is_late_item, kind="stable")  # by new position
-        old_step = np.argsort(is_late_step, kind="stable")  # by new step
-        new_position = np.argsort(old_position)  # the inverse permutation, by old position
-        counts = (ends - starts)[old_step]  # how many items each step appends
-        new_starts = self._num_arguments + np.cumsum(counts) - counts
-        return _Order(
-            steps=np.column_stack([opcodes[old_step], new_position[opened[old_step]], new_starts]),
-            expected=[self._expected[i] for i in old_step.tolist()],
-            new_position=new_position,
-            stream=[stream[i] for i in old_position.tolist()],
-        )
-
-
-class _Order(NamedTuple):
-    """The steps in the order of a walk, and the stream that they make."""
-
-    steps: _IntArray  # (steps, fields of a Step)
-    expected: list[Any]  # by step: what a walk must find, such as names
-    new_position: _IntArray  # of each item of the recorded stream, by its recorded position
-    stream: list[Any]  # the items, by new position

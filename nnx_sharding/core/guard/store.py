@@ -125,6 +125,16 @@ class Guards:
     Args:
       transform: knows what a plan depends on besides the structure, such as the mesh in context.
       execute: returns what runs the program of a plan.
+
+    Attributes:
+      recent: the last guards that held, which the extension tries first.
+
+    Its private attributes:
+
+        _guards         a list of guards for each `_Key`: the types of arguments, and the modules
+        _templates      a list of guards for each `_Form`: the types alone
+        _modules_in     for each `_Form`, a function that picks the modules among the arguments
+        _dependencies   returns what a plan depends on besides the graph, given the arrays
     """
 
     def __init__(
@@ -133,21 +143,19 @@ class Guards:
         execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
         """Makes an empty store."""
-        # The last guards that held, which the extension tries first. Its callables have this list.
-        self.recent: list[Guard] = []
+        self.recent: list[Guard] = []  # the callables of the extension have this very list
         self._execute = execute
         self._reads_context = transform.reads_context
         self._reads_shapes = transform.reads_shapes
         self._infers_specs = transform.infers_specs
-        # What a walk does not compare; most plans depend on nothing else.
+        # Most plans depend on nothing that a walk does not compare.
         depends = self._reads_context or self._reads_shapes or self._infers_specs
         self._dependencies: Callable[[Arrays], Dependencies] = lambda _: Dependencies()
         if depends:
             self._dependencies = transform.dependencies
-        # Functions that pick the modules among arguments of one form.
         self._modules_in: dict[_Form, Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._guards: dict[_Key, _GuardList] = {}
-        self._templates: dict[_Form, _GuardList] = {}  # may match other modules of these types
+        self._templates: dict[_Form, _GuardList] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """Returns the plan and the flat arguments of a call; None if no guard or template fits."""

@@ -1,0 +1,64 @@
+"""The order of the steps of a walk: those that run Python code come last.
+
+A step opens one item of the *stream*, the list of all that is read, and appends what the item holds
+(``recipe.py``). To open some items runs Python code, such as the flatten function of a pytree, in
+which anything may happen. So these steps, and those for what they have appended, are moved to the
+end: a walk has compared everything else before such code runs. With the steps the items move that
+they append, so positions in the stream change, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .recipe import Opcode, Step
+
+IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class WalkOrder(NamedTuple):
+    """The steps in the order of a walk, and the stream that they make."""
+
+    steps: IntArray  # (steps, fields of a Step), with new positions
+    expected: list[Any]  # by step: what a walk must find, such as names
+    new_position: IntArray  # of each item of the recorded stream, by its recorded position
+    stream: list[Any]  # the items, by new position
+
+
+def in_walk_order(
+    stream: list[Any], step_fields: Sequence[int], expected: list[Any], num_arguments: int
+) -> WalkOrder:
+    """Moves the steps that run Python code, and the steps that depend on them, to the end.
+
+    Args:
+      stream: the items, in the order in which they were recorded.
+      step_fields: the fields of all steps (``Step``), one step after the other.
+      expected: for each step what a walk must find.
+      num_arguments: the number of the first items of the stream, which no step appends.
+    """
+    size = len(stream)
+    steps = np.array(step_fields, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)
+    opcodes, opened, starts = steps.T
+    is_late_step = opcodes >= Opcode.TREE  # these run Python code
+    if not is_late_step.any():
+        return WalkOrder(steps, expected, np.arange(size), stream)  # nothing moves
+    ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
+    is_late_item = np.zeros(size, bool)  # by position
+    for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
+        is_late_step[i] |= is_late_item[position]
+        is_late_item[start:end] = is_late_step[i]
+    # Stable sorts keep the order among early ones and among late ones.
+    old_position = np.argsort(is_late_item, kind="stable")  # by new position
+    old_step = np.argsort(is_late_step, kind="stable")  # by new step
+    new_position = np.argsort(old_position)  # the inverse permutation, by old position
+    counts = (ends - starts)[old_step]  # how many items each step appends
+    new_starts = num_arguments + np.cumsum(counts) - counts
+    return WalkOrder(
+        steps=np.column_stack([opcodes[old_step], new_position[opened[old_step]], new_starts]),
+        expected=[expected[i] for i in old_step.tolist()],
+        new_position=new_position,
+        stream=[stream[i] for i in old_position.tolist()],
+    )
