@@ -303,7 +303,7 @@ class DimensionsTest(TestCase):
             first = data.draw(st.integers(0, size - 1))
             wanted.append((first, data.draw(st.integers(first + 1, size))))
         box = array[tuple(slice(*bounds) for bounds in wanted)]
-        parts = list(placement.parts(wanted))
+        parts = list(placement.pieces(wanted))
         found = np.full(box.shape, -1, data.draw(st.sampled_from(["int32", "int64"])))
         short = data.draw(st.sampled_from([1, 16, 256]))
         with open_tensors("test", path) as stored, mock.patch(f"{FILES}._SHORT", short):

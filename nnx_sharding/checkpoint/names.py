@@ -55,19 +55,31 @@ class NamedArray(NamedTuple):
 
 
 def named_arrays(flat: Flat) -> list[NamedArray]:
-    """Lists the arrays of a tree, each by its first path."""
+    """Lists the arrays of a tree, each by its first path.
+
+    The kernel of ``{"up": nnx.Linear(…)}`` has the path ``up/kernel``, the name
+    ``("up", "kernel", "value")`` and the plain name ``("up", "kernel")``.
+    """
     structure, arrays = flat.structure, []
-    for place in structure.walk(structure.root, iter(structure.root_slots)):
-        entry = None if place.object_index is None else structure.entries[place.object_index]
-        level = (VALUE,) if isinstance(entry, VariableEntry) or not place.path else ()
-        paths = keys_inside(flat, place.object_index, len(place.slots))
-        for slot, inside in zip(place.slots, paths, strict=True):
+    # A location is a Variable, or an array outside of any.
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        index = location.object_index  # None for a bare array
+        entry = None if index is None else structure.entries[index]
+        level = (VALUE,) if isinstance(entry, VariableEntry) or not location.path else ()
+        # A Variable may hold a pytree: the paths of its arrays in that.
+        paths = keys_inside(flat, index, len(location.slots))
+        for slot, inside in zip(location.slots, paths, strict=True):
             leaf = flat.leaves[slot]
-            name = tuple(map(str, (*place.path, *level, *inside)))
-            plain_name = tuple(map(str, (*place.path, *inside)))
-            path = path_string((*place.path, *inside)) or "the root"
-            variable = leaf if place.object_index is None else flat.objects[place.object_index]
-            arrays.append(NamedArray(slot, leaf, name, plain_name, path, place.path, variable))
+            array = NamedArray(
+                slot=slot,
+                leaf=leaf,
+                name=tuple(map(str, (*location.path, *level, *inside))),
+                plain_name=tuple(map(str, (*location.path, *inside))),
+                path=path_string((*location.path, *inside)) or "the root",
+                variable_path=location.path,
+                variable=leaf if index is None else flat.objects[index],
+            )
+            arrays.append(array)
     return arrays
 
 
@@ -94,9 +106,22 @@ def selected(
     what: str = "arrays or numbers",
     remedy: str = "",
 ) -> list[NamedArray]:
-    """Returns the arrays that a filter selects, all of which must be supported."""
-    keep = to_predicate(... if only is None else only)
-    found = [array for array in arrays if keep(array.variable_path, array.variable)]
+    """Returns the arrays that a filter selects.
+
+    Args:
+      caller: the function that the user called, for messages.
+      arrays: those of a model.
+      only: an NNX filter; None for all.
+      is_supported: whether the caller can store an array.
+      what: what it can store, for messages.
+      remedy: what to do with others, for messages.
+
+    Raises:
+      TypeError: some of those that are selected are not supported.
+      ValueError: there are arrays, but none is selected.
+    """
+    is_wanted = to_predicate(... if only is None else only)  # of path and Variable
+    found = [array for array in arrays if is_wanted(array.variable_path, array.variable)]
     if arrays and not found:
         paths = ", ".join(shortened(array.path for array in arrays))
         raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}.")
@@ -113,7 +138,11 @@ def filled(
 ) -> Any:
     """Returns the tree with new arrays; references get them as values.
 
-    ``finish`` is called before anything changes, while devices may still compute the values.
+    Args:
+      flat: the tree.
+      values: arrays of it, each with what takes its place.
+      caller: the function that the user called, for messages.
+      finish: is called before anything changes, while devices may still compute the values.
     """
     leaves, references = list(flat.leaves), []
     for array, value in values:
@@ -177,18 +206,21 @@ def suggestions(count: int) -> Callable[[str, Iterable[str]], str]:
     return suggestion if count < _MOST else lambda name, names: ""
 
 
-def is_castable(there: np.dtype[Any] | str, here: np.dtype[Any] | str, cast: bool) -> bool:
-    """Whether dtypes are equal or, with ``cast``, of the same kind."""
-    if isinstance(there, str):  # NumPy has no such dtype
+def is_castable(source: np.dtype[Any] | str, target: np.dtype[Any] | str, cast: bool) -> bool:
+    """Whether dtypes are equal or, with ``cast``, of one kind: floats, integers or complex.
+
+    A dtype that NumPy does not have is a string.
+    """
+    if isinstance(source, str):
         return False
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating) if cast else ()
-    same = (jnp.issubdtype(there, kind) and jnp.issubdtype(here, kind) for kind in kinds)
-    return bool(there == here) or any(same)
+    same = (jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in kinds)
+    return bool(source == target) or any(same)
 
 
-def may_wrap(there: np.dtype[Any], here: np.dtype[Any]) -> bool:
-    """Whether integers of one dtype may be out of the range of another one."""
-    if not jnp.issubdtype(there, jnp.integer):
+def may_wrap(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether some integer of the source dtype is out of the range of the target dtype."""
+    if not jnp.issubdtype(source, jnp.integer):
         return False
-    info: Any = jnp.iinfo(there)  # type: ignore[no-untyped-call]
-    return bool(out_of_range(np.array([info.min, info.max], there), here))
+    info: Any = jnp.iinfo(source)  # type: ignore[no-untyped-call]
+    return bool(out_of_range(np.array([info.min, info.max], source), target))

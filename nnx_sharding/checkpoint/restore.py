@@ -132,8 +132,11 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
     """Raises an error that lists how the checkpoint differs from the arrays to restore.
 
-    ``is_part`` is whether the checkpoint may have more than these, ``cast`` whether dtypes may
-    differ.
+    Args:
+      stored: the checkpoint.
+      targets: the arrays to restore.
+      is_part: whether the checkpoint may have more than these.
+      cast: whether dtypes may differ.
     """
     missing: dict[str, str] = {}  # lines by path in the model
     shapes, dtypes = list[str](), list[str]()
@@ -153,7 +156,7 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
     read = {target.name for target in targets}
     unread = [entry for name, entry in stored.entries.items() if name not in read]
     unknown = [entry.array.path or "the root" for entry in unread]
-    near = names.suggestions(len(missing) + len(unknown))
+    near = names.suggestions(len(missing) + len(unknown))  # near(path, paths): the one meant
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
@@ -165,7 +168,13 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
-    """Says what to pass if the checkpoint has more than the model, or has it as a part."""
+    """Says what to pass if the checkpoint has more than the model, or has it as a part.
+
+    Args:
+      missing: the paths in the model that the checkpoint lacks.
+      unknown: the paths in the checkpoint that the model lacks.
+      is_part: whether the checkpoint may have more than the model.
+    """
     others = set(unknown)
     for top in dict.fromkeys(path.partition("/")[0] for path in unknown):
         if missing and others.issuperset(f"{top}/{path}" for path in missing):
@@ -177,12 +186,15 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
     return "To restore only what the model has, pass only=... or another filter."
 
 
-def _is_same_dtype(there: Any, here: np.dtype[Any] | type, cast: bool) -> bool:
-    """Whether an array of the checkpoint may fill one of this dtype, or a number of this type."""
-    if isinstance(here, type):  # a dtype would be equal to float
-        kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
-        return bool(np.issubdtype(there, kind[here]))
-    return names.is_castable(there, here, cast)
+def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> bool:
+    """Whether a stored array may fill one of the wanted dtype, or a number of the wanted type.
+
+    ``cast`` allows others of the same kind. ``stored`` is a dtype of NumPy, or of PRNG keys.
+    """
+    if isinstance(wanted, type):  # asked for first, as a dtype may be equal to float
+        kinds = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
+        return bool(np.issubdtype(stored, kinds[wanted]))
+    return names.is_castable(stored, wanted, cast)
 
 
 def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
@@ -228,7 +240,13 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
 
 
 def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
-    """Returns what was read as the kind of value that the model has in its place."""
+    """Returns what was read as the kind of value that the model has in its place.
+
+    Args:
+      leaf: what the model has: an array, PRNG keys, or a number.
+      value: what was read; of keys, their words.
+      sharding: where to place an array.
+    """
     if isinstance(leaf, np.generic):
         return leaf.dtype.type(value)
     if isinstance(leaf, _NUMBERS):

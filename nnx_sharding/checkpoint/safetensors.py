@@ -119,7 +119,7 @@ def load_safetensors(
     # A process that has all shards waits for nobody, and may load something else.
     is_alone = not any(names.is_global(array.leaf) for array in everything)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
-        arrays = weights(_LOAD, everything, only)
+        arrays = selected_weights(_LOAD, everything, only)
         patterns = read_rules(_LOAD, loaded_rules(rules))
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
         paths = {array.path for array in everything}
@@ -138,7 +138,13 @@ def load_safetensors(
 def _load_arrays(
     arrays: Mapping[str, NamedArray], filled_by: Filled, tensors: Tensors
 ) -> list[Array]:
-    """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype."""
+    """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype.
+
+    Args:
+      arrays: those of the model, by path.
+      filled_by: for each path the names of the tensors that fill it, and their placements.
+      tensors: the tensors of the files, by name.
+    """
     values: list[Array] = []
     overflows = []
     on_host: list[int] = []  # the indices of values that still have to be put on a device
@@ -179,15 +185,33 @@ def _put_on_device(values: list[Array], on_host: list[int]) -> None:
     on_host.clear()
 
 
-def weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[str, NamedArray]:
-    """Returns the arrays that a filter selects, by path."""
+def selected_weights(
+    caller: str, everything: Sequence[NamedArray], only: Any
+) -> dict[str, NamedArray]:
+    """Returns the arrays that can be in safetensors files, by path.
+
+    Args:
+      caller: the function that the user called, for messages.
+      everything: the arrays of the model.
+      only: an NNX filter for those to return.
+
+    Raises:
+      TypeError: one that is selected has a dtype that these files do not support.
+      ValueError: none is selected, or one has a sharding without devices.
+    """
 
     def is_supported(leaf: object) -> bool:
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
-    what, remedy = "arrays of a dtype that safetensors supports", "Leave them out by only=..."
-    found = names.selected(caller, everything, only, is_supported, what, remedy)
-    arrays = {array.path: array for array in found}
+    weights = names.selected(
+        caller,
+        everything,
+        only,
+        is_supported,
+        what="arrays of a dtype that safetensors supports",
+        remedy="Leave them out by only=...",
+    )
+    arrays = {array.path: array for array in weights}
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
     meshes = [(path, getattr(sharding_of(x.leaf), "mesh", None)) for path, x in arrays.items()]
@@ -244,10 +268,16 @@ def _read_region(
 def _boxes_in_region(
     placement: Placement, bounds: Region, data: np.ndarray[Any, Any]
 ) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
-    """Yields boxes of a tensor, and views of what they are in the data of a region of an array."""
+    """Yields boxes of a tensor, each with a view of the same elements in a region of an array.
+
+    Args:
+      placement: where the tensor is in the array.
+      bounds: the region.
+      data: the values of the region, which may still be unset.
+    """
     for chunk_bounds, chunk in _chunks(data, bounds):
-        for part in placement.parts(chunk_bounds):
-            yield part.box, part.view(chunk)
+        for piece in placement.pieces(chunk_bounds):
+            yield piece.box, piece.view(chunk)
 
 
 def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
@@ -323,7 +353,7 @@ def save_safetensors(
             "processes share, and upload the files."
         )
     with Operation(_SAVE, folder) as operation:
-        arrays = weights(_SAVE, names.named_arrays(flatten(model)), only)
+        arrays = selected_weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))

@@ -229,22 +229,25 @@ class Box(NamedTuple):
                 raise CheckpointError(f"{first}:{last} is outside of an axis of size {size}.")
 
     def runs(self) -> tuple[int, list[int]]:
-        """Returns the length of its contiguous runs of elements, and where they begin."""
+        """Returns the length of its contiguous runs of elements, and where they begin.
+
+        Of the first 2 columns in (3, 4), the length is 2, and they begin at 0, 4 and 8.
+        """
         shape = self.shape
         if shape == self.sizes:
             return math.prod(shape), [0]
         # Trailing axes of which the box has all elements, and one more, are contiguous.
-        axis, run = len(self.sizes), 1
-        while axis:
-            axis -= 1
-            run *= shape[axis]
-            if shape[axis] != self.sizes[axis]:
+        outer, run = len(self.sizes), 1  # ``outer`` becomes the number of axes before these
+        while outer:
+            outer -= 1
+            run *= shape[outer]
+            if shape[outer] != self.sizes[outer]:
                 break
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         pairs = list(zip(self.ranges, strides, strict=True))
-        base = sum(first * stride for (first, _), stride in pairs[axis:])
-        steps = [np.arange(first, last) * stride for (first, last), stride in pairs[:axis]]
-        begins = functools.reduce(np.add.outer, steps, np.array(base))
+        within_run = sum(first * stride for (first, _), stride in pairs[outer:])
+        offsets = [np.arange(first, last) * stride for (first, last), stride in pairs[:outer]]
+        begins = functools.reduce(np.add.outer, offsets, np.array(within_run))  # (outer axes…)
         return run, begins.reshape(-1).tolist()
 
     def widened(self, least: int) -> Box:
@@ -272,6 +275,7 @@ def read_box(
     assert isinstance(tensor.dtype, np.dtype)  # others were refused
     box.check()
     file, size = tensor.file, tensor.dtype.itemsize
+    # Runs of less than `_SHORT` bytes are read with what is between them.
     wide = box.widened(-(-_SHORT // size))
     if out is not None and wide.shape == box.shape:
         data = out.reshape(box.shape)

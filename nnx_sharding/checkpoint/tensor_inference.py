@@ -42,7 +42,7 @@ from .. import _compat
 from ..core.flatten import flatten
 from ..errors import CheckpointError, by_kind, raise_listed
 from . import names, tensor_files
-from .safetensors import WEIGHTS, weights
+from .safetensors import WEIGHTS, selected_weights
 from .tensor_candidates import Candidate, Convention, Order, Shape, candidates
 from .tensor_links import Group, Link, Links, Numbers, grouped
 from .tensor_matching import fill_by_rules
@@ -109,7 +109,7 @@ def match_tensors(
     """
     flat = flatten(model)
     everything = names.named_arrays(flat)
-    arrays = weights(_MATCH, everything, only)
+    arrays = selected_weights(_MATCH, everything, only)
     given = loaded_rules(rules or {})
     known = read_rules(_MATCH, given)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
@@ -122,7 +122,7 @@ def match_tensors(
         raise_listed(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
         taken = {target.path for name in tensors for target in known.targets(name) or ()}
         # Tensors of arrays that `only` leaves out have rules, too.
-        to_match = weights(_MATCH, everything, WEIGHTS) | arrays
+        to_match = selected_weights(_MATCH, everything, WEIGHTS) | arrays
         # An Einsum has text for the order of its dimensions, so its kernel may have any.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
         matching = _Matching(

@@ -44,7 +44,14 @@ class Axis(NamedTuple):
 
 @dataclasses.dataclass
 class Placement:
-    """A tensor in an array of a certain shape."""
+    """Which part of a tensor is which part of an array of a certain shape.
+
+    Attributes:
+      name: of the tensor.
+      left: the axes of each dimension of the tensor.
+      right: those of each dimension of the array.
+      axes: the sizes and parts of all axes, by name.
+    """
 
     name: str
     left: Dimensions
@@ -52,7 +59,7 @@ class Placement:
     axes: Mapping[str, Axis]
 
     def inverse(self, name: str) -> Placement:
-        """Returns the place of the array in the tensor."""
+        """Returns the place of the array, as a tensor of this name, in the tensor."""
         swapped = {
             axis: Axis(x.array_size, x.array_start, x.tensor_size, x.tensor_start, x.length)
             for axis, x in self.axes.items()
@@ -62,30 +69,36 @@ class Placement:
     @functools.cached_property
     def is_identity(self) -> bool:
         """Whether the array is the tensor."""
-        whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
-        return whole and self.left == self.right
+        are_whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
+        return are_whole and self.left == self.right
 
     def arranged(self, tensor: Any) -> Any:
-        """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis."""
+        """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis.
+
+        These are in the order of the array, and last those of which it has one index.
+        """
         left, right = names_in(self.left), names_in(self.right)
-        shared = [axis for axis in right if axis in left]
-        taken = [axis for axis in left if axis not in right]  # by an index, so of length 1
-        starts = [(self.axes[axis].tensor_start, self.axes[axis].length) for axis in left]
-        x = tensor.reshape([self.axes[axis].tensor_size for axis in left])  # left axes, whole
-        x = x[tuple(slice(start, start + length) for start, length in starts)]  # left axes
-        return x.transpose([left.index(axis) for axis in (*shared, *taken)])  # right axes, ones
+        shared = [name for name in right if name in left]
+        indexed = [name for name in left if name not in right]  # of length 1
+        axes = [self.axes[name] for name in left]
+        parts = [slice(axis.tensor_start, axis.tensor_start + axis.length) for axis in axes]
+        x = tensor.reshape([axis.tensor_size for axis in axes])  # left axes, whole
+        x = x[tuple(parts)]  # left axes, of their lengths
+        return x.transpose([left.index(name) for name in (*shared, *indexed)])
 
     @functools.cached_property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Returns the shape that the tensor has to have."""
-        return tuple(math.prod(self.axes[n].tensor_size for n in names) for names in self.left)
+        """The shape that the tensor has to have."""
+        return tuple(
+            math.prod(self.axes[name].tensor_size for name in names) for names in self.left
+        )
 
     @functools.cached_property
     def region(self) -> list[tuple[int, int]]:
-        """Returns the region of the array that the tensor fills."""
+        """The region of the array that the tensor fills: of each dimension, its outer axis."""
         region = []
-        for first, *rest in self.right:
-            axis, inner = self.axes[first], math.prod(self.axes[n].array_size for n in rest)
+        for outer, *rest in self.right:
+            axis, inner = self.axes[outer], math.prod(self.axes[name].array_size for name in rest)
             region.append((axis.array_start * inner, (axis.array_start + axis.length) * inner))
         return region
 
@@ -94,36 +107,42 @@ class Placement:
         pairs = zip(self.region, other.region, strict=True)
         return all(first < end and start < last for (first, last), (start, end) in pairs)
 
-    def parts(self, wanted: Region) -> Iterator[Part]:
-        """Finds what a region of the array shares with the tensor, as boxes of the tensor."""
+    def pieces(self, wanted: Region) -> Iterator[Piece]:
+        """Splits what a region of the array shares with the tensor into boxes of the tensor.
+
+        There are several where the region is no range of each axis: of the axes 3 and 4 in one
+        dimension, the elements 2 to 11 are three boxes (`_split`).
+        """
         if self.is_identity:  # as for most tensors: the region is the box
             shape = [end - start for start, end in wanted]
             if 0 not in shape:
                 place = tuple(slice(0, size) for size in shape)
-                yield Part(place, Box(self.tensor_shape, wanted), shape, range(len(shape)))
+                yield Piece(place, Box(self.tensor_shape, wanted), shape, range(len(shape)))
             return
-        ranges: list[list[tuple[slice, Region]]] = []  # of each dimension of the array
+        splits: list[list[_Range]] = []  # for each dimension of the array
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
             lengths = [self.axes[name].length for name in names]
+            # Counted from where the tensor begins in the dimension, then from the wanted region.
             split = _split(max(first, start) - first, min(last, end) - first, lengths)
-            moved = first - start  # from the tensor's part of the dimension to the wanted one
-            ranges.append([(slice(a + moved, b + moved), parts) for a, b, parts in split])
+            splits.append([part.shifted(first - start) for part in split])
         left, right = names_in(self.left), names_in(self.right)
         shared = [name for name in left if name in right]
         order = [shared.index(name) for name in right if name in shared]
         sizes = tuple(self.axes[name].tensor_size for name in left)
-        for chosen in itertools.product(*ranges):
-            inside = dict(zip(right, itertools.chain(*(parts for _, parts in chosen)), strict=True))
+        for parts in itertools.product(*splits):  # a part of each dimension
+            ranges = itertools.chain(*(part.by_axis for part in parts))
+            by_name = dict(zip(right, ranges, strict=True))
             box = []
             for name in left:
-                first, last = inside.get(name, (0, 1))  # an axis of the tensor alone is an index
-                start = self.axes[name].tensor_start
-                box.append((start + first, start + last))
-            lengths = [inside[name][1] - inside[name][0] for name in shared]
-            yield Part(tuple(place for place, _ in chosen), Box(sizes, box), lengths, order)
+                first, last = by_name.get(name, (0, 1))  # an axis of the tensor alone is an index
+                offset = self.axes[name].tensor_start
+                box.append((offset + first, offset + last))
+            place = tuple(slice(part.start, part.stop) for part in parts)
+            lengths = [by_name[name][1] - by_name[name][0] for name in shared]
+            yield Piece(place, Box(sizes, box), lengths, order)
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A box of a tensor, and where its elements are in a region of an array."""
 
     place: tuple[slice, ...]  # in the region
@@ -136,37 +155,49 @@ class Part(NamedTuple):
 
         It is a view, of shape ``lengths``: splitting and transposing dimensions copies nothing.
         """
-        lengths = [self.lengths[axis] for axis in self.order]
+        lengths = [self.lengths[axis] for axis in self.order]  # in the order of the array
         place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
         view: np.ndarray[Any, Any] = region[place].reshape(lengths)
         return view.transpose([self.order.index(axis) for axis in range(len(lengths))])
 
 
-def _split(first: int, last: int, lengths: Sequence[int]) -> list[tuple[int, int, Region]]:
+class _Range(NamedTuple):
+    """A range of a dimension that is a range of each of its axes."""
+
+    start: int
+    stop: int
+    by_axis: Region
+
+    def shifted(self, distance: int) -> _Range:
+        """Returns it where ``distance`` more elements are before it in the dimension."""
+        return self._replace(start=self.start + distance, stop=self.stop + distance)
+
+
+def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
     """Splits a range of a dimension into parts that are a range of each of its axes.
 
-    A dimension of axes of 3 and 4 has the elements 2 to 11 in three parts: those of the first index
-    from 2 on, all of the second one, and those of the last one below 3. Each part is where it
-    begins and ends in the dimension, and the range of each axis.
+    With axes of the ``lengths`` 3 and 4, the elements 2 to 11 are three parts: those of the first
+    index from 2 on, all of the second one, and those of the last one below 3.
     """
     if first >= last:
         return []
     if len(lengths) == 1:
-        return [(first, last, [(first, last)])]
+        return [_Range(first, last, [(first, last)])]
     _, *rest = lengths
-    inner = math.prod(rest)
-    parts: list[tuple[int, int, Region]] = []
+    inner = math.prod(rest)  # the elements of one index of the first axis
+    parts: list[_Range] = []
     while first < last:
         index = first // inner
         if first % inner == 0 and last - first >= inner:  # whole indices
-            stop = last // inner
-            end = stop * inner
-            parts.append((first, end, [(index, stop), *((0, n) for n in rest)]))
+            end_index = last // inner
+            end = end_index * inner
+            parts.append(_Range(first, end, [(index, end_index), *((0, n) for n in rest)]))
         else:  # a part of one index
             begin = index * inner
             end = min(last, begin + inner)
-            for a, b, ranges in _split(first - begin, end - begin, rest):
-                parts.append((begin + a, begin + b, [(index, index + 1), *ranges]))
+            for part in _split(first - begin, end - begin, rest):
+                within_index = part._replace(by_axis=[(index, index + 1), *part.by_axis])
+                parts.append(within_index.shifted(begin))
         first = end
     return parts
 
@@ -177,21 +208,30 @@ def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]
     Both are by axes if all placements split the array alike, since tensors that share a dimension
     by an inner axis fill no range of it; otherwise they are by dimensions.
     """
-    # One list for each placement, of its dimensions, of their axes.
-    axes = [[[p.axes[name] for name in names] for names in p.right] for p in placements]
-    sizes = {tuple(tuple(axis.array_size for axis in dim) for dim in dims) for dims in axes}
-    if len(sizes) > 1:
-        shape = [math.prod(axis.array_size for axis in dim) for dim in axes[0]]
-        return shape, [p.region for p in placements]
-    flat = [list(itertools.chain(*dims)) for dims in axes]
-    regions = [[(x.array_start, x.array_start + x.length) for x in each] for each in flat]
-    return [axis.array_size for axis in flat[0]], regions
+
+    def sizes_of(placement: Placement) -> list[list[int]]:  # of the axes of each dimension
+        return [[placement.axes[x].array_size for x in names] for names in placement.right]
+
+    sizes = sizes_of(placements[0])
+    if any(sizes_of(placement) != sizes for placement in placements):
+        return [*map(math.prod, sizes)], [placement.region for placement in placements]
+    regions = []
+    for placement in placements:
+        axes = [placement.axes[name] for name in names_in(placement.right)]
+        regions.append([(axis.array_start, axis.array_start + axis.length) for axis in axes])
+    return [*itertools.chain(*sizes)], regions
 
 
 def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
     """Describes a part of an array that no placement fills, and one that several do.
 
-    Several are no fault without ``once``. Without placements, the description is empty text.
+    Args:
+      placements: what fills the array.
+      noun: what these are, such as "tensor".
+      once: whether it is a fault if several fill the same part.
+
+    Returns:
+      Ends of lines, such as ``: no tensor for [0:8, 4:8]``; an empty one without placements.
     """
     if not placements:
         return [""]
@@ -199,14 +239,14 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     if len(regions) == 1 and list(regions[0]) == [(0, size) for size in shape]:  # as most are
         return []
     # The edges of all regions divide the array into cells, each of which has one count.
-    edges = [
+    edges = [  # of each dimension
         sorted({0, size, *(edge for region in regions for edge in region[axis])})
         for axis, size in enumerate(shape)
     ]
-    count = np.zeros([len(each) - 1 for each in edges], np.int32)
+    count = np.zeros([len(along) - 1 for along in edges], np.int32)
     for region in regions:
         pairs = zip(edges, region, strict=True)
-        cells = [slice(each.index(first), each.index(last)) for each, (first, last) in pairs]
+        cells = [slice(along.index(first), along.index(last)) for along, (first, last) in pairs]
         count[tuple(cells)] += 1
     if (count == 1).all():
         return []
@@ -216,6 +256,6 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     texts = []
     for what, cells_at_fault in faults.items():
         for index in np.argwhere(cells_at_fault)[:1]:  # one place is enough for a message
-            bounds = (f"{each[i]}:{each[i + 1]}" for each, i in zip(edges, index, strict=True))
+            bounds = (f"{along[i]}:{along[i + 1]}" for along, i in zip(edges, index, strict=True))
             texts.append(f": {what} for [{', '.join(bounds)}]")
     return texts

@@ -36,9 +36,18 @@ def fill_by_rules(
 ) -> Filled:
     """Returns what fills each array, or in reverse each tensor.
 
-    ``arrays`` are the selected ones, and ``everything`` has the paths of all: tensors of others are
-    ignored. ``cast`` allows other dtypes among floats and among integers. A CheckpointError lists
-    all that does not fit, after the line ``head``, which calls it by ``nouns``.
+    Args:
+      head: the first line of an error.
+      rules: what the tensors become.
+      tensors: all tensors, by name.
+      arrays: the arrays that are selected, by path. Tensors of others are ignored.
+      everything: the paths of all arrays.
+      cast: whether dtypes may differ, among floats and among integers.
+      reverse: whether arrays fill tensors.
+      nouns: what the error calls sources and goals.
+
+    Raises:
+      CheckpointError: something does not fit; it lists all of that.
     """
     sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
     source_noun, goal_noun = nouns
@@ -85,8 +94,8 @@ def fill_by_rules(
 class _Pair(NamedTuple):
     """A source and a goal that a rule names together."""
 
-    source: str
-    goal: str
+    source: str  # a name or a path
+    goal: str  # likewise
     placement: Placement | None  # of the tensor in the array; None if there is none
     problem: str  # of their shapes, as a line of the error; empty if they fit
 
@@ -94,7 +103,11 @@ class _Pair(NamedTuple):
 def _place(
     name: str, tensor: AnyArray, target: Target, array: AnyArray
 ) -> tuple[Placement | None, str]:
-    """Places a tensor in an array. Returns the placement and what is wrong with the shapes."""
+    """Places a tensor in an array by a rule.
+
+    Returns:
+      The placement, None if there is none, and what is wrong with the shapes: a line, or empty.
+    """
     line = f"  {name}, shape {tensor.shape}: {target.path}, shape {array.shape}"
     try:
         placement = target.tensor.place(name, target.groups, array.shape)
@@ -107,7 +120,10 @@ def _place(
 def _unknown_names(
     rules: Rules, tensors: Iterable[str], arrays: Collection[str], reverse: bool
 ) -> Iterator[str]:
-    """Describes tensors without a rule, and rules that name no array."""
+    """Yields lines about tensors without a rule, and about rules that name no array.
+
+    ``arrays`` are the paths of all arrays. In ``reverse``, arrays fill tensors.
+    """
     tensors = [*tensors]
     near = suggestions(len(tensors))  # near(name, names): a hint at the name that was meant
     for name in tensors:
@@ -122,7 +138,10 @@ def _unknown_names(
 def _unused_parts(
     pairs: Sequence[_Pair], arrays: Mapping[str, AnyArray], noun: str
 ) -> Iterator[str]:
-    """Describes the arrays of which a part is in no tensor; ``noun`` is the word for those."""
+    """Yields lines about the arrays, by path, of which a part is in no tensor.
+
+    ``noun`` is the word for what the array should be in.
+    """
     misfits = {pair.source for pair in pairs if pair.placement is None}  # listed already
     for path in (path for path in arrays if path not in misfits):
         placed = [x.placement for x in pairs if x.source == path and x.placement is not None]

@@ -127,14 +127,15 @@ class Template(NamedTuple):
 
 
 def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
-    """Returns the template of a name and its numbers."""
+    """Returns the template of a name and its numbers: ``h.3.up`` is ``h.{}.up`` and ``(3,)``."""
     text = _NUMBER.sub(r"\1{}", name)
     return _template(text), tuple(int(number) for _, number in _NUMBER.findall(name))
 
 
 @functools.lru_cache(4096)  # a model has few templates, but each for all layers and experts
 def _template(text: str) -> Template:
-    words, counted = list[str](), list[str]()
+    """Reads what a name with {} for each number means."""
+    words, counters = list[str](), list[str]()
     for segment in re.split(r"[./]|_(?={})", text):
         if segment != "{}":
             words.append(segment)
@@ -142,16 +143,16 @@ def _template(text: str) -> Template:
         container = words[-1] if words else ""
         counter = "layer" if container in _LAYERS else container.removesuffix("s")
         # In T5, `block.3.layer.1` is the second part of a block.
-        counted.append(f"{counter}{len(counted)}" if counter in counted else counter)
+        counters.append(f"{counter}{len(counters)}" if counter in counters else counter)
     kind = _take_kind(words)
     words = [spelled for word in words if (spelled := _spelled(word)) not in _WRAPPERS]
     in_layer = not _LAYERS.isdisjoint(words)
     part = _part(words, _IN_LAYERS if in_layer else _ELSEWHERE)
-    return Template(text, tuple(words), tuple(counted), in_layer, part, kind)
+    return Template(text, tuple(words), tuple(counters), in_layer, part, kind)
 
 
 def _take_kind(words: list[str]) -> str:
-    """Removes the words at the end that only say what kind of array it is."""
+    """Removes the words at the end that only say what kind of array it is; returns the kind."""
     kind = "weight"
     if joined := re.fullmatch(r"(\w+)_(weight|bias)", words[-1]):  # in_proj_bias
         words[-1:] = joined.groups()
@@ -161,6 +162,7 @@ def _take_kind(words: list[str]) -> str:
 
 
 def _spelled(word: str) -> str:
+    """Writes a word as the tables of parts do: ``LayerNorm_1`` is ``norm1``."""
     for pattern, spelling in _SPELLINGS:
         word = re.sub(pattern, spelling, word)
         word = word.lower()
@@ -168,6 +170,7 @@ def _spelled(word: str) -> str:
 
 
 def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
+    """Returns the first part in a table whose pattern the words end like; else the last word."""
     text = ".".join(words)
     for part, pattern in table:
         if re.fullmatch(rf"(.*\.)?({pattern})(_proj|_einsum|_dense|_layer)?", text):
@@ -176,12 +179,16 @@ def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
 
 
 def settled(templates: Sequence[Template]) -> list[Template]:
-    """Returns the templates of one side, with parts whose meaning depends on what else it has."""
+    """Decides parts whose meaning depends on what else there is; ``templates`` are of one side.
+
+    ``mlp.gate`` is a router where there are experts with gates, and else a gate.
+    """
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
     modules = {(t.words[:-1], t.part) for t in templates}
     experts = {(t.part, t.kind) for t in templates if t.is_in_expert}
 
     def has(template: Template, *others: str) -> bool:
+        """Whether layers of the template's half of the model have one of these parts."""
         return any((template.towers, part) in parts for part in others)
 
     result = []
@@ -191,9 +198,8 @@ def settled(templates: Sequence[Template]) -> list[Template]:
             has_others = has(template, "gate", "gate_up") or any(t.is_in_expert for t in templates)
             module = template.words[:-1]
             is_beside_up = (module, "up") in modules and (module, "gate") not in modules
-            part = (
-                "router" if has_others and not (template.is_in_expert or is_beside_up) else "gate"
-            )
+            is_router = has_others and not template.is_in_expert and not is_beside_up
+            part = "router" if is_router else "gate"
         elif part == "gate_up" and template.is_in_expert and (part, "bias") in experts:
             part = GATE_UP_OF_EITHER_ORDER
         elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
@@ -208,23 +214,30 @@ Pairs: TypeAlias = list[tuple[Template, Template]]
 
 
 def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
-    """Pairs tensors and arrays of one role; also returns pairs that are possible among others."""
-    left, right = [*tensors], [*arrays]
+    """Pairs the tensors and the arrays of one role.
+
+    Returns:
+      The pairs that are clear; then, of what is left, all that are possible.
+    """
+    left, right = [*tensors], [*arrays]  # what has no pair yet
     pairs: Pairs = []
 
-    def take(key: Callable[[Template], object]) -> None:
+    def pair_by(key: Callable[[Template], object]) -> None:
+        """Pairs what is the only one with a key on both sides."""
         for value in dict.fromkeys(map(key, left)):
-            ours, others = ([x for x in side if key(x) == value] for side in (left, right))
-            if len(ours) == len(others) == 1:
-                pairs.append((ours[0], others[0]))
-                left.remove(ours[0])
-                right.remove(others[0])
+            tensors_with, arrays_with = (
+                [template for template in side if key(template) == value] for side in (left, right)
+            )
+            if len(tensors_with) == len(arrays_with) == 1:
+                pairs.append((tensors_with[0], arrays_with[0]))
+                left.remove(tensors_with[0])
+                right.remove(arrays_with[0])
 
-    take(lambda x: x.words)
-    take(lambda x: x.context)
+    pair_by(lambda template: template.words)
+    pair_by(lambda template: template.context)
     if len(left) == len(right) == 1 and _are_compatible(left[0], right[0]):
         return [*pairs, (left[0], right[0])], []
-    possible = [x for x in itertools.product(left, right) if _are_compatible(*x)]
+    possible = [pair for pair in itertools.product(left, right) if _are_compatible(*pair)]
     return pairs, possible
 
 

@@ -1,7 +1,13 @@
-"""The rules that users write: where the tensors of a file belong in a model, and how.
+r"""The rules that users write: where the tensors of a file belong in a model, and how.
+
+    pattern of names   r"h\.(\d+)\.up\.weight"
+    rule               Tensor("blocks/{0}/up/kernel", "out in -> in out")
 
 ``Rules.targets`` goes from the name of a tensor to arrays, to load; ``places_of_array`` goes from
-an array to tensors, to save. The second needs patterns that are names with groups.
+an array to tensors, to save. The second needs patterns that are names with *groups*, the parts in
+parentheses, as ``{0}`` in the path is what the first one matched. An *axis* is what dimensions
+consist of: ``(h d)`` is one dimension of two axes. An `Axis` has its size in the tensor and in the
+array, and which part of it both have; a `Placement` has all axes.
 """
 
 from __future__ import annotations
@@ -175,7 +181,10 @@ class Tensor:
         return Placement(name, left, right, axes)
 
     def _known(self, axis: str) -> int | None:
-        """Returns the size of an axis in the array, if it is known without the array."""
+        """Returns the size of an axis in the array, if it is known without the array.
+
+        It is not where the tensor is a part of the array, or one index of it, such as ``{0}``.
+        """
         if axis in self.put or axis.startswith("{"):
             return None
         if axis in self.take:
@@ -184,7 +193,10 @@ class Tensor:
         return self.sizes.get(axis)
 
     def _axis(self, axis: str, size: int, groups: Sequence[str]) -> Axis:
-        """Returns an axis of this size in the array."""
+        """Returns an axis of this size in the array, with the part of it that the tensor fills.
+
+        ``groups`` are what the pattern matched: the index of an axis called ``{0}`` is the first.
+        """
         index = self.put.get(axis)
         if axis.startswith("{"):  # what a group of the pattern matched
             text = groups[int(axis[1:-1])]
@@ -290,63 +302,77 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
 def places_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
     """Returns where the tensors that an array is written to are in it; a ValueError if none are."""
     places: list[Placement] = []
-    kept: list[Placement] = []  # the first of each rule
+    first_of_rules: list[Placement] = []  # of each rule, the place of its first tensor
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
-            placements = list(_written(rules, pattern, tensor, path, shape))
+            placements = list(_places_by_rule(rules, pattern, tensor, path, shape))
             # If the same array can be read from several names, the first is written.
-            if placements and not any(placements[0].overlaps(other) for other in kept):
-                kept.append(placements[0])
+            if placements and not any(placements[0].overlaps(other) for other in first_of_rules):
+                first_of_rules.append(placements[0])
                 places += placements
     if not places:
         raise ValueError("no rule has this path")
     return places
 
 
-def _written(
+def _places_by_rule(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
-    """Finds the places in an array of all tensors that one rule makes of it, by their names."""
+    """Yields the places of all tensors that one rule makes of an array: none if it is of others.
+
+    Args:
+      rules: all rules.
+      pattern: the pattern of the rule, for the names of the tensors.
+      tensor: the rule.
+      path: that of the array.
+      shape: the shape of the array.
+    """
     match = _path_pattern(pattern, tensor.path).fullmatch(path)
     if match is None:
         return
+    # Number of a group in the pattern → what it has to match: from the path, ``{"group0": "3"}``.
     known = {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
+    # A dimension such as ``{1}`` has a tensor for each index: group 1 is each of these.
     # Without as many dimensions as the array has, `place` raises the error.
     dimensions = zip(tensor.sides(len(shape))[1], shape, strict=False)
-    stacked = {int(x[0][1:-1]): size for x, size in dimensions if x[0].startswith("{")}
+    stacked = {int(axes[0][1:-1]): size for axes, size in dimensions if axes[0].startswith("{")}
     for indices in itertools.product(*map(range, stacked.values())):
         groups = known | dict(zip(stacked, map(str, indices), strict=True))
         name = _name(pattern, groups)
         targets = rules.targets(name) or []
-        if not any(t.tensor == tensor and t.path == path for t in targets):
+        if not any(target.tensor == tensor and target.path == path for target in targets):
             raise ValueError(f"its tensor would be {name}, which the rules read into another array")
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
 
 
 @functools.lru_cache(maxsize=1024)  # each rule is compared with each array
 def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
-    """Makes a pattern of the template of paths that a rule gives to what ``pattern`` matches.
+    r"""Makes a pattern for the paths of the arrays that a rule gives to what ``pattern`` matches.
 
-    In ``blocks/{0}/{1}``, each number is the group of the same number of ``pattern``, and at later
-    places what that group matched.
+    Of ``h\.(\d+)\.up`` and the template ``blocks/{0}/up`` it makes ``blocks/(?P<group0>\d+)/up``.
+    A number that comes again has to match the same text.
     """
-    groups_of = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
-    texts = [each[1] for each in groups_of if each]
-    place = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
-    repeated: set[int] = set()
+    groups = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
+    inside = [group[1] for group in groups if group]  # of each group of the pattern: ``\d+``
+    escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+    seen: set[int] = set()
 
-    def group(match: re.Match[str]) -> str:
+    def group_of_number(match: re.Match[str]) -> str:
         number = int(match[1])
-        if number in repeated:
+        if number in seen:
             return f"(?P=group{number})"
-        repeated.add(number)
-        return f"(?P<group{number}>{texts[number] if number < len(texts) else '.+'})"
+        seen.add(number)
+        return f"(?P<group{number}>{inside[number] if number < len(inside) else '.+'})"
 
-    return re.compile(re.sub(r"{(\d+)}", group, place))
+    return re.compile(re.sub(r"{(\d+)}", group_of_number, escaped))
 
 
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
-    """Returns the name that a pattern matches with these groups."""
+    """Returns the name that a pattern matches with these groups, by their numbers.
+
+    Raises:
+      ValueError: the pattern is more than a name with groups, or ``groups`` lacks one.
+    """
     parts = [part for part, *_ in _PART.findall(pattern.pattern) if part]
     is_plain = all(map(_GROUP.fullmatch, parts)) and not _PART.sub("", pattern.pattern)
     if not is_plain or set(groups) != set(range(pattern.groups)):
