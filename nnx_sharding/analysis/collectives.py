@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
-from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
+from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, operands_of, total_bytes
 from .names import folded, operations
 from .opcodes import COLLECTIVES
 from .overlap import Overlap, Scheduled
@@ -48,7 +48,7 @@ from .slices import Placed, Position, groups_between, groups_within, positions_o
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 from .values import Value
-from .work import Work, operands_of
+from .work import Work
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -215,12 +215,13 @@ class Collectives(tuple[Collective, ...], Pictured):
         return self._sums(lambda collective: collective.purpose)
 
     def totals(self) -> dict[tuple[CollectiveKind, MeshAxes], tuple[int, int]]:
-        """Counts instructions and sums the bytes that one device sends, by kind and mesh axes."""
+        """Counts instructions, and sums the bytes that one device sends, by kind and mesh axes."""
         numbers = Counter((collective.kind, collective.axes) for collective in self)
         sent = self._sums(lambda collective: (collective.kind, collective.axes))
         return {key: (number, sent[key]) for key, number in numbers.items()}
 
     def _sums(self, key: Callable[[Collective], K]) -> dict[K, int]:
+        """Sums the bytes that one device sends in one call, by a key of each collective."""
         sums: Counter[K] = Counter()
         for collective in self:
             sums[key(collective)] += collective.total_bytes_sent
@@ -337,7 +338,7 @@ def collectives_of(
         positions=positions_of(mesh) if is_of_slice else {},
         num_devices=module.num_devices,
     )
-    continuations = _continuations(module)
+    continuations = _continuations(module)  # the names of those that others have started
     starts = [f"{kind}-start" for kind in COLLECTIVES]
     found = [
         (computation, _with_operation(instruction, computation, module))
@@ -599,10 +600,11 @@ def _continuations(module: Module) -> set[str]:
     starts: dict[str, str | None] = {}  # name of the collective → its channel
     others: dict[str, str | None] = {}
     for computation in module.computations:
+        # What the compiler writes into the text of the first fusion, and of all of them.
         is_start = any("AsyncCollectiveStart" in op.rest for op in computation.instructions)
         for instruction in computation.instructions:
             if "async_collective_fusion_config" in instruction.rest:
                 channels = starts if is_start else others
                 channels[instruction.name] = instruction.attributes.get("channel_id")
-    started = {*starts.values()}
-    return {name for name, channel in others.items() if channel in started}
+    started_channels = {*starts.values()}
+    return {name for name, channel in others.items() if channel in started_channels}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists, read_groups
@@ -465,3 +465,16 @@ def dims_at(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
             return ()
         shape = shape[i]
     return shape.dims if isinstance(shape, Shape) else ()
+
+
+# The arrays of each operand of an instruction; mostly one.
+Operands: TypeAlias = Sequence[Sequence[Shape]]
+
+
+def operands_of(instruction: Instruction, by_name: Mapping[str, Instruction]) -> Operands:
+    """Returns the arrays of each operand; no array for one that damaged text lacks.
+
+    ``by_name`` are the instructions of the same computation.
+    """
+    makers = map(by_name.get, instruction.operand_names)
+    return [() if maker is None else maker.results for maker in makers]

@@ -57,8 +57,8 @@ class Overlap:
 
     def __init__(self, module: Module):
         self._module = module
-        # By the name of a computation. Each asks for those that the computation calls, so what is
-        # known is kept.
+        # By the name of a computation: what it contains, and the work until each of its
+        # instructions. Each asks for those that the computation calls, so what is known is kept.
         self._contents: Callable[[str], _Contents] = functools.cache(self._contents_of_computation)
         self._work_until: Callable[[str], Sequence[Work]] = functools.cache(self._running_sums)
         instructions = (x for computation in module.computations for x in computation.instructions)
@@ -125,14 +125,15 @@ class Overlap:
         total = self._executed.get(computation, {}).get(instruction.name, Work())
         for callee in instruction.callees:
             if callee in self._executed:  # others are applied to elements, or not taken
-                times = self._module.trip_counts.get(instruction.name, 1)
-                total = total.plus(self._work_until(callee)[-1], times)
+                times = self._module.trip_counts.get(instruction.name, 1)  # of a loop
+                work_until_end = self._work_until(callee)[-1]
+                total = total.plus(work_until_end, times)
         return total
 
     def products_beside(self, collective: Value) -> Independent | None:
         """Counts the matrix products of an iteration that are independent of a collective.
 
-        None if the collective is in no loop.
+        Returns None if the collective is in no loop, or only moves what loops inside start with.
         """
         instruction = self._module.maker(collective)
         body = None if instruction is None else self._body_with_chain(_channel(instruction))

@@ -40,8 +40,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..analysis.flops import elements_in_windows
 from ..analysis.hardware import Hardware
-from ..analysis.work import elements_in_windows
 from ..experimental.context import OverSequence
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule

@@ -1,0 +1,201 @@
+"""The bytes that single instructions read and write; for TPUs, in main memory.
+
+They are those of operands and results. Slices, gathers, and updates and scatters in place count
+what they touch, also in a fusion, as far as nothing else in it uses the operand (`_bytes_read`):
+
+    %y = f32[2,8] dynamic-slice(f32[64,8] %x, …)               reads 64 B of %x, writes 64 B
+    %z = f32[64,8] dynamic-update-slice(f32[64,8] %x, %y, …)   reads 64 B of %y, writes 64 B
+
+From other modules:
+
+    Module        the HLO program. By the name of a computation, ``within`` are its instructions,
+                  ``roots`` the one whose result it returns; ``fused`` is what a fusion runs
+    Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``target`` (what
+                  a custom call calls)
+    Operands      for each operand the shapes of its arrays, mostly one
+    base          an opcode without ``-start`` and ``-done``
+    total_bytes   the bytes of several arrays, without padding
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from .hlo import Module
+from .instructions import Computation, Instruction, Operands, Shape, operands_of, total_bytes
+from .opcodes import SLICES, base
+
+_HOST = 5  # the memory space of the host in layouts, as XLA numbers it
+# How the TPU compiler reads and writes complex and 64-bit numbers, as two arrays of half the width.
+HALVES = {"X64Combine", "X64SplitHigh", "X64SplitLow"}
+
+
+def accessed_bytes(instruction: Instruction, operands: Operands, module: Module) -> int:
+    """Counts the bytes that an operation reads and writes; for TPUs, in main memory.
+
+    ``module`` is the program, ``operands`` are the shapes of what the instruction takes.
+    """
+    if instruction.opcode.endswith(("-done", "-update")):  # the start has counted them
+        return 0
+    opcode = base(instruction.opcode)
+    sizes: Sequence[int | None] = [None] * len(operands)  # None: all of the operand is read
+    if opcode in _READ_PARTS:
+        sizes = _bytes_read(instruction, operands, module)
+    read = sum(
+        counted_bytes(arrays, module, at_most=size)
+        for arrays, size in zip(operands, sizes, strict=False)  # damaged text may lack operands
+    )
+    written = _bytes_written(instruction, operands, module) if opcode != "send" else []
+    # The last result of cuBLAS and cuDNN is memory to work in.
+    is_call = instruction.opcode == "custom-call"
+    if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")):
+        written = written[:-1] or written
+    return read + sum(counted_bytes([shape], module, at_most=size) for shape, size in written)
+
+
+def counted_bytes(shapes: Iterable[Shape], module: Module, at_most: int | None = None) -> int:
+    """Sums the bytes of arrays, for TPUs of those in main memory; no more than ``at_most``.
+
+    Layouts number the main memory of a TPU 0, and its vector memory and the host otherwise.
+    """
+    size = sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
+    return size if at_most is None else min(size, at_most)
+
+
+# Opcodes of operations that may read only a part of an operand.
+_READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
+
+
+def _bytes_read(
+    instruction: Instruction, operands: Operands, module: Module
+) -> Sequence[int | None]:
+    """Counts the bytes that an operation reads of each operand; None for all of it.
+
+    A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
+    """
+    opcode = base(instruction.opcode)
+    count = len(operands)
+    if opcode in SLICES:  # of an array, at indices that are too small to count
+        return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
+    if opcode == "dynamic-update-slice":  # of an array, with another: only the latter is read
+        return [0, None, *[0] * (count - 2)][:count]
+    if opcode == "scatter":  # in place, too: arrays, indices and an update of each array
+        return [*_bytes_read_by_scatter(instruction, operands, module), *[None] * (count // 2 + 1)]
+    if instruction.target in HALVES:
+        return [total_bytes(instruction.results)] * count
+    callee = module.fused(instruction)
+    return [None] * count if callee is None else _bytes_read_by_fusion(callee, count, module)
+
+
+def _bytes_read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
+    """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
+    read = Counter[int]()  # bytes, by the number of the operand
+    whole = set[int]()  # the operands that are read as a whole
+    # Name of an instruction that is an operand, perhaps in another shape → the operand's number.
+    views: dict[str, int] = {}
+    for user in callee.instructions:
+        if user.opcode == "parameter" and user.number is not None:
+            views[user.name] = user.number
+            continue
+        # Position among its own operands → the number of the operand of the fusion.
+        used = {i: views[name] for i, name in enumerate(user.operand_names) if name in views}
+        if not used:
+            continue
+        is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
+        if is_view and not user.is_root:
+            views[user.name] = next(iter(used.values()))
+        elif is_view or base(user.opcode) not in _READ_PARTS:  # it returns or uses all of it
+            whole.update(used.values())
+        else:
+            sizes = _bytes_read(user, operands_of(user, module.within[callee.name]), module)
+            whole.update(operand for i, operand in used.items() if sizes[i] is None)
+            for i, operand in used.items():
+                read[operand] += sizes[i] or 0
+    return [None if operand in whole else read[operand] for operand in range(count)]
+
+
+def _bytes_read_by_scatter(
+    scatter: Instruction, operands: Operands, module: Module
+) -> Sequence[int | None]:
+    """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds.
+
+    Its *combiner* is the computation that it applies to elements of all arrays, then of all
+    updates. One that only assigns uses the latter, and so reads nothing of the arrays.
+    """
+    update_bytes = _update_bytes_of_scatter(operands)
+    combiner = next(map(module.by_name.get, scatter.callees), None)
+    if combiner is None:
+        return update_bytes
+    parameters = {x.name: x.number for x in combiner.instructions if x.number is not None}
+    used = {
+        parameters[name]
+        for instruction in combiner.instructions
+        for name in instruction.operand_names
+        if name in parameters
+    }
+    root = module.roots.get(combiner.name)
+    if root is not None and root.number is not None:  # it returns a parameter as it is
+        used.add(root.number)
+    return [size if number in used else 0 for number, size in enumerate(update_bytes)]
+
+
+def _update_bytes_of_scatter(operands: Operands) -> list[int | None]:
+    """Counts the bytes of the update of each array: operands are n arrays, indices, n updates."""
+    return [total_bytes(arrays) for arrays in operands[len(operands) // 2 + 1 :]]
+
+
+def _is_view(instruction: Instruction, module: Module) -> bool:
+    """Tells whether an operation gives the bytes of its operand another shape."""
+    callee = module.fused(instruction)
+    codes = {inner.opcode for inner in callee.instructions} if callee else {instruction.opcode}
+    return codes <= {"parameter", "bitcast"}
+
+
+def _bytes_written(
+    instruction: Instruction, operands: Operands, module: Module
+) -> list[tuple[Shape, int | None]]:
+    """Returns the arrays that an operation makes, each with the bytes that it writes of it.
+
+    The bytes are None if all of the array is written: only updates in place and scatters, also
+    within a fusion, write a part.
+    """
+    parts: list[int | None] = []  # empty if all of each is written
+    if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
+        parts = [total_bytes(operands[1])]
+    elif instruction.opcode == "scatter":
+        parts = _update_bytes_of_scatter(operands)
+    elif callee := module.fused(instruction):
+        # As much of each result as the instruction in the fusion writes that makes it.
+        inner = module.within[callee.name]
+        root = module.roots.get(callee.name)
+        results: Sequence[str] = ()  # the names of those instructions
+        if root is not None:
+            results = root.operand_names if root.opcode == "tuple" else (root.name,)
+        for name in results:
+            maker = inner.get(name)
+            while maker is not None and maker.opcode == "bitcast":
+                maker = inner.get(maker.operand_names[0])
+            written = (
+                [] if maker is None else _bytes_written(maker, operands_of(maker, inner), module)
+            )
+            parts += [part for _, part in written] or [None]
+    return list(zip(instruction.results, parts or [None] * len(instruction.results), strict=False))
+
+
+def host_bytes(instruction: Instruction, operands: Operands) -> int:
+    """Counts the bytes that a copy, or an update in place, moves between device and host."""
+    # What a start moves is counted at the start.
+    if instruction.opcode.endswith(("-done", "-update")) or not operands:
+        return 0
+    if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
+        target, source = operands[:2]  # an array, and what is written to a part of it
+        moved = total_bytes(source)
+    else:
+        source, target = operands[0], instruction.results
+        moved = total_bytes(target)
+    return moved if _is_on_host(source) != _is_on_host(target) else 0
+
+
+def _is_on_host(shapes: Sequence[Shape]) -> bool:
+    return any(shape.memory_space == _HOST for shape in shapes)

@@ -1,0 +1,328 @@
+"""The flops of single instructions, by the shapes of what they take and make.
+
+A flop is an addition, multiplication or other operation on a pair of real numbers, so that figures
+compare with peak rates, of which a multiply-add is two:
+
+    elementwise   1 for each element, as XLA counts; of complex ones `_COMPLEX` (6 to multiply)
+    product       2·m·k·n (`product_flops`); complex 8·m·k·n
+    window        those on elements, without padding (`elements_in_windows`)
+    fft           5·n·log2(n) for n complex points, half of that for real ones
+    sort          a comparison counts 1; n·log2(n) of them for each row of n
+
+What an instruction *applies* to elements, such as the addition of a ``reduce``, is a computation,
+whose flops are not known here: `applications` says how often it runs.
+
+From other modules:
+
+    Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``callees`` (the
+                  names of the computations that it runs), ``target`` (what a custom call calls) and
+                  ``attributes`` (texts by name)
+    Shape         of one array: dtype and dims
+    Operands      for each operand the shapes of its arrays, mostly one
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .instructions import Instruction, Operands, Shape
+from .opcodes import ELEMENTWISE, PRODUCTS
+
+# Larger windows, or more in one dimension, are not examined one by one, and padding counts.
+_MAX_WINDOWS = 1 << 22
+_MAX_WINDOW = 1 << 30
+
+# Real operations for one of complex numbers: (a + bi)(c + di) is 4 multiplications and 2 additions,
+# a quotient multiplies by the conjugate and divides twice. Others, such as `select`, count 1.
+_COMPLEX = {"add": 2, "subtract": 2, "negate": 2, "multiply": 6, "divide": 11, "abs": 3}
+# Opcodes that compilers expand, or replace by custom calls.
+_UNKNOWN = {"batch-norm-grad", "batch-norm-inference", "batch-norm-training", "cholesky", "scan"}
+_UNKNOWN |= {"scaled-dot", "triangular-solve"}
+_SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
+_CALLBACK = re.compile(r"xla_\w*python_\w*callback")
+# The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
+# one integer for each group.
+_METADATA = "ragged-dot-metadata"
+
+
+def product_flops(instruction: Instruction, operands: Operands) -> int | None:
+    """Counts the flops of a dot, a convolution, or a library's call for one or for attention.
+
+    None for other instructions, and for attention with a mask that depends on values.
+    """
+    if len(operands) < 2 or not instruction.results or not all(operands[:2]):
+        return None
+    lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, instruction.results[0].dims
+    if instruction.opcode == "convolution" or instruction.target.startswith("__cudnn$conv"):
+        # The backward pass has the window of the forward pass.
+        if instruction.target == "__cudnn$convBackwardInput":
+            lhs, result = result, lhs
+        elif instruction.target == "__cudnn$convBackwardFilter":
+            rhs, result = result, rhs
+        return _convolution_flops(instruction, lhs, rhs, result)
+    if instruction.target.startswith("__cudnn$fmha"):
+        config = instruction.attributes.get("backend_config", "")
+        return _attention_flops(config, [shapes[0].dims for shapes in operands if shapes])
+    return _dot_flops(instruction, lhs, result)
+
+
+def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[int]) -> int | None:
+    """Counts the flops of a product, by the shapes of its first operand and its result.
+
+    None if it is no product, or its text is damaged. The dimensions of ``lhs`` that it sums over
+    are an attribute, ``lhs_contracting_dims={1}``; those of a library's product are in its
+    configuration.
+    """
+    summed = instruction.attributes.get("lhs_contracting_dims")
+    if summed is None and instruction.opcode == "custom-call":
+        match = _SUMMED.search(instruction.attributes.get("backend_config", ""))
+        summed = match[1] if match else None
+    if summed is None and instruction.opcode not in PRODUCTS:
+        return None
+    axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
+    if any(axis >= len(lhs) for axis in axes):
+        return None
+    flops = 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
+    return flops * _real_per_complex(instruction)
+
+
+def _real_per_complex(product: Instruction) -> int:
+    """Counts the real multiply-adds for each of a product: 4 of complex numbers."""
+    return 4 if _is_complex(product.results[0]) else 1
+
+
+_SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | None:
+    """Counts the flops of attention in cuDNN, at the positions that its mask leaves.
+
+    Forward there are two products, with keys and with values; backward the scores again, and two
+    products for the gradient of each factor. ``config`` is the text in which XLA configures the
+    call, ``operands`` are the shapes of queries, keys and values.
+    """
+    matches = [pattern.search(config) for pattern in _ATTENTION]
+    scores, mask, window = (match[1] if match else "" for match in matches)
+    if not scores or len(operands) < 3 or not all(operands) or _PAGED in config:
+        return None
+    *batch, queries, keys = (int(size) for size in re.findall(r"\d{1,18}", scores))
+    width = int(window or keys) or keys  # how many keys a query attends to; 0 stands for all
+    # Pairs of a query and a key that the mask leaves.
+    if mask == "CAUSAL":
+        most = min(width, keys)  # of the keys of one query
+        growing = min(queries, most)  # the first queries have 1, 2, 3 … keys
+        positions = growing * (growing + 1) // 2 + (queries - growing) * most
+    elif mask in ("NO_MASK", "ALIBI") and width == keys:
+        positions = queries * keys
+    else:  # a mask that depends on values
+        return None
+    key_width = operands[0][-1]
+    value_width = operands[2][-1]
+    per_position = key_width + value_width
+    if "_grad_gemm" in config:
+        per_position = 3 * key_width + 2 * value_width
+    return 2 * math.prod(batch) * positions * per_position
+
+
+_ATTENTION = [
+    re.compile(pattern)
+    for pattern in (
+        r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]',
+        r'"mask_type":"(\w+)"',
+        r'"sliding_window_length":"?(\d{1,18})',
+    )
+]
+_PAGED = '"is_paged_attention":true'
+
+
+def _convolution_flops(
+    instruction: Instruction, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]
+) -> int | None:
+    """Counts the flops of a convolution, without products with zeros of padding or dilation.
+
+    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output.
+    """
+    labels = _LABELS.fullmatch(instruction.attributes.get("dim_labels", ""))
+    if labels is None:
+        return None
+    # The size of each dimension, by its label: `b01f_01io->b01f` for an image. b is the batch, f
+    # features, i and o those of the kernel, digits are spatial.
+    dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
+    inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
+    window = window_of(instruction)
+    products: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
+    products *= _real_per_complex(instruction)
+    for axis in filter(str.isdigit, kernel):
+        in_window = elements_in_windows(
+            size=inputs.get(axis, 0),
+            kernel=kernel[axis],
+            outputs=outputs.get(axis, 0),
+            **_along(window, int(axis)),
+        )
+        products *= int(in_window.sum())
+    return 2 * products
+
+
+def _along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
+    """Returns what a window is in one dimension, as arguments of :func:`elements_in_windows`."""
+
+    def number(key: str, default: int) -> int:
+        return window[key][axis] if axis < len(window.get(key, ())) else default
+
+    return {
+        "stride": number("stride", 1),
+        "low": number("pad", 0),
+        "dilation": number("lhs_dilate", 1),
+        "spacing": number("rhs_dilate", 1),
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def elements_in_windows(
+    size: int, kernel: int, outputs: int, stride: int, low: int, dilation: int, spacing: int
+) -> np.ndarray:
+    """Counts the elements in each window of a kernel in one dimension, without padding.
+
+    Args:
+      size: the size of the input.
+      kernel: the size of the kernel.
+      outputs: how many windows there are.
+      stride: the distance from window to window.
+      low: the padding before the first element of the input.
+      dilation: the distance of elements of the input, with zeros in between.
+      spacing: the distance of elements of the kernel.
+
+    Returns:
+      The counts, of shape (outputs,).
+    """
+    largest = max(size, kernel, stride, abs(low), dilation, spacing)
+    if outputs > _MAX_WINDOWS or largest > _MAX_WINDOW or min(dilation, spacing) < 1:
+        return np.array([kernel * outputs])
+    # A window begins at `start`, and its element k is at position start + k·spacing: within the
+    # array for k from `first` to `last`. Elements of the array are at multiples of the dilation,
+    # which this is for each `step`-th k, from `offset` on, if at all (`common` divides `start`).
+    start = np.arange(outputs) * stride - low
+    first = np.maximum(0, -(start // spacing))
+    last = np.minimum(kernel - 1, ((size - 1) * dilation - start) // spacing)
+    common = math.gcd(spacing, dilation)
+    step = dilation // common
+    offset = -start // common * pow(spacing // common, -1, step) % step
+    counts = (last - offset) // step - (first - 1 - offset) // step
+    return np.where((start % common == 0) & (last >= first), counts, 0)
+
+
+_LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
+
+
+def window_of(instruction: Instruction) -> dict[str, list[int]]:
+    """Reads the numbers of a window by name; of paddings, which are pairs, the lower one.
+
+    For example, ``{size=3x3 pad=1_1x0_0}`` as ``{"size": [3, 3], "pad": [1, 0]}``.
+    """
+    text = instruction.attributes.get("window", "")
+    return {
+        name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
+        for name, numbers in re.findall(r"(\w+)=([-\dx_]+)", text)
+    }
+
+
+def other_flops(instruction: Instruction, operands: Operands) -> int | None:
+    """Counts the flops of an instruction that is not a product; None if unknown.
+
+    Those of a computation that it applies to elements are not counted here (`applications`).
+    """
+    opcode, results = instruction.opcode, instruction.results
+    elements = num_elements(results)
+    if opcode in ELEMENTWISE:
+        firsts = (arrays[:1] for arrays in operands)
+        is_complex = any(_is_complex(shape) for shapes in (results, *firsts) for shape in shapes)
+        return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
+    if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
+        return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
+    if opcode in ("sort", "topk") or _SORTS.match(instruction.target):
+        # The result of a `topk` has fewer elements than are sorted, so the largest array counts.
+        dims = max([results, *operands], key=num_elements)[0].dims or (1,)
+        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))  # {1}
+        row = dims[int(axis[0]) if axis else -1]
+        return math.prod(dims) * max(row - 1, 0).bit_length()  # log2(row), rounded up
+    if opcode == "fft":
+        return _fft_flops(instruction)
+    # A callback runs on the host.
+    has_no_flops = _CALLBACK.match(instruction.target) or instruction.operation == _METADATA
+    is_unknown = opcode == "custom-call" and not has_no_flops
+    return None if is_unknown or opcode in _UNKNOWN else 0
+
+
+def _fft_flops(fft: Instruction) -> int:
+    """Counts the flops of an FFT over the last dimensions, whose sizes are ``fft_length={n,m}``."""
+    dims = fft.results[0].dims
+    lengths = [int(text) for text in re.findall(r"\d{1,9}", fft.attributes["fft_length"])]
+    rows = math.prod(dims[: len(dims) - len(lengths)])
+    points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
+    is_real = "RFFT" in fft.attributes.get("fft_type", "")
+    return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
+
+
+def _is_complex(shape: Shape) -> bool:
+    return shape.dtype in ("c64", "c128")
+
+
+def applications(instruction: Instruction, operands: Operands) -> list[tuple[str, int]]:
+    """Returns the computations that an instruction applies to elements, and how often.
+
+    A ``reduce`` of 8 numbers to one, for example, applies its addition 7 times.
+    """
+    opcode, callees = instruction.opcode, instruction.callees
+    if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
+        return []
+    first, *others = operands or [()]  # damaged text may have no operands
+    results, last = instruction.results, (others or [first])[-1]
+    if opcode == "select-and-scatter":
+        # Selects one element in each window of the first operand, by its first computation, and
+        # adds an element of the second there, by the other.
+        source = (others or [first])[0]
+        counts = [_joined_in_windows(instruction, first, source), num_elements(source)]
+        return [*zip(callees, counts, strict=False)]
+    if opcode == "reduce":
+        count = max(num_elements(first) - num_elements(results), 0)
+    elif opcode == "reduce-window":
+        count = _joined_in_windows(instruction, first, results)
+    elif opcode == "scatter":
+        count = num_elements(last)  # the last operand is an update
+    else:  # map
+        count = num_elements(results)
+    return [(callee, count) for callee in callees]
+
+
+def _joined_in_windows(
+    instruction: Instruction, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> int:
+    """Counts how often two elements are joined to reduce each window of ``inputs`` to one.
+
+    ``outputs`` has one element for each window. 0 if the text is damaged.
+    """
+    window = window_of(instruction)
+    sizes = window.get("size", [])
+    if not inputs or not outputs or len(sizes) != len(inputs[0].dims):
+        return 0
+    # Windows that cover all elements at any position: a reduction whose result is repeated.
+    if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
+        return num_elements(inputs)
+    elements = 1  # in all windows, without padding
+    windows = 1  # that are not empty
+    for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
+        size, kernel, count = dims
+        in_window = elements_in_windows(size, kernel, count, **_along(window, axis))
+        elements *= int(in_window.sum())
+        windows *= int((in_window > 0).sum())
+    return elements - windows
+
+
+def num_elements(shapes: Sequence[Shape]) -> int:
+    """Counts the elements of the first array; 0 without one."""
+    return math.prod(shapes[0].dims) if shapes else 0
