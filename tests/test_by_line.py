@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from module_programs import PROGRAMS
 from nnx_sharding import jit, stack, tensor_parallel, value_and_grad
 from nnx_sharding.analysis import HARDWARE
-from nnx_sharding.analysis.line_attribution import FROM_PROGRAM, spec_of_shard
+from nnx_sharding.analysis.inferred_specs import FROM_PROGRAM, spec_of_shard
 from nnx_sharding.analysis.measured import measured_seconds
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh

@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec
 
 from .collectives import Collective, axes_text, file_title, users_frame
 from .hlo import Module
+from .inferred_specs import spec_of_shard
 from .instructions import Instruction, dims_at
-from .line_attribution import spec_of_shard
 from .names import module_of, operations
 from .opcodes import MOVING
 from .parameters import shape_text, spec_text

@@ -44,7 +44,7 @@ from .values import Value
 class Place(NamedTuple):
     """The module that something belongs to, and whether it is for the backward pass.
 
-    `line_attribution.py` has a line of code, as ``file:line``, in place of the module.
+    `line_places.py` has a line of code, as ``file:line``, in place of the module.
     """
 
     path: str | None  # empty outside of modules, None if it is unknown
@@ -128,7 +128,7 @@ class PlaceFinder:
             places.append(place)
         return places
 
-    # What `line_attribution.py` replaces, where a place is a line:
+    # What `line_places.py` replaces, where a place is a line:
 
     def _written_place(self, instruction: Instruction) -> Place | None:
         """Reads the place from what the compiler kept of the user's operation.

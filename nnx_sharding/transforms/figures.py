@@ -35,14 +35,9 @@ from ..analysis.collectives import Collective, Collectives, collectives_of, file
 from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
+from ..analysis.inferred_specs import compiled_values, inferred_activations
 from ..analysis.instructions import padded_bytes
-from ..analysis.line_attribution import (
-    MadeValue,
-    compiled_values,
-    inferred_activations,
-    line_table,
-    made_values,
-)
+from ..analysis.line_attribution import line_table
 from ..analysis.measured import Profile, measured_seconds
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
@@ -51,6 +46,7 @@ from ..analysis.program import ProgramReport, describe
 from ..analysis.purposes import inputs_of
 from ..analysis.reasons import Reason
 from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.traced_values import MadeValue, made_values
 from ..analysis.units import bytes_text
 from ..analysis.work import with_loops
 from ..core.outcome import Outcome

@@ -357,7 +357,8 @@ class Traced(Stage):
           >>> table.rows[0].types[0].dtype, table.rows[0].types[0].shape
           ('float32', (4, 16))
         """
-        from ..analysis.line_attribution import made_values, typed_table
+        from ..analysis.line_attribution import typed_table
+        from ..analysis.traced_values import made_values
 
         paths = {call.path for call in self._recorder.calls}
         return typed_table(made_values(self._recorder.traced, paths))

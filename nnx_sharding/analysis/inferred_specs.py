@@ -1,0 +1,222 @@
+"""Infers how the compiler shards values on Auto axes, from the program that it made.
+
+The program before it is partitioned has the sharding of each value. Without it, the shapes on one
+device say how a value is sharded, where mesh axes have different sizes:
+
+    mesh data 2 × model 4     f32[8,64] in the trace, f32[4,16] on one device: P('data', 'model')
+
+A value of the trace and an instruction belong together if they have the same *key*: line, name of
+the operation, pass and module (`OperationKey`).
+
+From other modules:
+
+    MadeValue       a value of the trace; ``why`` is BY_COMPILER if the compiler chose its spec
+    LineFinder      finds the line of each instruction; ``keys`` yields instructions with keys
+    Module          the HLO program, of one device or before it is partitioned
+    read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from ..specs.fitting import axes_of
+from ..specs.paths import enclosing_paths
+from .compiler_shardings import read_sharding
+from .hlo import Module
+from .instructions import Instruction
+from .line_places import LineFinder, OperationKey, line_path
+from .parameters import ActivationRow
+from .traced_values import BY_COMPILER, MadeValue, Shape
+
+FROM_PROGRAM = "specs on Auto axes come from the compiled program"
+
+
+def compiled_values(
+    made: Sequence[MadeValue],
+    modules: Collection[str],
+    module: Module,
+    whole: Module | None,
+    sizes: Mapping[str, int],
+) -> list[MadeValue]:
+    """Completes values whose specs the compiler chose by the specs in the compiled program.
+
+    Args:
+      made: the values of the trace.
+      modules: the paths of the modules that it calls.
+      module: the program for one device, whose shapes mostly say the spec.
+      whole: the program before it is partitioned, which has all specs; None if it is not there.
+      sizes: the sizes of the mesh axes.
+    """
+    finder = LineFinder(whole or module, [value.line for value in made if value.line])
+    keyed = [*finder.keys(modules)]  # (key, instruction)
+    if whole is not None:
+        specs = _written_specs(keyed, sizes)
+    else:
+        specs = _specs_of_shards(made, keyed, sizes)
+    completed = []
+    for value in made:
+        spec = specs.get((_key(value), value.shape))
+        if value.why == BY_COMPILER and spec is not None:
+            value = value._replace(spec=spec, why=FROM_PROGRAM)
+        completed.append(value)
+    return completed
+
+
+# By operation and shape of the whole value; None if it is unknown.
+_Specs: TypeAlias = dict[tuple[OperationKey, Shape], PartitionSpec | None]
+
+
+def _written_specs(
+    keyed: Iterable[tuple[OperationKey, Instruction]], sizes: Mapping[str, int]
+) -> _Specs:
+    """Reads the specs of operations in a program that is not partitioned yet.
+
+    A spec is known if all values of one key and shape have the same. ``keyed`` are instructions,
+    each after the key of its operation; ``sizes`` are those of the mesh axes.
+    """
+    specs: _Specs = {}
+    for key, instruction in keyed:
+        sharding = instruction.attributes.get("sharding")  # as text
+        if sharding is not None and len(instruction.results) == 1:
+            shape = instruction.results[0].dims
+            spec = read_sharding(sharding, len(shape), sizes)
+            if specs.setdefault((key, shape), spec) != spec:
+                specs[key, shape] = None
+    return specs
+
+
+def _specs_of_shards(
+    made: Iterable[MadeValue],
+    keyed: Iterable[tuple[OperationKey, Instruction]],
+    sizes: Mapping[str, int],
+) -> _Specs:
+    """Infers specs from the shapes that operations have in the trace and on one device.
+
+    If an operation has several shapes of one rank, nothing says which shard is of which.
+
+    Args:
+      made: the values of the trace.
+      keyed: the instructions of the program for one device, each after the key of its operation.
+      sizes: the sizes of the mesh axes.
+    """
+    # By the key of the operation and the rank.
+    whole_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)
+    shard_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)
+    for value in made:
+        whole_shapes[_key(value), len(value.shape)].add(value.shape)
+    for key, instruction in keyed:
+        for array in instruction.results:
+            shard_shapes[key, len(array.dims)].add(array.dims)
+    specs: _Specs = {}
+    for (key, rank), shapes in whole_shapes.items():
+        if len(shapes) == len(shard_shapes[key, rank]) == 1:
+            [whole], [shard] = shapes, shard_shapes[key, rank]
+            specs[key, whole] = spec_of_shard(whole, shard, sizes)
+    return specs
+
+
+def inferred_activations(
+    rows: Iterable[ActivationRow], made: Iterable[MadeValue], sizes: Mapping[str, int]
+) -> Iterator[ActivationRow]:
+    """Fills in how activations are sharded in a compiled program, where the compiler chose.
+
+    What a module returns is the last value of its shape that is made within its call.
+
+    Args:
+      rows: the activations.
+      made: the values of the trace, with the specs of the compiled program.
+      sizes: those of the mesh axes.
+    """
+    # Path, dtype and shape → the spec of the last such value that the module makes.
+    last: dict[tuple[str, str, Shape], PartitionSpec | None] = {}
+    for value in made:
+        if value.backward:
+            continue
+        path = value.module or ""
+        for outer in [*enclosing_paths(path), path]:
+            key = outer, value.dtype, value.shape
+            last[key] = _with_constraint(value.spec, last.get(key))
+    for row in rows:
+        spec = last.get((row.path, row.dtype, row.shape))
+        if row.chosen_by == "compiler" and spec is not None:
+            row = _with_spec(row, spec, sizes)
+        yield row
+
+
+def _with_spec(row: ActivationRow, spec: PartitionSpec, sizes: Mapping[str, int]) -> ActivationRow:
+    """Returns the row of an activation that is sharded by an inferred spec."""
+    # By dimension; the last shard may be smaller.
+    counts = [math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions]
+    shard = tuple(-(-n // count) for n, count in zip(row.shape, counts, strict=True))  # rounded up
+    size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
+    return dataclasses.replace(
+        row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by="inferred"
+    )
+
+
+def _with_constraint(
+    spec: PartitionSpec | None, before: PartitionSpec | None
+) -> PartitionSpec | None:
+    """Returns the spec of a value after a constraint.
+
+    Dimensions that the constraint leaves open are as ``before`` it, the spec of the same value.
+    """
+    if spec is None or PartitionSpec.UNCONSTRAINED not in spec.partitions:
+        return spec
+    if before is None or len(before) != len(spec):
+        return None
+    pairs = zip(spec.partitions, before.partitions, strict=True)
+    entries = [old if new is PartitionSpec.UNCONSTRAINED else new for new, old in pairs]
+    return PartitionSpec(*entries)
+
+
+def _key(value: MadeValue) -> OperationKey:
+    """Returns the key of the operation that makes a value."""
+    return OperationKey(line_path(value.line), value.operation, value.backward, value.module)
+
+
+def spec_of_shard(
+    shape: Shape, shard_shape: Shape, sizes: Mapping[str, int], *, any_order: bool = False
+) -> PartitionSpec | None:
+    """Returns the spec with which an array has shards of a shape; None if there is not just one.
+
+    With ``any_order``, axes over one dimension are in the order of the mesh, where shapes do not
+    say it.
+
+    Example:
+      >>> from nnx_sharding.analysis.inferred_specs import spec_of_shard
+      >>> spec_of_shard((8, 64), (4, 16), {"data": 2, "model": 4})
+      P('data', 'model')
+      >>> spec_of_shard((8, 64), (4, 64), {"data": 2, "model": 2}) is None
+      True
+      >>> spec_of_shard((8, 64), (1, 64), {"data": 2, "model": 4}) is None
+      True
+    """
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    # Shapes do not say the order of axes, so that several over one dimension are never clear.
+    choose = itertools.combinations if any_order else itertools.permutations
+    subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
+    counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
+    # For each dimension the axes that divide it into shards of this size; the last may be padded.
+    choices = [
+        [subset for subset, count in counts.items() if -(-whole // count) == part]
+        for whole, part in zip(shape, shard_shape, strict=True)
+    ]
+    possible = []  # specs, as the axes of each dimension
+    for entries in itertools.product(*choices):
+        used = [axis for entry in entries for axis in entry]
+        if len({*used}) == len(used):  # an axis shards one dimension
+            possible.append(entries)
+    if len(possible) != 1:
+        return None
+    # As in a spec: None for no axes, and one axis without a tuple.
+    plain: dict[tuple[str, ...], str | None] = {(): None, **{(axis,): axis for axis in axes}}
+    return PartitionSpec(*(plain.get(entry, entry) for entry in possible[0]))

@@ -1,0 +1,88 @@
+"""Finds the line of the user's code that each instruction of a program is for.
+
+XLA keeps the tracebacks of operations. Only lines that the trace has count, so that the line that
+compiles the program does not. All else is as in `places.py`, where a *place* is a module: an
+instruction that the compiler made has the line of the nearest ones that it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .collectives import Collective
+from .hlo import Module
+from .instructions import Instruction
+from .names import module_of, operations
+from .places import Place, PlaceFinder
+from .traced_values import Line
+
+
+class OperationKey(NamedTuple):
+    """What is the same of an operation in the trace and of the instructions made of it."""
+
+    line: str  # as ``model.py:12``; empty if it is unknown
+    operation: str  # such as ``dot_general``
+    backward: bool
+    module: str | None
+
+
+class LineFinder(PlaceFinder):
+    """Finds the lines of instructions, among those in the trace.
+
+    Attributes:
+      lines: these lines by the path of their place, such as ``model.py:12``.
+    """
+
+    def __init__(self, module: Module, lines: Iterable[Line]):
+        super().__init__(module, module_paths=(), parameter_modules={})
+        self.lines: dict[str, Line] = {line_path(line): line for line in lines}
+        # A line has one place for both passes.
+        self._places_of_lines = {line: Place(path, False) for path, line in self.lines.items()}
+
+    def keys(self, modules: Collection[str]) -> Iterator[tuple[OperationKey, Instruction]]:
+        """Yields the instructions that have a line, each after the key of its operation.
+
+        One that XLA merged of several operations comes with the key of each. ``modules`` are the
+        paths of the user's modules.
+        """
+        for computation in self._module.computations:
+            for instruction in computation.instructions:
+                place = self._written_place(instruction)
+                if place is None:
+                    continue
+                # Such as ``jit(step)/transpose(jvp(model))/up/dot_general``.
+                for name in operations(instruction.operation or ""):
+                    key = OperationKey(
+                        line=place.path or "",
+                        operation=name.rpartition("/")[2],
+                        backward="transpose(" in name,
+                        module=module_of(name, modules),
+                    )
+                    yield key, instruction
+
+    def _written_place(self, instruction: Instruction) -> Place | None:
+        """Reads the line from the traceback of the operation, which the compiler kept."""
+        frames = self._module.source(instruction)
+        known = (self._places_of_lines[x] for x in frames if x in self._places_of_lines)
+        return next(known, None)
+
+    def _recorded_place(self, collective: Collective) -> Place | None:
+        """Finds the line of a collective's ``source``, which may have a part of the file's path.
+
+        Returns None if that is unknown, or not clear.
+        """
+        end = f"/{collective.source}"
+        places = [
+            place for place in self._places_of_lines.values() if f"/{place.path}".endswith(end)
+        ]
+        return places[0] if len(places) == 1 else None
+
+    def _joined(self, paths: Sequence[str]) -> str:
+        """Returns the line of what serves several: the first, which computes what is moved."""
+        return paths[0]
+
+
+def line_path(line: Line | None) -> str:
+    """Writes a line as the path of a place, ``model.py:12``; empty for an unknown one."""
+    return "" if line is None else f"{line[0]}:{line[1]}"

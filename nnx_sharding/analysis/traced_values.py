@@ -1,0 +1,140 @@
+"""The values that a traced function makes: lines of the user's code, types, and specs.
+
+On Explicit axes the types of values have specs. The line of an operation is the innermost frame of
+its traceback that is not in a library. JAX traces a function such as `jnp.where` once for all of
+its callers, so frames outside of the innermost trace belong to the first caller, and an operation
+without a line inside of it has that of the call:
+
+    jit[name=_where]     model.py:10     from the traceback of the call
+      select_n           model.py:10     as there is no user's frame within the trace of _where
+
+From other modules:
+
+    jaxprs_of     the jaxprs inside an equation, such as the body of a loop
+    module_of     the path of the innermost user's module in the name of an operation, or None
+    users_frame   the first of several frames that is not in a library
+    full_spec     a spec with an entry for each dimension
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+
+from .. import _compat
+from .collectives import users_frame
+from .names import module_of
+from .parameters import full_spec
+
+Line: TypeAlias = tuple[str, int]  # file, line
+Shape: TypeAlias = tuple[int, ...]
+
+_UNDER_SHARD_MAP = "specs under shard_map, where each shape is that of one device"
+BY_COMPILER = "specs on Auto axes or without a mesh in the trace, which the compiler chooses"
+
+
+class MadeValue(NamedTuple):
+    """A value of the trace."""
+
+    line: Line | None  # None if no line of the user made it
+    operation: str  # such as ``dot_general``
+    dtype: str
+    shape: Shape
+    spec: PartitionSpec | None
+    why: str | None  # why the spec is unknown, or lacks axes
+    backward: bool
+    module: str | None  # the path of the innermost module
+    times: int  # in one call of the function
+
+
+def made_values(traced: jax.stages.Traced, modules: Collection[str]) -> list[MadeValue]:
+    """Lists what a traced function makes; ``modules`` are the paths of those that it calls."""
+    jaxpr = traced.jaxpr.jaxpr
+    return [*_walk(jaxpr, line_around=None, scope_around="", times=1, modules=modules)]
+
+
+def _walk(
+    jaxpr: Jaxpr, line_around: Line | None, scope_around: str, times: int, modules: Collection[str]
+) -> Iterator[MadeValue]:
+    """Yields the values that a jaxpr makes, with those of the jaxprs inside it.
+
+    Args:
+      jaxpr: the jaxpr.
+      line_around: the user's line that calls it, for equations without a line of their own.
+      scope_around: the name scopes around it, which say the module and the pass.
+      times: how often it runs.
+      modules: the paths of the modules that are called.
+    """
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        avals: list[Any] = [x.aval for x in equation.outvars]
+        line = _line_of(equation) or line_around
+        scope = f"{scope_around}{equation.source_info.name_stack}/"
+        # A kernel works on parts of arrays, which are no values of the program.
+        inner_jaxprs = [] if name == "pallas_call" else [*_compat.jaxprs_of(equation)]
+        runs = times * equation.params["length"] if name == "scan" else times
+        for inner in inner_jaxprs:
+            yield from _walk(inner, line, scope, runs, modules)
+        # What a call returns is made in it, and counted there; a loop stacks that.
+        if any([x.aval for x in inner.outvars] == avals for inner in inner_jaxprs):
+            continue
+        backward, module = "transpose(" in scope, module_of(scope, modules)
+        for aval in avals:
+            if hasattr(aval, "shape"):  # tokens have none
+                spec, why = _spec_of(aval)
+                if name == "sharding_constraint" and why == BY_COMPILER and spec is None:
+                    spec, why = _constrained(equation.params["sharding"], len(aval.shape))
+                yield MadeValue(
+                    line=line,
+                    operation=name,
+                    dtype=str(aval.dtype),
+                    shape=tuple(aval.shape),
+                    spec=spec,
+                    why=why,
+                    backward=backward,
+                    module=module,
+                    times=times,
+                )
+
+
+def _line_of(equation: JaxprEqn) -> Line | None:
+    """Returns the line of an equation within the innermost trace; None without one of the user."""
+    traceback = equation.source_info.traceback
+    frames: list[Any] = [] if traceback is None else traceback.frames  # innermost first
+    inside = itertools.takewhile(lambda x: "trace_to_jaxpr" not in x.function_name, frames)
+    return users_frame((frame.file_name, frame.line_num) for frame in inside)
+
+
+def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
+    """Returns the spec in the type of a traced value, and why it is unknown or lacks axes.
+
+    ``aval`` is the type, of a class of JAX; the reason is None for a spec that is complete.
+    """
+    sharding = getattr(aval, "sharding", None)
+    if not aval.shape:  # a number has no dimension to shard
+        return PartitionSpec() if sharding is None else sharding.spec, None
+    if sharding is None or sharding.mesh.empty:
+        return None, BY_COMPILER
+    sizes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
+    kinds = {kind for kind, size in sizes if size > 1}
+    if AxisType.Manual in kinds:
+        return None, _UNDER_SHARD_MAP
+    why = BY_COMPILER if AxisType.Auto in kinds else None
+    return (None if kinds == {AxisType.Auto} else sharding.spec), why
+
+
+def _constrained(sharding: Sharding, rank: int) -> tuple[PartitionSpec | None, str | None]:
+    """Returns the spec of a constraint on Auto axes, and why it lacks axes, if it does.
+
+    It may leave dimensions to the compiler. ``rank`` is that of the array.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return None, BY_COMPILER
+    spec = full_spec(sharding.spec, rank)
+    is_whole = PartitionSpec.UNCONSTRAINED not in spec.partitions
+    return spec, None if is_whole else BY_COMPILER
