@@ -83,24 +83,22 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
       shape: the shape of the array.
       sizes: the sizes of the axes that can shard heads.
     """
-    matches: list[tuple[bool, Heads]] = []
+    named: list[Heads] = []  # by kernels that are named as projections to keys or values
+    others: list[Heads] = []
     for path, module in modules_in(model):
         tag: Tag | None = _compat.tag_of(module)
         for key, variable in () if tag is None else tag.specs.items():
             is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
-            matches += [
-                (is_named, Heads(dimension, axes))
-                for dimension in range(1, len(shape) - 1)
-                if (axes := _axes_of_heads(variable, shape[dimension], shape[-1], sizes))
-                is not None
-            ]
-    named = [heads for is_named, heads in matches if is_named]
-    found = named or [heads for _, heads in matches]
-    axes = frozenset[AxisName]().union(*(heads.axes for heads in found))
-    if not axes:
+            for dimension in range(1, len(shape) - 1):  # neither the first one nor the features
+                axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
+                if axes is not None:
+                    (named if is_named else others).append(Heads(dimension, axes))
+    found = named or others
+    axes_of_all = frozenset[AxisName]().union(*(heads.axes for heads in found))
+    if not axes_of_all:
         return None
-    [dimension, *others] = {heads.dimension for heads in found}
-    return Heads(None if others else dimension, axes)
+    dimensions = {heads.dimension for heads in found}
+    return Heads(dimensions.pop() if len(dimensions) == 1 else None, axes_of_all)
 
 
 def _axes_of_heads(
@@ -127,14 +125,23 @@ def _axes_of_heads(
 
 
 class _GatheredOutput(NamedTuple):
-    """An output of an outermost module that is gathered."""
+    """An output of an outermost module that is gathered.
+
+    Attributes:
+      name: the expression for the module, such as ``model``.
+      array: the output.
+      over: the axes over which it is gathered, in words.
+      sharded: its spec without the gather; None if it is not known.
+      left: the arrays that left Auto axes in the function that calls the module.
+      at: the file and line where the module is called, for a cache.
+    """
 
     name: str
     array: jax.Array
-    over: str  # the axes over which it is gathered, in words
-    sharded: PartitionSpec | None  # its spec without the gather; None if it is not known
-    left: LeftAutoAxes | None  # of the function that calls the module
-    at: str = ""  # where the module is called, for a cache
+    over: str
+    sharded: PartitionSpec | None
+    left: LeftAutoAxes | None
+    at: str = ""
 
     @property
     def is_result(self) -> bool:
@@ -142,7 +149,10 @@ class _GatheredOutput(NamedTuple):
         return self.left is not None and id(self.array) in self.left.declared
 
     def line(self, place: str = "", *, says_spec: bool = True) -> str:
-        """Returns a line about it: what is gathered, over which axes, where, and what to write."""
+        """Returns a line about it: what is gathered, over which axes, where, and what to write.
+
+        ``place`` is the end of the part before the remedy; without ``says_spec`` there is none.
+        """
         # Only a warning needs `analysis`, which takes long to import.
         from ..analysis.units import bytes_text
 
@@ -152,23 +162,39 @@ class _GatheredOutput(NamedTuple):
         return f"  {self.name}: {kind}, {size}, over {self.over}{place}{remedy}"
 
 
+class _Columns(NamedTuple):
+    """The columns of what a layer returned."""
+
+    number: int
+    axes: frozenset[AxisName]  # that shard them
+
+
+_NO_COLUMNS = _Columns(0, frozenset())
+
+
 class WholeOutputs:
-    """What the outermost modules of a trace returned with fewer axes than their columns have."""
+    """What the outermost modules of a trace returned with fewer axes than their columns have.
+
+    Its private attributes:
+
+        _gathered     outputs that are gathered over axes of their columns
+        _caches       those that are gathered over axes of their heads, by what would declare specs
+        _last_layer   the columns of the layer that ran last
+    """
 
     def __init__(self) -> None:
+        """Starts with none."""
         self._gathered: list[_GatheredOutput] = []
-        # By the text that would declare their specs.
         self._caches: dict[str, list[_GatheredOutput]] = {}
-        # The last layer that ran: how many columns it has, and the axes that shard them.
-        self._last_layer: tuple[int, frozenset[AxisName]] = 0, frozenset()
+        self._last_layer = _NO_COLUMNS
 
     def begin_layer(self) -> None:
         """Forgets the columns of earlier layers, as later arrays do not have them."""
-        self._last_layer = 0, frozenset()
+        self._last_layer = _NO_COLUMNS
 
     def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
-        """Remembers how a layer shards its columns."""
-        self._last_layer = x.shape[-1], frozenset(spec_axes(spec))
+        """Remembers how a layer shards the columns of ``x``, its output."""
+        self._last_layer = _Columns(x.shape[-1], frozenset(spec_axes(spec)))
 
     def add(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
@@ -191,11 +217,11 @@ class WholeOutputs:
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
             return
         axes = column_axes(model, x.shape[-1])
-        columns, axes_of_layer = self._last_layer
-        if columns == x.shape[-1]:
-            axes |= axes_of_layer
+        if self._last_layer.number == x.shape[-1]:
+            axes |= self._last_layer.axes
         axes = axes.difference(spec_axes(spec))  # these still shard it
-        if gathered := sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str):
+        gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
+        if gathered:
             output = _GatheredOutput(
                 name=name,
                 array=x,
@@ -212,19 +238,19 @@ class WholeOutputs:
 
         The arguments are those of :meth:`add`.
         """
-        match = sharded_heads(frame.module, x.shape, sizes)
+        heads = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
-        if match is None or not match.axes.isdisjoint(spec_axes(spec)):
+        if heads is None or not heads.axes.isdisjoint(spec_axes(spec)):  # none, or still sharded
             return False
-        names = sorted(match.axes, key=str)
-        sharded = None
-        if match.dimension is not None:
+        names = sorted(heads.axes, key=str)
+        sharded = None  # the spec to write, if it is clear which dimension is that of heads
+        if heads.dimension is not None:
             entries = [*pad_entries(spec, x.ndim)]
-            batch = pad_entries(jax.typeof(first).sharding.spec, first.ndim)[0]
+            batch_entry = pad_entries(jax.typeof(first).sharding.spec, first.ndim)[0]
             # A cache of stacked layers, (layers, batch, …), has not the batch in front.
-            if first.shape[0] in x.shape[: match.dimension] and not any(entries):
-                entries[x.shape.index(first.shape[0])] = batch
-            entries[match.dimension] = entry_of(names)
+            if first.shape[0] in x.shape[: heads.dimension] and not any(entries):
+                entries[x.shape.index(first.shape[0])] = batch_entry
+            entries[heads.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
         pattern, method = exact_path(frame.tag.path), frame.method
         declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"

@@ -266,21 +266,15 @@ def retype_all(
         An array without a mesh, or with one of other axes, is then returned unchanged.
     """
     wanted = mesh.abstract_mesh
-    explicit = axes_of_type(mesh, AxisType.Explicit)
     new = [*leaves]
     targets: dict[int, NamedSharding] = {}  # by the position of the array
     for i, spec in enumerate([None] * len(new) if specs is None else specs):
         present = type_mesh(new[i])
         if spec is None:
+            # To keep its spec, an array has to be on other types of the same axes.
             if present is None or present == wanted or present.axis_names != mesh.axis_names:
                 continue
-            present_spec = jax.typeof(new[i]).sharding.spec
-            if not explicit.issuperset(present_spec.reduced):
-                # JAX counts some gradients of what is reduced over Auto axes once per device, so
-                # the array is no longer reduced over axes that become Auto.
-                less_reduced = with_reduced(present_spec, present_spec.reduced & explicit)
-                new[i] = jax.sharding.reshard(new[i], NamedSharding(present, less_reduced))
-            spec = keep_axes(present_spec, explicit)
+            new[i], spec = _with_kept_spec(new[i], mesh)
         elif present == wanted:
             padded = with_entries(spec, pad_entries(spec, new[i].ndim))  # as types have their specs
             if jax.typeof(new[i]).sharding.spec == padded:
@@ -293,3 +287,18 @@ def retype_all(
         for i, array in zip(targets, arrays, strict=True):
             new[i] = array
     return new
+
+
+def _with_kept_spec(x: jax.Array, mesh: Mesh | AbstractMesh) -> tuple[jax.Array, PartitionSpec]:
+    """Returns an array, and its spec over the axes that are Explicit on a mesh with other types.
+
+    It is the array itself, unless it is *reduced* over axes that are Auto there: gradients of such
+    arrays are sums over these axes, and JAX counts some of them once per device. So it gets a type
+    without that before it goes to the mesh.
+    """
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    present: NamedSharding = jax.typeof(x).sharding
+    if not explicit.issuperset(present.spec.reduced):
+        less_reduced = with_reduced(present.spec, present.spec.reduced & explicit)
+        x = jax.sharding.reshard(x, NamedSharding(present.mesh, less_reduced))
+    return x, keep_axes(present.spec, explicit)

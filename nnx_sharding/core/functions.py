@@ -10,7 +10,6 @@ import contextlib
 import dis
 import functools
 import inspect
-import itertools
 import traceback
 import types
 import weakref
@@ -266,10 +265,17 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
 
 
 def _refused_objects(error: Exception) -> set[int]:
-    """Returns the ids of objects that could not be changed: in our error, else in Flax's."""
+    """Returns the ids of the objects that a function could not change.
+
+    Our own error has them as an attribute. Flax raises its error in a method of the object, which
+    is then the ``self`` of the innermost frame that has a module or Variable there.
+    """
     objects = vars(error).get("objects")
-    if objects is None:  # Flax raises in a method of the object
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        selves = (frame.f_locals.get("self") for frame in reversed(frames))
-        objects = [*itertools.islice(filter(_compat.is_graph_object, selves), 1)]  # the innermost
-    return {*map(id, objects)}
+    if objects is not None:
+        return set(map(id, objects))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        obj = frame.f_locals.get("self")
+        if _compat.is_graph_object(obj):
+            return {id(obj)}
+    return set()

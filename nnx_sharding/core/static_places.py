@@ -76,10 +76,10 @@ def check_static_places(
     """
     uncopied = not_copied(structure)
     has_hidden = any(map(_is_hidden, structure.identities()))
-    has_arrays = any(structure.slots[index] for index in uncopied)
+    uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
     static_arguments = zip(statics, structure.statics, strict=True)
     starts = [_Place(name, child, in_argument=True) for name, child in static_arguments]
-    if has_hidden or has_arrays:  # rarely; only then, the dynamic arguments are searched as well
+    if has_hidden or uncopied_have_arrays:  # rarely; only then, dynamic arguments are searched, too
         starts += [_Place(name, child, in_argument=False) for name, child in arguments]
     raise_listed(
         ValueError,
@@ -125,22 +125,25 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield f"  {place.expression}: {type(child.value).__name__} with arrays"
-            elif place.in_argument:
+            elif place.in_argument:  # in an attribute, an array is compared by value
                 yield from _arrays_in(place.expression, child.value)
         elif isinstance(child, Container | StaticObject):
             below = _places_below(place, child, in_uncopied=place.in_uncopied)
         elif isinstance(child, int):
             entry = structure.entries[child]
-            if place.in_uncopied and not isinstance(entry, StaticObject):
-                # A module in an object that is not copied would be the caller's own.
-                objects = _reachable(structure, [child])  # it and all that it holds
-                has_arrays = any(structure.slots[index] for index in objects)
-                if entry is not None and has_arrays:
+            if place.in_uncopied and entry is not None and not isinstance(entry, StaticObject):
+                # It would be the caller's own, as what holds it is not copied.
+                if _has_arrays(structure, child):
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
                 seen.add((child, place.in_argument))
                 below = _places_below(place, entry, in_uncopied=child in uncopied)
         pending += reversed(below)  # it is popped from its end: lines come in the order of places
+
+
+def _has_arrays(structure: Structure, index: int) -> bool:
+    """Whether an object, or what it holds at any depth, has arrays."""
+    return any(structure.slots[reached] for reached in _reachable(structure, [index]))
 
 
 def _places_below(
@@ -171,7 +174,8 @@ def _places_below(
 def _arrays_in(place: str, value: object) -> Iterator[str]:
     """Yields a line of a message for each array in what is compared by value.
 
-    ``place`` is the expression for the value.
+    That is an array, or a tuple, frozenset or dataclass, at any depth. ``place`` is the expression
+    for the value.
     """
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
