@@ -212,7 +212,16 @@ def in_call(frame: Frame) -> Iterator[Frame]:
 
 
 class Recorder:
-    """Traces a function once more, to record the calls of modules in it. It holds no arrays."""
+    """Traces a function once more, to record the calls of modules in it. It holds no arrays.
+
+    Its private attributes:
+
+        _fun, _plan    the user's function, and the plan of the call
+        _mesh          the mesh in context at the call; the trace may be made under another one
+        _objects       the static objects of the arguments, by index; None for all others
+        _identities    what the structure holds weakly, kept alive
+        _types         the type of each array, and its sharding if it is committed
+    """
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Arrays):
         """Keeps what a later trace needs: types and static objects, but no arrays and no models.
@@ -224,13 +233,11 @@ class Recorder:
           leaves: its arrays, with the declared shardings.
         """
         self._fun, self._plan = fun, plan
-        # The trace is made later, perhaps under another mesh.
         mesh = _compat.context_mesh()
         self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
         # A trace makes its own modules and Variables, and asks the caller only for static objects.
         static = {*flat.structure.static_indices()}
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
-        # Kept alive, as the structure holds them weakly.
         self._identities = [static.value for static in flat.structure.identities()]
         self._types: list[tuple[Any, jax.sharding.Sharding | None]] = []
         for leaf in leaves:

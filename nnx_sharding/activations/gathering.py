@@ -115,13 +115,14 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
       shape: the shape of the array.
       inner: the shape of the slice.
     """
-    # Each choice is the dimensions of the array that the slice may have kept.
+    # The dimensions of the array that the slice may have kept, in all ways that fit its shape.
     choices = [
         kept
         for kept in itertools.combinations(range(len(shape)), len(inner))
         if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
     ]
+    # Their entries; first for the choice that keeps the last dimensions, so removes leading ones.
     specs = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
-    # Of equally many sharded dimensions, `max` takes the first: that which keeps the last ones.
+    # That with the most sharded dimensions; the first one of several.
     most_sharded = max(specs, key=lambda entries: sum(map(bool, entries)), default=())
     return PartitionSpec(*most_sharded)

@@ -68,13 +68,22 @@ _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 
 
 class Known(dict[int, tuple[Path, object]]):
-    """The modules known to a surrounding ``remat`` with filters: by id, path and module."""
+    """The modules known to a surrounding ``remat`` with filters: (path, module) by the id.
+
+    ``trace`` stands for this object in keys of JAX, which outlive the modules.
+    """
 
     def __init__(self, modules: Mapping[int, tuple[Path, object]]):
         super().__init__(modules)
-        self.trace = object()  # stands for this object in keys of JAX, which outlive the modules
+        self.trace = object()
+
+    def path_of(self, module: object) -> Path | None:
+        """Returns the path by which a module is known; None for any other object."""
+        known = self.get(id(module))
+        return None if known is None else known[0]
 
 
+# One for each ``remat`` with filters around the current trace.
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
@@ -88,10 +97,8 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
       objects: the objects among the arguments of the function.
     """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    paths = tuple(
-        (modules.trace, *(modules.get(id(x), (None,))[0] for x in objects))
-        for modules in KNOWN.get()
-    )
+    # For each ``remat``: what stands for it, then the path of each object in it.
+    paths = tuple((known.trace, *map(known.path_of, objects)) for known in KNOWN.get())
     if not paths and not any(tags):
         return contextlib.nullcontext()
     key = _KEYS.get((tags, paths))
@@ -111,5 +118,6 @@ def pass_paths(caller: Caller, unflattened: Unflattened) -> None:
     """Makes the modules of an inner trace known by the paths that a surrounding ``remat`` knows."""
     for known in KNOWN.get():
         for old, new in zip(caller.objects, unflattened.objects, strict=True):
-            if id(old) in known:
-                known[id(new)] = known[id(old)][0], new
+            path = known.path_of(old)
+            if path is not None:
+                known[id(new)] = path, new

@@ -52,15 +52,20 @@ class LeftAutoAxes:
     the function does with it: whole in the dimensions of columns, as JAX refuses many operations on
     sharded ones. If the function only returns it, that type would gather what the declared sharding
     divides again. So a result goes to its declared sharding from the Auto axes.
+
+    Attributes:
+      declared: the ids of the arrays that are results with a declared sharding.
+
+    By the id of the array that left, ``_pairs`` has it with the one on Auto axes, and ``_notes``
+    what is called with its declared sharding. Ids, as tracers have no hash.
     """
 
     def __init__(self) -> None:
         """Starts with no arrays, in the current trace."""
         self._trace = _compat.current_trace()
-        # By the id of the typed array, as tracers have no hash.
         self._pairs: dict[int, _Left] = {}
-        self.declared = set[int]()  # the ids of those that are results with a declared sharding
-        self._notes: dict[int, list[Callable[[NamedSharding], None]]] = {}  # by the same ids
+        self.declared = set[int]()
+        self._notes: dict[int, list[Callable[[NamedSharding], None]]] = {}
 
     def add(self, typed: jax.Array, inside: jax.Array) -> None:
         """Records an array: as it is outside, and as it is still on Auto axes.
@@ -91,7 +96,9 @@ class LeftAutoAxes:
             mesh = type_mesh(typed)
             spec, declared_mesh = spec_and_mesh(declared, mesh) or (PartitionSpec(), mesh)
             has_same_axes = declared_mesh.axis_names == mesh.axis_names
-            if has_same_axes and not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec:
+            # Neither what is left to the compiler nor an unreduced sum is a type for ``inside``.
+            is_type = not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec
+            if has_same_axes and is_type:
                 self.declared.add(id(typed))
                 explicit = axes_of_type(mesh, AxisType.Explicit)
                 leaves[slot] = retype(inside, mesh, keep_axes(spec, explicit))
@@ -156,6 +163,13 @@ class AxisTypeChange(NamedTuple):
         return cls(outer, outer.update_axis_types(changed)) if changed else None
 
 
+class LeavingArrays(NamedTuple):
+    """The arrays of a result, on their way out of a call under other axis types."""
+
+    arrays: list[Any]  # by slot, with the types outside of the call where these are known
+    untyped: dict[int, Any]  # the others, by slot, which still have the types of the call
+
+
 class RetypedArrays(NamedTuple):
     """The arrays that go into a call, before and during it.
 
@@ -187,7 +201,7 @@ class RetypedArrays(NamedTuple):
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self.change.inner)
 
-    def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
+    def leave(self, before: Structure, after: Flat) -> LeavingArrays:
         """Gives the arrays of a result the axis types that they have outside of the call.
 
         That is possible where the sharding over Explicit axes is known. An unchanged array is the
@@ -197,9 +211,6 @@ class RetypedArrays(NamedTuple):
         Args:
           before: the structure of the arguments.
           after: the graph after the call, with the same objects first.
-
-        Returns:
-          All arrays, and, by slot, those that still have the types of the call.
         """
         assert self.change is not None
         outer, inner = self.change
@@ -209,9 +220,10 @@ class RetypedArrays(NamedTuple):
         untyped: dict[int, Any] = {
             slot: array for slot, array in enumerate(arrays) if type_mesh(array) == inner
         }
+        # The specs over Explicit axes that are known, by slot: of scalars, then of old objects.
         specs = {slot: PartitionSpec() for slot, array in untyped.items() if not array.ndim}
-        # An object may hold other arrays than before: only as many can be the same attributes.
         for old_slots, slots in zip(before.slots, after.structure.slots, strict=False):
+            # With as many arrays as before, an object has a new one in the place of each old one.
             if len(old_slots) == len(slots):
                 old_specs = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
                 specs.update(zip(slots, old_specs, strict=True))
@@ -224,7 +236,7 @@ class RetypedArrays(NamedTuple):
         typed = retype_all([untyped.pop(slot) for slot in known], outer, [*known.values()])
         for slot, array in zip(known, typed, strict=True):
             arrays[slot] = array
-        return arrays, untyped
+        return LeavingArrays(arrays, untyped)
 
     def leave_with_specs(
         self,

@@ -99,6 +99,10 @@ class Parameters:
       positional, keyword_only, by_keyword: the names of such parameters.
       var_positional, var_keyword: those of ``*args`` and ``**kwargs``, or None.
       static, donated: the parameters with these roles.
+
+    ``_unbound`` has, by the user's positions, the name of each parameter that may also be passed by
+    keyword, and None for others. ``_from_call`` says whether negative positions can only be
+    understood when the number of arguments is known.
     """
 
     def __init__(
@@ -120,7 +124,6 @@ class Parameters:
         self.var_positional = next(iter(names_of(kinds.VAR_POSITIONAL)), None)
         self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
         self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
-        # By position: the name of a parameter that may also be passed by keyword; None for others.
         names = [
             parameter.name if parameter.kind is kinds.POSITIONAL_OR_KEYWORD else None
             for parameter in parameters

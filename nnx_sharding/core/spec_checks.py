@@ -130,12 +130,16 @@ def fit_specs(
       on_indivisible: options with priority over that of the transform, by slot.
       outputs: whether the arrays are results.
       before: the old shapes of results that are updates, by slot.
+
+    Raises:
+      ValueError: for all specs that do not fit and are not to be corrected.
     """
     result = list(specs)
     if not isinstance(transform, Sharded):
         return result
     arrays = "results" if outputs else "arrays"
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
+    # A ``Fit`` has the spec that is left (``sharding``), its ``problems`` and ``corrections``.
     mismatches: list[tuple[Fit, str]] = []  # each with its line for the error
     corrected: list[str] = []  # lines for the warning
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
