@@ -349,8 +349,15 @@ def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> Non
     )
 
 
-def _results(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
-    """Returns the ids of arrays in a result: with a declared sharding, and without one.
+class _ResultIds(NamedTuple):
+    """The ids of the arrays that a function returns."""
+
+    declared: set[int]  # of those with a declared sharding
+    undeclared: set[int]
+
+
+def _results(transform: Sharded, result: object) -> _ResultIds:
+    """Returns the ids of the arrays in a result, by whether a sharding is declared for them.
 
     Where specs are not shardings over Explicit axes, as in a ``shard_map``, all count as declared.
     """
@@ -363,12 +370,12 @@ def _results(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
     try:
         parts = treedef.flatten_up_to(result)  # type: ignore[attr-defined]
     except ValueError:  # another structure, which is an error later
-        return {id(x) for x in flatten(result).leaves}, set()
-    declared, undeclared = set[int](), set[int]()
+        return _ResultIds({id(x) for x in flatten(result).leaves}, set())
+    results = _ResultIds(set(), set())
     for spec, part in zip(prefix, parts, strict=True):
-        ids = undeclared if spec is None else declared
+        ids = results.undeclared if spec is None else results.declared
         ids.update(id(x) for x in flatten(part).leaves)
-    return declared, undeclared
+    return results
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:

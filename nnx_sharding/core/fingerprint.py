@@ -105,7 +105,7 @@ def values_in(structure: Structure) -> list[Any]:
     changes, such as numbers and the classes of Flax. ``structure`` describes the arguments: an
     entry for each object, whose children are static values, containers and other objects.
     """
-    values: dict[int, Any] = {}  # by id: values need no hash, and each counts once
+    values: dict[int, Any] = {}  # by id: they need not be hashable, and each counts once
     pending: list[Child] = [structure.root, *structure.statics]
     for entry in structure.entries:
         if entry is not None:

@@ -182,7 +182,8 @@ def _call_function(
     no_arrays = iter(())  # static arguments hold none
     statics = [assemble(child, no_arrays, unflattened.objects) for child in plan.structure.statics]
     args, kwargs = join_call(plan.signature, statics, unflattened.root)
-    # The batch is also sharded over the mesh axes that the types of its arrays name in a trace.
+    # ``plan.batch_axes`` are those of declared shardings. In a trace, the types of the arrays of
+    # the batch may name further ones, which the plan that modules see gets as well.
     batch_types = [jax.typeof(arrays.leaves[slot]) for slot in plan.batch_slots]
     shardings = [getattr(array_type, "sharding", None) for array_type in batch_types]
     batch_axes = plan.batch_axes | first_axes(shardings, plan.transform.context)

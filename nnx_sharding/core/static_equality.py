@@ -294,7 +294,7 @@ def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
     return open_object(value) if is_builtin(cls) or has_state(cls) else None
 
 
-def opened(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
+def open_static(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
     """Returns the parts of an object compared by content; then a pair of its kind and their number.
 
     A guard compares the pair before it reads the parts.

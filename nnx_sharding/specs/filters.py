@@ -244,9 +244,8 @@ class PathGlob(PathPattern):
         regex = ""
         slash = ""  # what comes before the next key: nothing before the first one
         for key in self.pattern.removesuffix("$").split("/"):
-            if (
-                key == "**"
-            ):  # any keys with their slashes: after those before it, or else after each
+            # Any keys with their slashes, which are before each key; at the beginning after each.
+            if key == "**":
                 regex += "(?:/.*)?" if slash else "(?:.*/)?"
             elif not key or "**" in key:
                 raise ValueError(f"{self!r}: write keys and `**` like a/b/**/c.")

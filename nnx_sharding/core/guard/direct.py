@@ -37,15 +37,15 @@ def guarded(function: F) -> F:
     from . import _native
 
     _native.set_up(
-        is_ready=_is_ready,
-        caller=CALLER,
-        held=deferred_handlers,
-        settle=_settle,
-        complete=_complete,
-        is_bounded=is_bounded,
-        wait=wait,
+        is_ready=_is_ready,  # whether a guarded call may start
+        caller=CALLER,  # where it leaves what a trace needs to know
+        held=deferred_handlers,  # not empty while signals are deferred
+        settle=_settle,  # ends that
+        complete=_complete,  # writes back what the extension cannot
+        is_bounded=is_bounded,  # whether only so many programs may be in flight:
         limit=MAX_IN_FLIGHT,
-        direct_mark=DIRECT,
+        wait=wait,
+        direct_mark=DIRECT,  # the attribute of programs that run no Python code
     )
     call: Any = _native.call
     return call  # type: ignore[no-any-return]

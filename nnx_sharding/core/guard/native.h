@@ -9,9 +9,9 @@
 #include <stdint.h>
 #include <structmember.h>
 
-/* Names are listed once, as macros, from which enums and texts are made. walk.py compares the first
- * four lists with its own when it is imported, so an old extension is not loaded. A slot is where
- * CPython or Flax stores something in an object. */
+/* Names are listed once, as macros, from which enums and texts are made. native.py compares the
+ * first four lists with its own when it is imported, so an old extension is not loaded. A slot is
+ * where CPython or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(TREEDEF) X(LEAVES)
 #define OPCODES(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
 #define STEP(X) X(opcode) X(position) X(start)
@@ -19,7 +19,7 @@
     X(ids) X(first) X(traces) X(leaves) X(objects) X(num_arguments)
 #define GUARD(X) X(walk) X(names) X(plan) X(key) X(donates) X(context_of) X(context) X(slots) \
     X(shardings) X(avals) X(known) X(references) X(execute)
-/* What the extension calls: functions and objects that walk.py and direct.py pass to `set_up`. */
+/* What the extension calls: functions and objects that native.py and direct.py pass to `set_up`. */
 #define HOOKS(X) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
     X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) X(limit) \
     X(direct_mark)

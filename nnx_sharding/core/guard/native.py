@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from ... import _compat
-from ..static_equality import opened as open_static
+from ..static_equality import open_static
 from .guard import Guard
 from .recipe import Opcode, Recipe, Step
 from .walk import PythonWalk, Walk, open_tree, same_value

@@ -177,7 +177,10 @@ class Guards:
         return self._match(key, templates.guards, arguments)
 
     def _move_to_front(self, guards: _GuardList, guard: Guard) -> None:
-        """Makes a guard that held the first one to be tried, also by the extension."""
+        """Makes a guard that held the first one to be tried, also by the extension.
+
+        From then on it has what runs the program, which the extension needs.
+        """
         ready = guard
         if guard.execute is None and not self._infers_specs:
             ready = guard._replace(execute=self._execute(guard.plan))

@@ -20,8 +20,7 @@ import numpy as np
 from flax import nnx
 
 from ... import _compat
-from ..static_equality import opened as open_static
-from ..static_equality import value_key
+from ..static_equality import open_static, value_key
 from ..treedefs import PyTreeDef, aux_of
 from ..unflatten import items_getter
 from .recipe import Opcode, Recipe, unpack_int32
