@@ -20,11 +20,24 @@ from nnx_sharding import (
     explain_retraces,
     jit,
     shard_map,
+    stack,
     tensor_parallel,
     value_and_grad,
 )
+from nnx_sharding.experimental import all_to_all_attention, ring_attention
 from nnx_sharding.export import export
-from zoo import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
+from nnx_sharding.partition import pipeline
+from zoo import (
+    MLP,
+    Counter,
+    P,
+    assert_close,
+    assert_same,
+    assert_same_state,
+    mesh_of,
+    mlp_specs,
+    normal,
+)
 
 # A list that a function appends to would be something that it reaches, and that changes.
 TRACES = logging.getLogger("traces")
@@ -49,6 +62,38 @@ def state_of(model):
 
 
 STATE_SPECS = {"up": P(None, "model"), "down": P("model", None)}
+
+
+class Attention(nnx.Module):
+    def __init__(self, attention):
+        function = functools.partial(attention, axis="other")
+        self.attention = nnx.MultiHeadAttention(
+            4, 16, attention_fn=function, decode=False, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, x):
+        return x + self.attention(x)
+
+
+def with_inner_map(model, x):
+    @shard_map(in_specs=P(), out_specs=P(), axis_names={"other"}, check_vma=False)
+    def inner(x):
+        return jnp.sin(x)
+
+    return inner(model(x))
+
+
+def forward(model, x):
+    return model(x)
+
+
+# Models that map over the axis "other" without checking what varies, and how they are called.
+MAPPING = {
+    "shard_map": (lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), with_inner_map),
+    "ring_attention": (lambda: Attention(ring_attention), forward),
+    "all_to_all_attention": (lambda: Attention(all_to_all_attention), forward),
+    "pipeline": (lambda: stack(nnx.Linear, 4, 16, 16, rngs=nnx.Rngs(0)), forward),
+}
 
 
 class EqualToJaxTest(parameterized.TestCase):
@@ -763,6 +808,36 @@ class NestingTest(parameterized.TestCase):
                 compiled = jax.jit(jax.value_and_grad(loss)).lower(x).compile()
             flops.append(compiled.cost_analysis()["flops"])
         assert flops[0] == flops[1]
+
+    @parameterized.product(name=[*MAPPING], kind=["auto", "explicit"])
+    def test_within_a_map_that_checks_what_varies(self, name, kind):
+        """JAX forgets what varies in a map without check_vma: its gradients would be wrong."""
+        mesh = mesh_of((2, 4), ("data", "other"), kind)
+        make, call = MAPPING[name]
+        model, x = make(), np.asarray(normal(1, 8, 8, 16))
+        rows = P("data", "other") if name.endswith("attention") else P("data")
+        sharding = (
+            pipeline(model, mesh=mesh, axis="other", microbatches=2) if name == "pipeline" else P()
+        )
+
+        def mean_square(model, x):
+            return (call(model, x) ** 2).mean()
+
+        def gradients(check_vma):
+            @shard_map(
+                in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=check_vma
+            )
+            def loss(model, x):
+                return jax.lax.pmean(mean_square(model, x), "data")
+
+            gradient = value_and_grad(loss)
+            return jit(lambda *a: gradient(*a), mesh=mesh, in_shardings=(sharding, rows))(model, x)
+
+        with self.assertRaisesRegex(ValueError, "check_vma=False"):
+            gradients(check_vma=True)
+        with jax.set_mesh(mesh_of((1, 1), ("data", "other"), kind)):
+            expected = jax.device_get(jit(value_and_grad(mean_square))(model, x))
+        assert_close(jax.device_get(gradients(check_vma=False)), expected, atol=1e-5)
 
     def test_update_in_the_inner_one(self):
         mesh = mesh_of((2, 4), ("data", "model"))

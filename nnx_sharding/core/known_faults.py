@@ -1,4 +1,4 @@
-"""Operations in a traced program that XLA is known to compute wrong: dodged, or warned about.
+"""What JAX or XLA is known to compute wrong: dodged, warned about, or refused.
 
 From other modules:
 
@@ -52,6 +52,29 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
+
+
+def refuse_lost_variation(leaves: Iterable[Any], *, name: str) -> None:
+    """Refuses a map without ``check_vma`` of arrays that vary over Manual axes around it.
+
+    JAX gives its results a type that does not vary over them, so that an outer map which checks
+    that counts gradients wrongly, or takes one device's result for that of all.
+
+    Args:
+      leaves: the arrays that go into the map.
+      name: of the function that maps, in messages.
+
+    Raises:
+      ValueError: some of them vary.
+    """
+    axes = frozenset[Any]().union(*map(_compat.varying_axes, leaves))
+    if axes:
+        over = " and ".join(map(repr, sorted(axes, key=str)))
+        raise ValueError(
+            f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. "
+            f"JAX forgets there that results vary over {over}: gradients would be wrong. Pass "
+            "check_vma=False to the outer shard_map, too."
+        )
 
 
 _REDUCED = "reduced operand of a product"

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..core.constrain import mesh_in_trace, retype, type_mesh, type_spec
+from ..core.known_faults import refuse_lost_variation
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries
 from .blocks import AttentionArrays, Dropout, TokenInfo, Visibility
 
@@ -112,7 +113,12 @@ class Layout(NamedTuple):
             axis_names=self.mapped,
             check_vma=False,
         )
-        return lambda *args: run(*jax.tree.map(self.typed, args, in_specs))
+
+        def typed_run(*args: Any) -> Any:
+            refuse_lost_variation(jax.tree.leaves(args), name="attention over a sharded sequence")
+            return run(*jax.tree.map(self.typed, args, in_specs))
+
+        return typed_run
 
     def typed(self, x: jax.Array, spec: P) -> jax.Array:
         """Gives an array the type that a spec says over mapped axes, as far as they are Explicit.

@@ -111,12 +111,20 @@ class Schedule(PipelineSizes):
         """
         if prefetch or getattr(module, "prefetch", False):
             raise ValueError(NO_PREFETCH)
-        # The stages share the batch: over their axis it is not sharded.
-        row_axes = tuple(axis for axis in batch_axes if axis != self.axis)
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
             call_mesh = mesh_in_trace(mesh)
+            # The stages share the batch: over their axis it is not sharded. In a `shard_map` over
+            # some of the axes, it is that of one device along these.
+            unused = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
+            row_axes = tuple(axis for axis in batch_axes if axis not in unused)
             schedule = self._on_mesh(call_mesh, len(module))
+            if varying := set().union(*map(_compat.varying_axes, jax.tree.leaves(x))):
+                raise ValueError(
+                    "pipeline: JAX cannot map over the stages in a shard_map over "
+                    f"{' and '.join(map(repr, sorted(varying)))} with check_vma=True. Pass "
+                    "check_vma=False to it."
+                )
             # `accumulate_gradients` traces the loss of one microbatch, for the ticks of 1F1B.
             is_in_accumulation = PIPELINE_CALL.get() is not None
             if is_in_accumulation:
