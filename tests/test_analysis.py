@@ -35,8 +35,9 @@ from nnx_sharding.analysis import (
 from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.hardware import hardware_of
 from nnx_sharding.analysis.memory import Memory
-from nnx_sharding.analysis.roofline import Roofline, Traffic
+from nnx_sharding.analysis.roofline import Roofline
 from nnx_sharding.analysis.tables import drawn
+from nnx_sharding.analysis.traffic import Traffic
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport
 from zoo import MLP, P, mesh_of, mlp_specs

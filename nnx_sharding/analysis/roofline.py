@@ -1,94 +1,35 @@
 """The roofline of a program: its time at peak rates, what bounds it, and the links it uses.
 
 Three times, each at the peak rate of the hardware: flops, bytes of memory, bytes sent. The last
-needs a model of the links between the devices of a group (`_route`):
-
-    TPU   a torus; a group that varies in x is a ring of x, or a line where it does not wrap around,
-          with two links, or one, of each chip. Groups that are interleaved share them.
-    GPU   NVLink between the devices of a node, all links for any pair.
-    both  a network between slices or nodes, and nothing between two devices of one chip.
-
-A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. Collectives
-send in a hierarchy: within a chip, within a slice, between slices (`_parts`). What shares links is
-sent one after another, other traffic in parallel. As scheduled, a collective that is in progress
-while the device computes hides behind that (`_exposed`). This is no simulation: messages do not
-collide, and latency counts once for each collective.
+follows from the links that collectives send over (`traffic.py`). As scheduled, a collective that is
+in progress while the device computes hides behind that (`_exposed`).
 
 From other modules:
 
-    Collective        one collective: kind, mesh axes, bytes that a device sends in one run, and
-                      ``times``, the number of runs in one call. As scheduled, the device has done
-                      ``flops_before`` when it starts, and does ``flops_beside`` until it ends; so
-                      with bytes of memory
-    Hardware          rates per second: ``flops``, ``memory_bandwidth``, ``link_bandwidth`` of one
-                      link, ``interconnect_bandwidth`` of all links within a slice,
-                      ``network_bandwidth`` between slices; ``latency`` in seconds.
-                      ``torus_dimensions`` is 0 for GPUs, ``domain`` the GPUs of a node
-    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``: by dimension,
-                      such as ``slice`` or ``x``, one number for each device)
-    all_known         a list of values; None if one of them is
+    Collective   one collective. As scheduled, the device has done ``flops_before`` when it starts,
+                 and does ``flops_beside`` until it ends; so with bytes of memory. ``times`` is the
+                 number of its runs in one call
+    Transfer     what one collective sends over one kind of link: bytes, and the seconds for all
+                 runs, which are None if they are unknown
+    Traffic      the sum of transfers over the same links and mesh axes
+    Hardware     rates per second: ``flops`` and ``memory_bandwidth``, and those of links
+    all_known    a list of values; None if one of them is
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
-from .collectives import Collective, Collectives, MeshAxes, axes_text
+from .collectives import Collective, Collectives, axes_text
 from .cost import Cost, Operation
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
 from .tables import Pictured, table, text
+from .traffic import Traffic, Transfer, interconnect_seconds, traffic_of, transfers_of
 from .units import UNKNOWN, all_known, bytes_text, count_text, printable, time_text
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
-    """What the collectives over some mesh axes send over one kind of link.
-
-    Attributes:
-      axes: the mesh axes; None for collectives whose axes are unknown.
-      links: such as ``ICI x (ring of 16)``, ``ICI x (line of 2, 8 apart)`` or ``NVLink``; ``DCN``
-        or, for GPUs, ``network`` between slices or nodes; ``chip`` between two devices in one chip;
-        ``all links`` if it is not known which ones are used.
-      bandwidth: bytes per second that one device (at the end, if they form a line) can send over
-        them; None if unknown or unlimited.
-      bytes_sent: what one device sends over them in one call.
-      seconds: the time for that at full bandwidth, 0 within a chip; None if that is unknown.
-    """
-
-    axes: MeshAxes
-    links: str
-    bandwidth: float | None
-    bytes_sent: int
-    seconds: float | None
-
-
-class _Route(NamedTuple):
-    """How the devices of a group are connected."""
-
-    links: str  # as in ``Traffic.links``
-    devices: int
-    chips: int  # fewer than devices where a chip is two of them
-    slices: int
-    torus: tuple[tuple[int, float], ...] = ()  # by dimension: chips, and links of one at its end
-    is_open: bool = False  # whether a dimension is a line
-
-    @property
-    def num_links(self) -> float:
-        """The links of one chip in all dimensions of the torus."""
-        return sum(links for _, links in self.torus)
-
-
-_CHIP = "chip"  # the name of the links within one
-# Of an unknown placement: all bytes go over all links, as between two devices.
-_UNKNOWN = _Route(links="all links", devices=2, chips=2, slices=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,88 +59,7 @@ class Hidden:
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
-class _Transfer(NamedTuple):
-    """What one collective sends over one kind of link."""
-
-    collective: Collective
-    links: str  # as in ``Traffic.links``
-    bandwidth: float | None  # bytes per second; None if unknown or unlimited
-    sent: float  # bytes in one call
-    seconds: float | None  # for all of them; None if unknown
-
-
-def _transfers(
-    collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
-) -> Iterator[_Transfer]:
-    """Yields what each collective sends over each kind of link: in a slice, between them, in chips.
-
-    Collectives over the same mesh axes use the same links.
-    """
-    slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
-    for axes in collectives.by_axes():
-        group = [c for c in collectives if c.axes == axes and c.bytes_sent]
-        route = _route(axes, mesh, hardware)
-        # One that runs over a part of these axes has other links: the compiler divides an
-        # all-reduce over an axis of two slices into one within them and one between them.
-        if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
-            route = _UNKNOWN
-        within_bandwidth: float | None = hardware.interconnect_bandwidth
-        if route is _UNKNOWN and len(slices) > 1:
-            within_bandwidth = None  # it may send over the network
-        elif route.torus:
-            within_bandwidth = route.num_links * hardware.link_bandwidth
-        parts = [_parts(collective, route, mesh, hardware) for collective in group]
-        # By kind of link, so that a report has a row for each.
-        for links, bandwidth, parts_over_links in (
-            (route.links, within_bandwidth, [x.within_slice for x in parts]),
-            (_network(hardware), hardware.network_bandwidth, [x.between_slices for x in parts]),
-            (_CHIP, math.inf, [x.in_chip for x in parts]),
-        ):
-            latency = 0.0 if links == _CHIP else hardware.latency or 0.0
-            for collective, part in zip(group, parts_over_links, strict=True):
-                if part.sent:
-                    yield _Transfer(
-                        collective=collective,
-                        links=links,
-                        bandwidth=None if bandwidth == math.inf else bandwidth,
-                        sent=part.sent,
-                        seconds=_seconds(collective, part, bandwidth=bandwidth, latency=latency),
-                    )
-
-
-def _seconds(
-    collective: Collective, part: _Part, *, bandwidth: float | None, latency: float
-) -> float | None:
-    """Returns the seconds that a part of a collective takes in all runs; None if unknown.
-
-    ``bandwidth`` is that of its links in bytes per second, ``latency`` the seconds for each run.
-    """
-    if bandwidth is None or collective.times is None:
-        return None  # in a loop of unknown length, the bytes are those of one run
-    return part.sent_evenly / bandwidth + collective.times * latency
-
-
-def _traffic(transfers: Iterable[_Transfer]) -> tuple[Traffic, ...]:
-    """Sums transfers over the same links and mesh axes."""
-    # The key: mesh axes, links, and the bandwidth, which is the same for both of them.
-    groups: defaultdict[tuple[MeshAxes, str, float | None], list[_Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        groups[transfer.collective.axes, transfer.links, transfer.bandwidth].append(transfer)
-    rows = []
-    for (axes, links, bandwidth), group in groups.items():
-        seconds = all_known(transfer.seconds for transfer in group)
-        row = Traffic(
-            axes=axes,
-            links=links,
-            bandwidth=bandwidth,
-            bytes_sent=round(sum(transfer.sent for transfer in group)),
-            seconds=None if seconds is None else sum(seconds),
-        )
-        rows.append(row)
-    return tuple(rows)
-
-
-def _hidden(transfers: Sequence[_Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
+def _hidden(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
     """Returns the collectives that can hide behind compute; None if the time for one is unknown."""
     sending_seconds: defaultdict[Collective, float] = defaultdict(float)  # over all links
     for transfer in transfers:
@@ -228,14 +88,14 @@ def _device_seconds(flops: int, bytes_accessed: int, hardware: Hardware) -> floa
     return max(flops / hardware.flops, bytes_accessed / hardware.memory_bandwidth)
 
 
-def _exposed(transfers: Iterable[_Transfer], hardware: Hardware) -> float | None:
+def _exposed(transfers: Iterable[Transfer], hardware: Hardware) -> float | None:
     """Sums the seconds in which a device waits for collectives that end too late, as scheduled.
 
     None if the time for one is unknown. Each computation schedules its own collectives, so that
     their waiting adds up (`_waiting`).
     """
     # Name of the computation → its collectives, in the order of the program → their transfers.
-    computations: defaultdict[str, defaultdict[Collective, list[_Transfer]]]
+    computations: defaultdict[str, defaultdict[Collective, list[Transfer]]]
     computations = defaultdict(lambda: defaultdict(list))
     for transfer in transfers:
         if transfer.seconds is None:
@@ -255,7 +115,7 @@ class _Event(NamedTuple):
     collective: Collective
 
 
-def _waiting(scheduled: Mapping[Collective, Sequence[_Transfer]], hardware: Hardware) -> float:
+def _waiting(scheduled: Mapping[Collective, Sequence[Transfer]], hardware: Hardware) -> float:
     """Sums the seconds for which one computation waits, in all of its runs.
 
     One run is replayed from one start or end of a collective to the next: between them the device
@@ -293,215 +153,6 @@ def _waiting(scheduled: Mapping[Collective, Sequence[_Transfer]], hardware: Hard
             end = begin + (transfer.seconds or 0.0) / times
             arrival[collective] = free_from[transfer.links] = end
     return waited
-
-
-def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """Returns the time for all traffic: in sequence over the same links, else in parallel.
-
-    None if the time for a part is unknown.
-    """
-    seconds_by_links: defaultdict[str, float] = defaultdict(float)
-    sent_in_slice = 0  # bytes, over any links between chips
-    for row in traffic:
-        if row.seconds is None:
-            return None
-        seconds_by_links[row.links] += row.seconds
-        if row.links not in (_CHIP, _network(hardware)):
-            sent_in_slice += row.bytes_sent
-    # Links that count as different may share some: no chip sends faster than over all of them.
-    over_all_links = sent_in_slice / hardware.interconnect_bandwidth
-    return max(over_all_links, *seconds_by_links.values(), 0.0)
-
-
-def _network(hardware: Hardware) -> str:
-    return "DCN" if hardware.torus_dimensions else "network"  # as their vendors call them
-
-
-class _Part(NamedTuple):
-    """The bytes of a collective that go over one kind of link."""
-
-    sent: float
-    sent_evenly: float  # as many as take the same time if all links carry equally much
-
-
-class _Parts(NamedTuple):
-    """The bytes of a collective, by the kind of link that they go over."""
-
-    within_slice: _Part
-    between_slices: _Part
-    in_chip: _Part  # between two devices of one chip
-
-
-def _parts(
-    collective: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
-) -> _Parts:
-    """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
-
-    The bytes are proportional to the number of devices that one reaches over each kind of link, of
-    the ``devices - 1`` others. What several devices of a slice or chip need enters it once, which
-    is a lower bound.
-    """
-    devices, chips, slices = route.devices, route.chips, route.slices
-    uneven = 1.0  # how much longer the bytes within the slice take than spread evenly over links
-    if collective.kind == "collective-permute":  # all of it over the slowest kind
-        others = devices - 1
-        between = others if slices > 1 else 0
-        within = others if chips > 1 and not between else 0
-        in_chip = others - between - within
-        if route.torus and mesh is not None:
-            uneven = route.num_links * _most_messages(collective.pairs, mesh, hardware)
-    elif collective.kind == "all-to-all":  # no two devices need the same data
-        slice_size, chip_size = devices // slices, devices // chips
-        within, between, in_chip = slice_size - chip_size, devices - slice_size, chip_size - 1
-        if route.torus and within:
-            # In a line or ring of n chips, n // 2 of them send to the n - n // 2 others, over the
-            # links in its middle. The dimension where that takes longest counts.
-            crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
-            uneven = crossing * route.num_links * slice_size / within
-    else:  # one device of each chip, and one chip of each slice, exchanges data with the others
-        within, between, in_chip = chips - slices, slices - 1, devices - chips
-        if collective.kind == "all-reduce" and route.is_open and within:
-            # On a line, its end sends all of its addends once, and receives the sums: n bytes,
-            # where a ring sends 2·n·(chips - 1)/chips.
-            uneven = chips / (chips - slices) / 2
-    within_bytes, between_bytes, chip_bytes = (
-        collective.total_bytes_sent * reached / (devices - 1)
-        for reached in (within, between, in_chip)
-    )
-    return _Parts(
-        within_slice=_Part(sent=within_bytes, sent_evenly=within_bytes * uneven),
-        between_slices=_Part(sent=between_bytes, sent_evenly=between_bytes),
-        in_chip=_Part(sent=chip_bytes, sent_evenly=chip_bytes),
-    )
-
-
-def _most_messages(
-    pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
-) -> float:
-    """Counts the messages of a permutation over the busiest link, for each device of a chip.
-
-    Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
-    shortest, half of the message takes each. ``pairs`` are (source, target), by positions in the
-    mesh.
-    """
-    zeros = [0] * math.prod(mesh.axes.values())
-    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
-    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]  # chips along x, y and z
-    # Messages over each link: its dimension, its direction (1 or -1), and the chip that it leaves.
-    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for source, target in pairs:
-        chip, end = places[:, source].tolist(), places[:, target].tolist()
-        for i, size in enumerate(extents):
-            ahead = end[i] - chip[i]
-            hops_by_direction = {1: ahead, -1: -ahead}  # the negative one is no way
-            if _is_closed(i, extents, hardware):
-                hops_by_direction = {way: hops % size for way, hops in hops_by_direction.items()}
-            hops = min(hops for hops in hops_by_direction.values() if hops >= 0)
-            shortest = [way for way, count in hops_by_direction.items() if count == hops]
-            for way, hop in itertools.product(shortest, range(hops)):
-                passed = (*chip[:i], (chip[i] + way * hop) % size, *chip[i + 1 :])
-                load[i, way, *passed] += 1 / len(shortest)
-            chip[i] = end[i]
-    cores_of_chip = len({*mesh.coordinates.get("core", [0])})
-    return max(load.values(), default=0) / cores_of_chip
-
-
-def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
-    """Finds how the devices along mesh axes are connected: the worst connection if groups differ.
-
-    Unknown without a mesh, or if it does not say where its devices are.
-    """
-    if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
-        return _UNKNOWN
-    positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
-    over = [[*mesh.axes].index(axis) for axis in axes]
-    size = math.prod(positions.shape[axis] for axis in over)
-    groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)  # (groups, size)
-    if hardware.torus_dimensions:
-        return _route_of_tpus(groups, mesh, hardware)
-    return _route_of_gpus(groups, mesh, hardware)
-
-
-def _route_of_tpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> _Route:
-    """Finds the worst connection of groups of TPUs, given as positions in the mesh: (groups, size).
-
-    Unknown for devices that do not say where they are, or in another torus than the hardware's.
-    """
-    zeros = [0] * groups.size
-    names = ("slice", "x", "y", "z")
-    places = np.array([mesh.coordinates.get(name, zeros) for name in names])  # (4, devices)
-    extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]  # chips along x, y and z
-    fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
-    if not mesh.coordinates.keys() - {"slice"} or not fits:
-        return _UNKNOWN
-    grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
-    # Up to translation there are far fewer shapes than groups.
-    shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
-    routes = {_torus_route(shape, extents, hardware) for shape in shapes}
-    return min(routes, key=lambda route: (-route.slices, route.num_links))  # the slowest
-
-
-def _route_of_gpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> _Route:
-    """Finds the connection of groups of GPUs, given as positions in the mesh: (groups, size).
-
-    If the mesh does not say in which nodes they are, nodes of ``Hardware.domain`` are assumed.
-    """
-    links = "NVLink" if hardware.domain else _UNKNOWN.links
-    if mesh.coordinates.keys() == {"slice"}:
-        nodes = np.array(mesh.coordinates["slice"])  # (devices,)
-    else:  # not known, or a mesh of TPUs, which has x, y and z, too
-        domain = hardware.domain or groups.size
-        nodes = np.arange(groups.size) // domain
-        if groups.size > domain:
-            links += f" (nodes of {domain} assumed)"
-    size = groups.shape[1]
-    num_nodes = max(len({*nodes[group].tolist()}) for group in groups)
-    return _Route(links, devices=size, chips=size, slices=num_nodes)
-
-
-def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
-    """Tells whether links close a dimension to a ring.
-
-    ``extents`` are the numbers of chips along x, y and z. A torus of two dimensions wraps around
-    where it is as large as a pod, 16 chips. One of three consists of cubes of 4×4×4 chips, and
-    wraps around if these are whole.
-    """
-    # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
-    if hardware.torus_dimensions == 2:
-        return extents[dimension] == 16
-    return all(extent % 4 == 0 for extent in extents)
-
-
-def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
-    """Finds the links between the TPUs of a group.
-
-    Args:
-      places: (4, devices): the slice, x, y and z of each device; the cores of one chip have equal
-        ones. Devices of a group are evenly spaced, since mesh axes are.
-      extents: the number of chips along x, y and z in the whole mesh.
-      hardware: the kind of TPU.
-    """
-    torus, words, is_open = [], [], False
-    for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
-        coordinates = np.unique(column)  # sorted
-        size = len(coordinates)
-        if size < 2:
-            continue
-        # With a gap of 2, every other chip is of another group, which shares the links.
-        gap = int(np.diff(coordinates).min())
-        is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
-        is_open |= not is_ring
-        torus.append((size, (2 if is_ring else 1) / gap))
-        shape = f"{'ring' if is_ring else 'line'} of {size}"
-        words.append(f"{name} ({shape}, {gap} apart)" if gap > 1 else f"{name} ({shape})")
-    return _Route(
-        links=f"ICI {' + '.join(words)}",
-        devices=places.shape[1],
-        chips=len(np.unique(places, axis=1).T),
-        slices=len(np.unique(places[0])),
-        torus=tuple(torus),
-        is_open=is_open,
-    )
 
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
@@ -669,9 +320,9 @@ def roofline_of(
     """
     peak = hardware_of(hardware)  # fails here if its name is unknown
     accessed = None if cost is None else cost.bytes_accessed
-    transfers = [] if collectives is None else [*_transfers(collectives, mesh, peak)]
+    transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
-    traffic = _traffic(transfers)
+    traffic = traffic_of(transfers)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,

@@ -1,0 +1,183 @@
+"""The links between the devices of a group, by where they are.
+
+    TPU   a torus; a group that varies in x is a ring of x, or a line where it does not wrap around,
+          with two links, or one, of each chip. Groups that are interleaved share them.
+    GPU   NVLink between the devices of a node, all links for any pair.
+    both  a network between slices or nodes, and nothing between two devices of one chip.
+
+A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. This is no
+simulation: messages do not collide.
+
+From other modules:
+
+    Hardware          ``torus_dimensions`` is 0 for GPUs, ``domain`` the number of GPUs of a node
+    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``: by dimension,
+                      such as ``slice`` or ``x``, one number for each device)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .collectives import MeshAxes
+from .hardware import Hardware
+from .meshes import MeshDescription
+
+
+class Route(NamedTuple):
+    """How the devices of a group are connected."""
+
+    links: str  # as in ``Traffic.links``
+    devices: int
+    chips: int  # fewer than devices where a chip is two of them
+    slices: int
+    torus: tuple[tuple[int, float], ...] = ()  # by dimension: chips, and links of one at its end
+    is_open: bool = False  # whether a dimension is a line
+
+    @property
+    def num_links(self) -> float:
+        """The links of one chip in all dimensions of the torus."""
+        return sum(links for _, links in self.torus)
+
+
+# Of an unknown placement: all bytes go over all links, as between two devices.
+UNKNOWN = Route(links="all links", devices=2, chips=2, slices=1)
+
+
+def route_of(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> Route:
+    """Finds how the devices along mesh axes are connected: the worst connection if groups differ.
+
+    Unknown without a mesh, or if it does not say where its devices are.
+    """
+    if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
+        return UNKNOWN
+    sizes = mesh.axes  # by name
+    positions = np.arange(math.prod(sizes.values())).reshape(*sizes.values())  # (size of each axis)
+    over = [[*sizes].index(axis) for axis in axes]
+    group_size = math.prod(sizes[axis] for axis in axes)
+    last = np.moveaxis(positions, over, range(-len(over), 0))  # (other axes…, axes of the group…)
+    groups = last.reshape(-1, group_size)  # (groups, size)
+    if hardware.torus_dimensions:
+        return _route_of_tpus(groups, mesh, hardware)
+    return _route_of_gpus(groups, mesh, hardware)
+
+
+def _route_of_tpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> Route:
+    """Finds the worst connection of groups of TPUs, given as positions in the mesh: (groups, size).
+
+    Unknown for devices that do not say where they are, or in another torus than the hardware's.
+    """
+    zeros = [0] * groups.size
+    names = ("slice", "x", "y", "z")
+    places = np.array([mesh.coordinates.get(name, zeros) for name in names])  # (4, devices)
+    extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]  # chips along x, y and z
+    fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
+    if not mesh.coordinates.keys() - {"slice"} or not fits:
+        return UNKNOWN
+    grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
+    # Up to translation there are far fewer shapes than groups.
+    shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
+    routes = {_torus_route(shape, extents, hardware) for shape in shapes}
+    return min(routes, key=lambda route: (-route.slices, route.num_links))  # the slowest
+
+
+def _route_of_gpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> Route:
+    """Finds the connection of groups of GPUs, given as positions in the mesh: (groups, size).
+
+    If the mesh does not say in which nodes they are, nodes of ``Hardware.domain`` are assumed.
+    """
+    links = "NVLink" if hardware.domain else UNKNOWN.links
+    if mesh.coordinates.keys() == {"slice"}:
+        nodes = np.array(mesh.coordinates["slice"])  # (devices,)
+    else:  # not known, or a mesh of TPUs, which has x, y and z, too
+        domain = hardware.domain or groups.size
+        nodes = np.arange(groups.size) // domain
+        if groups.size > domain:
+            links += f" (nodes of {domain} assumed)"
+    size = groups.shape[1]
+    num_nodes = max(len({*nodes[group].tolist()}) for group in groups)
+    return Route(links, devices=size, chips=size, slices=num_nodes)
+
+
+def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
+    """Tells whether links close a dimension to a ring.
+
+    ``extents`` are the numbers of chips along x, y and z. A torus of two dimensions wraps around
+    where it is as large as a pod, 16 chips. One of three consists of cubes of 4×4×4 chips, and
+    wraps around if these are whole.
+    """
+    # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
+    if hardware.torus_dimensions == 2:
+        return extents[dimension] == 16
+    return all(extent % 4 == 0 for extent in extents)
+
+
+def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware) -> Route:
+    """Finds the links between the TPUs of a group.
+
+    Args:
+      places: (4, devices): the slice, x, y and z of each device; the cores of one chip have equal
+        ones. Devices of a group are evenly spaced, since mesh axes are.
+      extents: the number of chips along x, y and z in the whole mesh.
+      hardware: the kind of TPU.
+    """
+    torus: list[tuple[int, float]] = []  # by dimension: chips, and links of one at its end
+    words, is_open = [], False
+    for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
+        coordinates = np.unique(column)  # sorted
+        size = len(coordinates)
+        if size < 2:
+            continue
+        # With a gap of 2, every other chip is of another group, which shares the links.
+        gap = int(np.diff(coordinates).min())
+        is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
+        is_open |= not is_ring
+        links_at_end = 2 if is_ring else 1
+        torus.append((size, links_at_end / gap))
+        shape = f"{'ring' if is_ring else 'line'} of {size}"
+        words.append(f"{name} ({shape}, {gap} apart)" if gap > 1 else f"{name} ({shape})")
+    return Route(
+        links=f"ICI {' + '.join(words)}",
+        devices=places.shape[1],
+        chips=len(np.unique(places, axis=1).T),
+        slices=len(np.unique(places[0])),
+        torus=tuple(torus),
+        is_open=is_open,
+    )
+
+
+def most_messages(
+    pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
+) -> float:
+    """Counts the messages of a permutation over the busiest link, for each device of a chip.
+
+    Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
+    shortest, half of the message takes each. ``pairs`` are (source, target), by positions in the
+    mesh.
+    """
+    zeros = [0] * math.prod(mesh.axes.values())
+    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
+    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]  # chips along x, y and z
+    # Messages over each link: its dimension, its direction (1 or -1), and the chip that it leaves.
+    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for source, target in pairs:
+        chip, end = places[:, source].tolist(), places[:, target].tolist()
+        for i, size in enumerate(extents):
+            ahead = end[i] - chip[i]
+            hops_by_direction = {1: ahead, -1: -ahead}  # on a line, the negative one is no way
+            if _is_closed(i, extents, hardware):
+                hops_by_direction = {way: hops % size for way, hops in hops_by_direction.items()}
+            hops = min(hops for hops in hops_by_direction.values() if hops >= 0)
+            shortest = [way for way, count in hops_by_direction.items() if count == hops]
+            for way, hop in itertools.product(shortest, range(hops)):
+                passed = (*chip[:i], (chip[i] + way * hop) % size, *chip[i + 1 :])
+                load[i, way, *passed] += 1 / len(shortest)
+            chip[i] = end[i]  # in the next dimension, the message goes on from there
+    cores_of_chip = len({*mesh.coordinates.get("core", [0])})
+    return max(load.values(), default=0) / cores_of_chip
