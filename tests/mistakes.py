@@ -1264,14 +1264,14 @@ def layers_by_hand() -> nnx.Sequential:
     "output-that-jax-cannot-shard",
     "layers of a model that the function captures",
     ActivationError,
-    "Sequential.layers[1]: Linear of f32[8@data,16@model]",
+    "Sequential.layers[1]: Linear of f32[8,16@model]",
     "The function captures or makes this Sequential",
     "pass it as one, with a strategy",
 )
 def untyped_captured(lib: Library) -> Any:
-    model, mesh = layers_by_hand(), grid(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        return lib.jit(lambda x: model(x))(jax.device_put(X, named("data", mesh=mesh)))
+    model = layers_by_hand()
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        return lib.jit(lambda x: model(x))(X)
 
 
 @mistake(

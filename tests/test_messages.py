@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import StateSharding, jit, shard_map, stack
+from nnx_sharding import (
+    StateAxes,
+    StateSharding,
+    accumulate_gradients,
+    jit,
+    shard_map,
+    stack,
+)
 from nnx_sharding.errors import (
     MAX_LINES,
     MAX_WIDTH,
@@ -38,6 +45,7 @@ from nnx_sharding.partition import (
     sharded_init,
     tensor_parallel,
 )
+from nnx_sharding.report import compare
 
 words = st.text("abc[].0:, P()", min_size=1, max_size=300)
 items = st.lists(words | st.lists(words, max_size=40).map("\n  ".join), max_size=300)
@@ -155,6 +163,10 @@ MISPLACED = {
     "sharding of an optimizer": lambda: optimizer_sharding(LARGE, LARGE),
     "sharding to override": lambda: override(LARGE, {}),
     "layers": lambda: stack(LARGE, 3),
+    "axis": lambda: StateAxes({nnx.Param: LARGE}),
+    "sizes of a mesh": lambda: make_mesh(LARGE),
+    "strategies": lambda: compare(LARGE, len, LARGE),
+    "steps": lambda: accumulate_gradients(len, steps=LARGE),
     "function to export": lambda: export(LARGE),
 }
 

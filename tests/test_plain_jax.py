@@ -550,6 +550,7 @@ class ErrorsTest(parameterized.TestCase):
             lambda x: x, in_shardings=(SingleDeviceSharding(jax.devices()[0]),) * 2
         )(1),
         "sharding_type": lambda d: d(lambda x: x, in_shardings="model")(1),
+        "array_as_sharding": lambda d: d(lambda x: x, in_shardings=np.ones(3))(1),
         "out_sharding_type": lambda d: d(lambda x: x, out_shardings=3)(1),
         "out_sharding_structure": lambda d: d(
             lambda x: x, out_shardings=(SingleDeviceSharding(jax.devices()[0]),) * 2

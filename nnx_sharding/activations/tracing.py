@@ -184,9 +184,12 @@ class Scope:
         self._sources = [*sources]
         self._num_declared = len(sources)
         self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
-        # Within another trace, that one explains and records.
+        # Within another trace, that one explains and records. Captured arrays may be on the mesh in
+        # context though no argument is.
+        context = jax.sharding.get_abstract_mesh()
+        has_explicit = self._explicit_axes or axes_of_type(context, AxisType.Explicit)
         self._observes = current_handler() is None and bool(
-            self._explicit_axes or RECORD.value is not None
+            has_explicit or RECORD.value is not None
         )
         self._pending: list[PendingCall] = []  # what calls returned that run later
         self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs

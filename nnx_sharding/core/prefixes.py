@@ -129,7 +129,7 @@ class Specs:
                 written.append(rule)
         self.written = tuple(written)
         self.has_partition_spec = any(isinstance(spec, PartitionSpec) for spec in written)
-        self.may_hold_none = self.tree is not None and None in leaves
+        self.may_hold_none = self.tree is not None and any(leaf is None for leaf in leaves)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key

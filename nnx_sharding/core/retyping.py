@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
-from ..specs.fitting import axes_of_type, fit_sharding, keep_axes, spec_and_mesh
+from ..specs.fitting import axes_of_type, describe_mesh, fit_sharding, keep_axes, spec_and_mesh
 from ..specs.types import AnyMesh, Arrays, AxisName, Spec
 from .constrain import retype, retype_all, type_mesh, type_spec
 from .flatten import Flat, flatten
@@ -151,14 +151,15 @@ class AxisTypeChange(NamedTuple):
           option: the option with the axes, for messages.
 
         Raises:
-          ValueError: the mesh has no such axis.
+          ValueError: the mesh has no such axis, or a ``shard_map`` around maps over it.
         """
         outer = mesh.abstract_mesh
         allowed = [axis for axis in outer.axis_names if axis not in axes_of_type(outer, _MANUAL)]
         chosen = allowed if axes is None or isinstance(axes, bool) else axes
-        expected = f"expected one of {', '.join(map(repr, allowed))}"
-        wrong = [f"  {option}: {expected}, got {axis!r}" for axis in chosen if axis not in allowed]
-        raise_listed(ValueError, f"{name}: these options have invalid values:", wrong)
+        if reasons := fit_sharding(PartitionSpec(*chosen), outer).reasons:
+            raise ValueError(
+                f"{name}: {option}={axes!r}: {reasons}\nThe mesh is {describe_mesh(outer)}."
+            )
         changed = dict.fromkeys(set(chosen) - axes_of_type(outer, kind), kind)
         return cls(outer, outer.update_axis_types(changed)) if changed else None
 

@@ -23,6 +23,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
+from ..specs.fitting import show
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
 MOST_DEVICES = 10_000
@@ -57,8 +58,8 @@ def make_mesh(
     """
     if not isinstance(axes, Mapping):
         raise TypeError(
-            f"make_mesh takes sizes by name, as in {{'data': 2, 'model': -1}}, got {axes!r}. For "
-            "sizes and names, use jax.make_mesh."
+            "make_mesh takes sizes by name, as in {'data': 2, 'model': -1}, got "
+            f"{show(axes)}. For sizes and names, use jax.make_mesh."
         )
     sizes = _filled(tuple(axes.values()), devices)
     devices = jax.devices() if devices is None else list(devices)
@@ -160,7 +161,8 @@ def planning_mesh(
         return mesh
     if not isinstance(mesh, AbstractMesh | Mapping):
         raise TypeError(
-            f"expected a mesh, or the sizes of its axes by name as in {{'data': 8}}, got {mesh!r}."
+            "expected a mesh, or the sizes of its axes by name as in {'data': 8}, got "
+            f"{show(mesh)}."
         )
     default = DEFAULT.get()
     return _mesh(mesh, default and topology_devices(*default))

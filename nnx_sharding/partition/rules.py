@@ -189,7 +189,7 @@ class LogicalRules:
         """Brings the rules into hashable form, and refuses invalid ones before any is used."""
         pairs = _read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
-        wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
+        wrong = [show(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
             raise ValueError(
                 f"LogicalRules: invalid rules: {', '.join(wrong)}. A rule is a name and a mesh "

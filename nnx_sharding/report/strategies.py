@@ -22,6 +22,7 @@ from .. import _compat
 from ..analysis.hardware import Hardware, hardware_of
 from ..analysis.units import read_bytes
 from ..partition.mesh import on_topology, planning_mesh
+from ..specs.fitting import show
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted
@@ -127,7 +128,7 @@ def compare(
       'fsdp'
     """
     if not isinstance(strategies, Mapping):
-        raise TypeError(f"strategies must be a mapping from names, got {strategies!r}.")
+        raise TypeError(f"strategies must be a mapping from names, got {show(strategies)}.")
     fun, options = unwrapped("compare", fun, options)
     if not strategies:
         raise ValueError("expected strategies to compare, got none.")

@@ -53,7 +53,15 @@ from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
 from ..partition.shard_sums import ShardSums, add_up
 from ..partition.strategies import mesh_and_axes
-from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, spec_axes, suggestion
+from ..specs.fitting import (
+    axes_of,
+    axes_of_type,
+    keep_axes,
+    pad_entries,
+    show,
+    spec_axes,
+    suggestion,
+)
 from ..specs.paths import Path, accessor, path_key
 from ..specs.types import AxisName
 from ..transforms import Carry, scan, value_and_grad
@@ -134,7 +142,9 @@ def accumulate_gradients(
     """
     # A traced number would be no length of a scan.
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
+        raise TypeError(
+            f"accumulate_gradients: steps must be a positive integer, got {show(steps)}."
+        )
     modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
     # Without a loss, `accumulate_gradients(steps=4)` is itself the decorator of one.

@@ -20,6 +20,7 @@ from .. import _compat
 from ..core.functions import FunctionGroup
 from ..core.signature import Roles
 from ..errors import raise_listed
+from ..specs.fitting import show
 from .in_trace import Function, Inner, InnerTransform, type_text
 from .lifted import Modes, unbind
 
@@ -54,7 +55,7 @@ class Functions(FunctionGroup):
         Raises:
           TypeError: some are not callable.
         """
-        wrong = [f"  {key}: {x!r:.200}" for key, x in functions.items() if not callable(x)]
+        wrong = [f"  {key}: {show(x)}" for key, x in functions.items() if not callable(x)]
         raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
         # Each function without what it is bound to, and the tuple of that: for `model.loss`,
         # `(Model.loss, (model,))`.

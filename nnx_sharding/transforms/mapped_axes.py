@@ -41,6 +41,7 @@ from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed
+from ..specs.fitting import show
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, pairs_of
 from ..specs.types import BROADCAST, CARRY, Axis
@@ -106,7 +107,7 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
         axes = {path: _axis(place, axis) for path, axis in known.items()}
         return PathFunction(_AxisOf(place, prefix.function), axes)
     raise TypeError(
-        f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
+        f"{place}: expected an axis, got {show(x)}. An axis is a dimension, None for what is not "
         "mapped, Carry (in scan), or StateAxes by NNX filters."
     )
 
