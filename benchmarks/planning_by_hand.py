@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 import resource
 import time
@@ -27,7 +28,9 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.experimental import dispatch_to_experts, ring_attention
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Candidate
-from nnx_sharding.planning.plan import PlanningResult, prepare
+from nnx_sharding.planning.plan import PlanningResult
+from nnx_sharding.planning.prepare import prepare
+from nnx_sharding.planning.search import Search
 
 GIB = 2**30
 
@@ -326,11 +329,23 @@ def search(name: str, case: Case, theirs: str = "", **options: Any) -> None:
     print(f"{cpu:.0f} s of CPU; peak memory of the planner: {peak:.2f} GiB", flush=True)
 
 
+def searched(step: Callable[..., Any], args: tuple[Any, ...], **changes: Any) -> Search:
+    """Returns the search of a plan, with all candidates predicted and none compiled."""
+    given = inspect.signature(prepare).parameters
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(plan).parameters.items()
+        if name in given and parameter.default is not parameter.empty
+    }
+    found, _ = prepare(step, args, {}, **(defaults | changes))
+    return found
+
+
 def predict(name: str, one: Published) -> None:
     """Prints the fastest candidates by prediction, and their figures by hand."""
     args, cpu = one.case.arguments(), time.process_time()
     where: dict[str, Any] = {"topology": one.topology, "num_slices": one.num_slices}
-    found, _ = prepare(train_step, args, {}, strategies=one.strategies, **where)
+    found = searched(train_step, args, strategies=one.strategies, **where)
     cpu, parameters = time.process_time() - cpu, parameter_count(args[0])
 
     def order(each: Any) -> tuple[float, float]:

@@ -12,18 +12,21 @@ The sum over rows may be split, whatever the layers do, as long as it is added u
     shard sums       s_0     s_1       (D, *shape): one on each device, added up in the loop
     gradient         s_0  +  s_1       one all-reduce, after the loop
 
-So the traced backward pass is run anew, operation by operation. Those that sum over rows, such as
-``dot_general``, compute the sums of the shards instead, and operations that are linear, such as
-``transpose``, map over them. Where a value is needed for anything else, the sums are added up
-before.
+So the traced backward pass is run anew, operation by operation (`_Evaluation`). Those that sum over
+rows, such as ``dot_general``, compute the sums of the shards instead, and operations that are
+linear, such as ``transpose``, map over them. Where a value is needed for anything else, the sums
+are added up before.
 
-What has rows is known from the dimensions of the inputs that have them. It is found by shapes, and
-only says which sums are split: a wrong guess costs time, as each sum may be split in any dimension.
-What is not found, such as in a ``shard_map``, is reduced at once, as without this.
+Which dimension has the rows is known of the inputs, and found for all else by the rules of
+``row_dimensions.py``. It only says which sums are split: a wrong guess costs time, as each sum may
+be split in any dimension. What is not found, such as in a ``shard_map``, is reduced at once, as
+without this.
 
-Shard sums are on the devices of their rows. On Explicit axes their type says so, from where a value
-is split on (`ShardSums._type`); on Auto axes they are constrained (`ShardSums._constrain`). One
-backward pass may have both, as modules of a strategy run with Auto axes.
+Shard sums are on the devices of their rows. On Explicit axes their type says so
+(`ShardSums.with_type`); on Auto axes they are constrained (`ShardSums.constrain`). One backward
+pass may have both, as modules of a strategy run with Auto axes. From other modules: `type_mesh` and
+`type_spec` are the mesh and the spec in the type of an array, or None; `retype` gives an array
+another type; `keep_axes` removes all other axes from a spec.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from ..core.constrain import in_context, retype, type_mesh, type_spec
 from ..specs.fitting import axes_of_type, keep_axes
 from ..specs.paths import enclosing_paths
 from ..specs.types import AnyMesh
+from .row_dimensions import Dims, rows_of_outputs, shape_of, summed_dims
 
 Arrays: TypeAlias = Sequence[Any]
 Rest = TypeVar("Rest")
@@ -89,15 +93,6 @@ _REMAT = frozenset(("checkpoint", "remat", "remat2"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
-    """An array, or its shard sums, and which of its dimensions has the rows."""
-
-    array: Any  # of the shape of the value; (shards, *shape) for shard sums
-    rows: int | None = None
-    is_split: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class ShardSums:
     """Splits sums over rows by the shards of these.
 
@@ -123,7 +118,7 @@ class ShardSums:
           *entries: of a spec: they shard the first dimensions of the array, on Auto axes.
         """
         sums = jnp.zeros((self.shards, *x.shape), dtype or x.dtype)
-        return self._constrain(self._type_like(sums, x), *entries)
+        return self.constrain(self.with_type_like(sums, x), *entries)
 
     def evaluate(
         self,
@@ -151,32 +146,39 @@ class ShardSums:
         # In the order in which JAX flattens the results.
         is_wanted = [number in wanted for number in sorted(gradients)]
         is_wanted += [False] * len(jax.tree.leaves(rest))
+        evaluation = _Evaluation(self)
+        values = evaluation.run(closed, values, is_wanted)
         outputs = [
-            self._split(x) if wants else self._whole(x)
-            for x, wants in zip(self._run(closed, values, is_wanted), is_wanted, strict=True)
+            evaluation.split(x) if wants else evaluation.add_up(x)
+            for x, wants in zip(values, is_wanted, strict=True)
         ]
         found: tuple[dict[int, Any], Rest]
         found = jax.tree.unflatten(jax.tree.structure(results), outputs)
         return found
 
-    def _type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
-        """Types shard sums of a value with this spec on the Explicit axes of a mesh.
+    def with_type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
+        """Gives shard sums, (shards, *shape), a type with Explicit axes.
 
         The axes of the rows shard the first dimension, and so none of the others any more.
+
+        Args:
+          sums: the sums.
+          mesh: the mesh of the type.
+          spec: that of the value, (*shape).
         """
         explicit = axes_of_type(mesh, AxisType.Explicit)
         rows = tuple(axis for axis in self.axes if axis in explicit)
-        others = self._without_rows(spec, mesh).partitions
+        others = self.without_rows(spec, mesh).partitions
         return cast(jax.Array, retype(sums, mesh, PartitionSpec(rows or None, *others)))
 
-    def _type_like(self, sums: jax.Array, value: jax.Array) -> jax.Array:
+    def with_type_like(self, sums: jax.Array, value: jax.Array) -> jax.Array:
         """Types shard sums of this value; without Explicit axes, they stay as they are."""
         mesh = self._mesh_of(value)
         if not axes_of_type(mesh, AxisType.Explicit):
             return sums
-        return self._type(sums, mesh, type_spec(value) or PartitionSpec())
+        return self.with_type(sums, mesh, type_spec(value) or PartitionSpec())
 
-    def _constrain(self, sums: jax.Array, *entries: object) -> jax.Array:
+    def constrain(self, sums: jax.Array, *entries: object) -> jax.Array:
         """Constrains shard sums on Auto axes to the devices of their rows.
 
         Args:
@@ -198,28 +200,52 @@ class ShardSums:
         """Returns the mesh in the type of an array, which says what type each axis has here."""
         return type_mesh(x) or self.mesh
 
-    def _without_rows(self, spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-        """Returns a spec without the axes of the rows."""
+    def without_rows(self, spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
+        """Returns the spec of a value without the axes of the rows, which shard its sums."""
         return keep_axes(spec, {*mesh.axis_names}.difference(self.axes))
 
-    def _whole(self, value: _Value) -> Any:
-        """Adds up shard sums: (shards, *shape) → shape."""
+    def of_sum(self, value: jax.Array) -> jax.Array:
+        """Returns shard sums of a sum that is known already: 0 but for the first shard."""
+        with in_context(type_mesh(value)):
+            is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value)) == 0
+            sums = jnp.where(is_first, value, jnp.zeros_like(value))  # (shards, *shape)
+        return self.constrain(self.with_type_like(sums, value))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """An array, or its shard sums, and which of its dimensions has the rows."""
+
+    array: Any  # of the shape of the value; (shards, *shape) for shard sums
+    rows: int | None = None  # None for an array without rows, and for shard sums
+    is_split: bool = False  # whether these are shard sums
+
+
+class _Evaluation:
+    """Runs a traced function anew, operation by operation, on values that may be shard sums.
+
+    Methods that run something take its inputs, and for each output whether it is *wanted* as shard
+    sums. That is a wish: where no sum over rows leads to an output, it is a whole value.
+    """
+
+    def __init__(self, sums: ShardSums):
+        self._sums = sums
+
+    def add_up(self, value: _Value) -> Any:
+        """Returns the array of a value, (*shape); shard sums are added up."""
         if not value.is_split:
             return value.array
         with in_context(type_mesh(value.array)):
             return value.array.sum(0)
 
-    def _split(self, value: _Value) -> jax.Array:
-        """Returns shard sums: those of a sum that is known already are 0, but for the first one."""
+    def split(self, value: _Value) -> jax.Array:
+        """Returns the shard sums of a value, (shards, *shape)."""
         if value.is_split:
-            return self._constrain(value.array)
-        with in_context(type_mesh(value.array)):
-            is_first = jnp.arange(self.shards).reshape(-1, *[1] * jnp.ndim(value.array)) == 0
-            sums = jnp.where(is_first, value.array, jnp.zeros_like(value.array))
-        return self._constrain(self._type_like(sums, value.array))
+            return self._sums.constrain(value.array)
+        return self._sums.of_sum(value.array)
 
-    def _run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
-        """Runs a jaxpr; outputs that are wanted are shard sums where that is possible."""
+    def run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
+        """Runs a jaxpr, closed or not."""
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
         constants = [_Value(x) for x in getattr(closed, "consts", ())]
         variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -228,53 +254,72 @@ class ShardSums:
         def read(atom: Any) -> _Value:
             return _Value(atom.val) if isinstance(atom, Literal) else values[atom]
 
-        chosen = _sums_that_lead_to(jaxpr, wanted)
+        # If an output is wanted as shard sums, so are the values that it is linear in.
+        chosen = _variables_that_lead_to(jaxpr, wanted)
         for equation in jaxpr.eqns:
             wants = [variable in chosen for variable in equation.outvars]
-            with _compat.in_scope_of(equation):
-                outputs = self._run_equation(equation, [read(x) for x in equation.invars], wants)
+            operands = [read(x) for x in equation.invars]
+            with _compat.in_scope_of(equation):  # its named scopes, and its place in the source
+                outputs = self._run_equation(equation, operands, wants)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
 
     def _run_equation(
         self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
     ) -> list[_Value]:
-        """Runs one operation; outputs that are wanted are shard sums where that is possible."""
-        name = equation.primitive.name
+        """Runs one operation."""
         if any(wanted):
-            if _called(equation) is not None:
-                return self._run(equation.params["jaxpr"], inputs, wanted)
-            if name in _REMAT:
-                # The backward pass with the forward pass that it recomputes: a barrier keeps the
-                # compiler from computing that only once, in the forward pass.
-                arrays = jax.lax.optimization_barrier([self._whole(x) for x in inputs])
-                inputs = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
-                return self._run(equation.params["jaxpr"], inputs, wanted)
-            if name == "scan":
-                return self._run_scan(equation, inputs, wanted)
-            if _is_linear(equation, inputs):
-                return self._map(equation, inputs)
-            if dims := self._summed_dims(equation, inputs):
-                return self._split_sum(equation, inputs, dims)
-        inputs = [dataclasses.replace(x, array=self._whole(x), is_split=False) for x in inputs]
-        outputs = _compat.run_equation(equation, [x.array for x in inputs])
-        return [_Value(x, _rows_of_output(equation, inputs, x.shape)) for x in outputs]
+            outputs = self._run_with_sums(equation, inputs, wanted)
+            if outputs is not None:
+                return outputs
+        arrays = [self.add_up(x) for x in inputs]
+        outputs = _compat.run_equation(equation, arrays)
+        rows = rows_of_outputs(equation, [x.rows for x in inputs])
+        return [_Value(x, dim) for x, dim in zip(outputs, rows, strict=True)]
+
+    def _run_with_sums(
+        self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
+    ) -> list[_Value] | None:
+        """Runs an operation that may return shard sums; None for one that cannot."""
+        name = equation.primitive.name
+        if _called(equation) is not None:
+            return self.run(equation.params["jaxpr"], inputs, wanted)
+        if name in _REMAT:
+            # The backward pass with the forward pass that it recomputes: a barrier keeps the
+            # compiler from computing that only once, in the forward pass.
+            arrays = jax.lax.optimization_barrier([self.add_up(x) for x in inputs])
+            inputs = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
+            return self.run(equation.params["jaxpr"], inputs, wanted)
+        if name == "scan":
+            return self._run_scan(equation, inputs, wanted)
+        if _is_linear(equation, inputs):
+            return self._map(equation, inputs)
+        dims = summed_dims(equation, [x.rows for x in inputs])
+        if dims is None:
+            return None
+        sizes = [
+            shape_of(variable)[dim]
+            for variable, dim in zip(equation.invars, dims, strict=True)
+            if dim is not None
+        ]
+        is_divisible = all(size % self._sums.shards == 0 for size in sizes)
+        return self._split_sum(equation, inputs, dims) if is_divisible else None
 
     def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
         """Runs a linear operation on each shard sum."""
         name = equation.primitive.name
         if name in ("sharding_constraint", "reshard"):
             return [_Value(self._shard_like_value(inputs[0].array, equation), is_split=True)]
-        if name == "add_any":
-            arrays = [self._split(x) for x in inputs]
-            dims: list[int | None] = [0] * len(inputs)
+        if name == "add_any":  # a sum of sums: all operands have to be split alike
+            arrays = [self.split(x) for x in inputs]
+            mapped: list[int | None] = [0] * len(inputs)
         else:
             arrays = [x.array for x in inputs]
-            dims = [0 if x.is_split else None for x in inputs]
-        return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, dims)]
+            mapped = [0 if x.is_split else None for x in inputs]
+        return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, mapped)]
 
     def _shard_like_value(self, sums: jax.Array, equation: JaxprEqn) -> jax.Array:
-        """Shards sums as an operation shards their value, (*shape).
+        """Shards sums, (shards, *shape), as a sharding operation shards their value, (*shape).
 
         The axes of the rows shard the sums already. A ``reshard`` may also change to the types of
         another mesh.
@@ -282,137 +327,134 @@ class ShardSums:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return sums
+        mesh, spec = sharding.mesh, sharding.spec
         if equation.primitive.name == "reshard":
-            return self._constrain(self._type(sums, sharding.mesh, sharding.spec))
-        entries = self._without_rows(sharding.spec, sharding.mesh).partitions
-        return self._constrain(sums, *(entry or PartitionSpec.UNCONSTRAINED for entry in entries))
+            return self._sums.constrain(self._sums.with_type(sums, mesh, spec))
+        entries = self._sums.without_rows(spec, mesh).partitions
+        unconstrained = PartitionSpec.UNCONSTRAINED
+        return self._sums.constrain(sums, *(entry or unconstrained for entry in entries))
 
-    def _split_sum(
-        self, equation: JaxprEqn, inputs: Sequence[_Value], dims: Sequence[int | None]
-    ) -> list[_Value]:
-        """Runs an operation that sums over rows once for each shard of these, on Auto axes.
+    def _split_sum(self, equation: JaxprEqn, inputs: Sequence[_Value], dims: Dims) -> list[_Value]:
+        """Runs an operation that sums over rows once for each shard of these.
 
         Args:
           equation: the operation.
           inputs: its inputs.
           dims: for each of these the dimension that is summed over; None for one that has none.
         """
-        whole = [self._whole(x) for x in inputs]
-        meshes = (type_mesh(x) for x in whole)
-        mesh = next(filter(None, meshes), self.mesh)
+        arrays = [self.add_up(x) for x in inputs]
+        mesh = next(filter(None, map(type_mesh, arrays)), self._sums.mesh)
         # JAX cannot type all operations that map over an Explicit axis, such as convolutions.
         auto = mesh.abstract_mesh.update_axis_types(
             dict.fromkeys(axes_of_type(mesh, AxisType.Explicit), AxisType.Auto)
         )
-        arrays = [retype(x, auto) for x in whole]
-        in_axes = [None if dim is None else int(dim) for dim in dims]  # from NumPy's integers
+        arrays = [retype(x, auto) for x in arrays]
+        mapped = [None if dim is None else int(dim) for dim in dims]  # from NumPy's integers
         with jax.sharding.use_abstract_mesh(auto):
-            for i, dim in enumerate(in_axes):
+            for i, dim in enumerate(mapped):
                 if dim is not None:  # (…, rows, …) → (…, shards, rows / shards, …)
                     shape = arrays[i].shape
-                    split = (*shape[:dim], self.shards, -1, *shape[dim + 1 :])
+                    split = (*shape[:dim], self._sums.shards, -1, *shape[dim + 1 :])
                     arrays[i] = arrays[i].reshape(split)
             if equation.primitive.name == "scatter-add":
-                # What is added to counts once.
-                arrays[0], in_axes[0] = self._split(_Value(arrays[0])), 0
-            [out] = _run_mapped(equation, arrays, in_axes, auto)
-        out = self._constrain(out)
+                # What is added to counts once, not for each shard.
+                arrays[0], mapped[0] = self._sums.of_sum(arrays[0]), 0
+            [out] = _run_mapped(equation, arrays, mapped, auto)  # (shards, *shape)
+        out = self._sums.constrain(out)
         if auto != mesh.abstract_mesh:
             spec = equation.outvars[0].aval.sharding.spec  # type: ignore[attr-defined]
-            out = self._type(out, mesh, spec)
+            out = self._sums.with_type(out, mesh, spec)
         return [_Value(out, is_split=True)]
-
-    def _summed_dims(
-        self, equation: JaxprEqn, inputs: Sequence[_Value]
-    ) -> Sequence[int | None] | None:
-        """Returns the dimension of each input over whose rows an operation sums; None if none."""
-        name, params = equation.primitive.name, equation.params
-        dims: tuple[int | None, ...] | None = None
-        if name == "dot_general":
-            contracted = zip(*params["dimension_numbers"][0], strict=True)
-            x, y = (value.rows for value in inputs)
-            dims = next((pair for pair in contracted if x == pair[0] or y == pair[1]), None)
-        elif name == "reduce_sum" and inputs[0].rows in params["axes"]:
-            dims = (inputs[0].rows,)
-        elif name == "conv_general_dilated":
-            # The rows are the input features of a convolution that returns a kernel's gradient.
-            numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-            dims = numbers.lhs_spec[1], numbers.rhs_spec[1]
-            if groups > 1 or dims != tuple(x.rows for x in inputs):
-                dims = None
-        elif name == "scatter-add":
-            dims = _scattered_rows(params["dimension_numbers"], inputs)
-        sizes = [
-            jnp.shape(x.array)[dim + x.is_split]
-            for x, dim in zip(inputs, dims or (), strict=dims is not None)
-            if dim is not None
-        ]
-        return dims if sizes and all(size % self.shards == 0 for size in sizes) else None
 
     def _run_scan(
         self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
     ) -> list[_Value]:
-        """Runs a ``scan`` whose outputs are shard sums where they are wanted."""
+        """Runs a ``scan``: its carry and what it stacks are shard sums where they are wanted."""
         params = equation.params
-        jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-        # Inputs are constants, carry and what is scanned; outputs the carry and what is stacked.
-        count = len(jaxpr.outvars) - _count_scanned(equation.outvars, jaxpr.outvars)
-        end = len(inputs) - _count_scanned(equation.invars, jaxpr.invars)
-        starts = end - count, end
+        constants, carried, scanned = _inputs_of_scan(equation, inputs)
+        num_carried = len(carried)
         # Added up here, and not in each step.
-        constants = [_Value(self._whole(x), x.rows) for x in inputs[: starts[0]]]
-        carried, scanned = inputs[slice(*starts)], inputs[starts[1] :]
+        constants = [_Value(self.add_up(x), x.rows) for x in constants]
         # What has rows is no sum over these, though sums of a later operation are linear in it.
-        are_sums = [x.rows is None for x in carried] + [True] * (len(wanted) - count)
-        wanted = [wants and is_sum for wants, is_sum in zip(wanted, are_sums, strict=True)]
-        init = [
-            self._split(x) if wants else self._whole(x)
-            for x, wants in zip(carried, wanted[:count], strict=True)
+        carries_sums = [
+            wants and x.rows is None for x, wants in zip(carried, wanted[:num_carried], strict=True)
         ]
-        outputs = list[_Value]()
+        wanted = [*carries_sums, *wanted[num_carried:]]
+
+        def carry_of(values: Sequence[_Value]) -> list[Any]:
+            return [
+                self.split(x) if is_split else self.add_up(x)
+                for x, is_split in zip(values, carries_sums, strict=True)
+            ]
+
+        outputs = list[_Value]()  # of the body, as it was traced last
 
         def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
             values = [
-                _Value(x, old.rows, wants)
-                for x, old, wants in zip(carry, carried, wanted[:count], strict=True)
+                _Value(x, old.rows, is_split)
+                for x, old, is_split in zip(carry, carried, carries_sums, strict=True)
             ]
-            # Without the dimension that is scanned.
+            # Without the first dimension, that of the steps.
             values += [
                 _Value(x, old.rows - 1 if old.rows else None)
                 for x, old in zip(xs, scanned, strict=True)
             ]
-            outputs[:] = self._run(params["jaxpr"], [*constants, *values], wanted)
-            new = [
-                self._split(x) if wants else self._whole(x)
-                for x, wants in zip(outputs[:count], wanted[:count], strict=True)
-            ]
-            return new, [x.array for x in outputs[count:]]
+            outputs[:] = self.run(params["jaxpr"], [*constants, *values], wanted)
+            return carry_of(outputs[:num_carried]), [x.array for x in outputs[num_carried:]]
 
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, init, [self._whole(x) for x in scanned], **options)
+        carry, stacked = jax.lax.scan(
+            body,
+            carry_of(carried),
+            [self.add_up(x) for x in scanned],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
         results = [
-            _Value(x, old.rows, wants)
-            for x, old, wants in zip(carry, outputs[:count], wanted[:count], strict=True)
+            _Value(x, last.rows, is_split)
+            for x, last, is_split in zip(carry, outputs[:num_carried], carries_sums, strict=True)
         ]
-        for x, step in zip(stacked, outputs[count:], strict=True):
-            if step.is_split:  # (length, shards, …) → (shards, length, …)
-                with in_context(type_mesh(x)):
-                    swapped = jnp.swapaxes(x, 0, 1)
-                results.append(_Value(self._constrain(swapped), is_split=True))
-            else:
-                results.append(_Value(x, None if step.rows is None else step.rows + 1))
-        return results
+        pairs = zip(stacked, outputs[num_carried:], strict=True)
+        return results + [self._stacked(x, step) for x, step in pairs]
+
+    def _stacked(self, array: jax.Array, step: _Value) -> _Value:
+        """Returns the value of what a ``scan`` has stacked, (length, …), given that of one step."""
+        if not step.is_split:
+            return _Value(array, None if step.rows is None else step.rows + 1)
+        with in_context(type_mesh(array)):
+            sums = jnp.swapaxes(array, 0, 1)  # (length, shards, …) → (shards, length, …)
+        return _Value(self._sums.constrain(sums), is_split=True)
+
+
+def _inputs_of_scan(
+    equation: JaxprEqn, inputs: Sequence[_Value]
+) -> tuple[Sequence[_Value], Sequence[_Value], Sequence[_Value]]:
+    """Sorts the inputs of a ``scan``: constants, the first carry, and what it scans over.
+
+    Outputs are the carry and what is stacked. Scanned and stacked are the arrays that have one
+    dimension more outside of the body than in it.
+    """
+    jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+
+    def count_scanned(outside: Arrays, inside: Arrays) -> int:
+        return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outside, inside, strict=True))
+
+    num_carried = len(jaxpr.outvars) - count_scanned(equation.outvars, jaxpr.outvars)
+    first_scanned = len(inputs) - count_scanned(equation.invars, jaxpr.invars)
+    first_carried = first_scanned - num_carried
+    return inputs[:first_carried], inputs[first_carried:first_scanned], inputs[first_scanned:]
 
 
 def _run_mapped(
-    equation: JaxprEqn,
-    arrays: Arrays,
-    dims: Sequence[int | None],
-    mesh: AbstractMesh | None = None,
+    equation: JaxprEqn, arrays: Arrays, mapped: Dims, mesh: AbstractMesh | None = None
 ) -> list[Any]:
-    """Runs an operation over these dimensions of its inputs; None for those that stay whole.
+    """Runs an operation for each shard, and stacks the outputs: (shards, *shape).
 
-    With a mesh, on that one, whose axes are Auto.
+    Args:
+      equation: the operation.
+      arrays: its inputs.
+      mapped: for each of these the dimension of the shards; None for one that has none.
+      mesh: the mesh of the inputs, whose axes are Auto; None for that of the operation.
     """
     if mesh is not None and equation.params.get("out_sharding") is not None:
         equation = equation.replace(params={**equation.params, "out_sharding": None})
@@ -420,16 +462,11 @@ def _run_mapped(
     def run(*arrays: Any) -> list[Any]:
         return _compat.run_equation(equation, arrays, mesh)
 
-    outputs: list[Any] = jax.vmap(run, in_axes=tuple(dims))(*arrays)
+    outputs: list[Any] = jax.vmap(run, in_axes=tuple(mapped))(*arrays)
     return outputs
 
 
-def _count_scanned(outside: Arrays, inside: Arrays) -> int:
-    """Counts the arrays that have one dimension more outside of the body of a ``scan``."""
-    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outside, inside, strict=True))
-
-
-def _sums_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
+def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
     """Returns the variables of which wanted outputs are linear functions, and these."""
     chosen: set[Any] = {
         x for x, wants in zip(jaxpr.outvars, wanted, strict=True) if wants and isinstance(x, Var)
@@ -441,7 +478,7 @@ def _sums_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
         if equation.primitive.name in _LINEAR | _PRODUCTS:
             chosen.update(x for x in equation.invars if isinstance(x, Var))
         elif (inner := _called(equation)) is not None:
-            inside = _sums_that_lead_to(inner, wants)
+            inside = _variables_that_lead_to(inner, wants)
             pairs = zip(equation.invars, inner.invars, strict=True)
             chosen.update(x for x, y in pairs if y in inside and isinstance(x, Var))
     return chosen
@@ -459,79 +496,13 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
 def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
     """Whether an operation is linear in the inputs that are shard sums, and is run on each."""
     name = equation.primitive.name
-    sizes = [math.prod(x.array.shape[1:]) for x in inputs if x.is_split]
+    pairs = zip(equation.invars, inputs, strict=True)
+    sizes = [math.prod(shape_of(variable)) for variable, x in pairs if x.is_split]
     # Sums that are broadcast, as to all rows, are added up before: they take less memory so.
-    shapes = [getattr(x.aval, "shape", ()) for x in equation.outvars]
-    if not sizes or any(math.prod(shape) > max(sizes) for shape in shapes):
+    out_sizes = [math.prod(shape_of(x)) for x in equation.outvars]
+    if not sizes or max(out_sizes) > max(sizes):
         return False
     if name in _PRODUCTS:
         first, second = (x.is_split for x in inputs)
         return first != second and not (name == "div" and second)
     return name in _LINEAR
-
-
-def _scattered_rows(numbers: Any, inputs: Sequence[_Value]) -> tuple[int | None, ...] | None:
-    """Returns the dimensions of the rows in the operand, indices and updates of a scatter."""
-    rows = inputs[2].rows
-    # The dimensions of the updates that are no window are those of the indices, in order.
-    others = [i for i in range(jnp.ndim(inputs[2].array)) if i not in numbers.update_window_dims]
-    if rows not in others:
-        return None
-    index = others.index(rows)
-    return None if index in numbers.scatter_indices_batching_dims else (None, index, rows)
-
-
-def _rows_of_output(
-    equation: JaxprEqn, inputs: Sequence[_Value], shape: tuple[int, ...]
-) -> int | None:
-    """Returns which dimension of an operation's output has the rows, as far as shapes say so."""
-    name, params = equation.primitive.name, equation.params
-    for position, value in enumerate(inputs):
-        if value.rows is None:
-            continue
-        before = jnp.shape(value.array)
-        rows = _moved_rows(name, params, position, value.rows, inputs, before, shape)
-        if rows is not None and rows < len(shape):
-            return rows
-    return None
-
-
-def _moved_rows(
-    name: str,
-    params: dict[str, Any],
-    position: int,
-    rows: int,
-    inputs: Sequence[_Value],
-    before: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> int | None:
-    """Returns where an operation moves the rows of one of its inputs."""
-    if name == "dot_general":
-        contracted, batched = (pair[position] for pair in params["dimension_numbers"])
-        if rows in batched:
-            return batched.index(rows)  # type: ignore[no-any-return]
-        free = [i for i in range(len(before)) if i not in (*contracted, *batched)]
-        if rows not in free:
-            return None
-        first = jnp.ndim(inputs[0].array) - len(contracted) if position else len(batched)
-        return first + free.index(rows)
-    if name == "transpose":
-        return params["permutation"].index(rows)  # type: ignore[no-any-return]
-    if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][rows]  # type: ignore[no-any-return]
-    if name == "gather":
-        if position == 0:
-            return None
-        others = [i for i in range(len(shape)) if i not in params["dimension_numbers"].offset_dims]
-        return others[rows] if rows < len(others) else None
-    if name == "reshape" or name == "squeeze":
-        # As many elements are before the rows, which may have been joined with what follows.
-        size = math.prod(before[:rows])
-        same = (i for i in range(len(shape)) if math.prod(shape[:i]) == size)
-        return next((i for i in same if shape[i] % before[rows] == 0), None)
-    if name.startswith("reduce_") or name in ("argmax", "argmin"):
-        axes = params.get("axes", ())
-        return None if rows in axes else rows - sum(axis < rows for axis in axes)
-    # Operations on each element, and those that change another dimension.
-    is_kept = len(shape) == len(before) and shape[rows] == before[rows]
-    return rows if is_kept else None

@@ -23,7 +23,6 @@ another candidate can be, by the bound, is `PlanningResult.gap`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import textwrap
@@ -32,41 +31,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
-
 from .. import _compat
-from ..analysis.hardware import HARDWARE, Hardware, hardware_of
+from ..analysis.hardware import Hardware
+from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
-from ..analysis.units import bytes_text, read_bytes, time_text
-from ..diagnostics.progress import progress
-from ..errors import each_warning_once, message, raise_listed
-from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
-from ..partition.variables import models_unchanged
-from ..report.comparison import (
-    Column,
-    Comparison,
-    Failure,
-    SearchInterrupted,
-    names_by_value,
-)
-from ..report.compiling import INTERRUPTED, Devices, compile_all
+from ..analysis.units import bytes_text, time_text
+from ..errors import each_warning_once
+from ..report.comparison import Column, Comparison, Failure, SearchInterrupted
+from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
-from .candidates import (
-    Arguments,
-    Axes,
-    Candidate,
-    applies,
-    check_meshes,
-    checked_strategies,
-    mesh_sizes,
-    strategies_of,
-)
-from .measuring import Runner, check_devices, medians, run_in_rounds
+from .candidates import Candidate
+from .measuring import Runner, medians, run_in_rounds
+from .prepare import listed_once, prepare
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
-from .variants import variants_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +302,7 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
     """
     start = time.monotonic()
+    # All candidates, predicted; and the devices that other processes compile for.
     search, compile_on = prepare(
         step,
         args,
@@ -342,7 +321,7 @@ def plan(
         measure=measure,
         quiet=quiet,
     )
-    compile_programs = partial(
+    compile_programs = partial(  # returns a `Comparison`
         compile_all,
         memory_limit=search.limit,
         hardware=search.hardware,
@@ -361,46 +340,41 @@ def plan(
             ruled_out=search.ruled_out,
         )
     except SearchInterrupted as interrupt:
-        ranked = _ranked(interrupt.result, search)
-        raise SearchInterrupted(_result(search, ranked, INTERRUPTED)) from None
+        raise SearchInterrupted(_result(search, interrupt.result, INTERRUPTED)) from None
     search.rule_out_failing(compiled.reports)  # which may have ended after the last choice
-    failures = {  # to trace: of the step or a strategy, not of the compiler
-        name: report
-        for name, report in compiled.reports.items()
-        if isinstance(report, Failure) and not is_of_compiler(report)
-    }
+    failures = _failures_to_trace(compiled.reports)
     if len(failures) == len(compiled.reports) > 0:
         raise _error_of_step(failures, search)
-    ranked = _ranked(compiled, search)
-    count = len(ranked.reports) - len(failures)
+    count = len(compiled.reports) - len(failures)
     why_left = f"the {count} compiled are predicted to be better"
     if time_limit and count != most:
         why_left = f"not compiled within {time_limit} s"
+    found = compiled
     try:
         if measure:
-            ranked = _ranked(_measured(ranked, search, measure, quiet=quiet), search)
-        best = next(iter(ranked.reports), None)
-        if by_module and best is not None and ranked.fits(best):
+            found = _measured(_ranked(compiled, search), search, measure, quiet=quiet)
+        best = next(iter(_ranked(found, search).reports), None)
+        if by_module and best is not None and found.fits(best):
             lower = {best: search.entries[best].lower}
             detailed = compile_programs("modules of the best", lower, by_module=True).compiled
-            ranked = dataclasses.replace(ranked, reports={**ranked.reports, **detailed})
+            found = dataclasses.replace(found, reports={**found.reports, **detailed})
     except KeyboardInterrupt:
-        raise SearchInterrupted(_result(search, ranked, why_left)) from None
-    return _result(search, ranked, why_left)
+        raise SearchInterrupted(_result(search, found, why_left)) from None
+    return _result(search, found, why_left)
 
 
-def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
+def _measured(ranked: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
     """Runs the first ``count`` candidates that fit; returns the comparison with their times.
 
     One that fails while it runs gets the reason in place of its report.
     """
     runners = {}
-    for name in found.fitting[:count]:
+    for name in ranked.fitting[:count]:
         entry = search.entries[name]
         variant = entry.variant
         runners[name] = Runner.of(entry.candidate, variant.fun, entry.args, variant.options)
     seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
-    return dataclasses.replace(found, reports={**found.reports, **failures}, measured=seconds)
+    return dataclasses.replace(ranked, reports={**ranked.reports, **failures}, measured=seconds)
 
 
 def _ranked(found: Comparison, search: Search) -> Comparison:
@@ -410,147 +384,27 @@ def _ranked(found: Comparison, search: Search) -> Comparison:
     return dataclasses.replace(found, reports=reports)
 
 
-def prepare(
-    step: Callable[..., Any] | Mapping[str, Any],
-    args: Sequence[Any],
-    options: Mapping[str, Any],
-    *,
-    devices: int | None = None,
-    topology: str | None = None,
-    num_slices: int = 1,
-    axes: Sequence[str] | Mapping[str, Any] = ("data", "model"),
-    meshes: Iterable[AnyMesh] | None = None,
-    strategies: Iterable[str] | Mapping[str, Any] | None = None,
-    variants: Mapping[str, Sequence[Any]] | None = None,
-    maximize: Literal["batch"] | None = None,
-    memory_limit: int | str | None = None,
-    hardware: Hardware | str | None = None,
-    most: int | None = None,
-    measure: int = 0,
-    quiet: bool = False,
-) -> tuple[Search, Devices | None]:
-    """Makes and predicts all candidates, without compiling any; the arguments are those of `plan`.
-
-    Returns:
-      The search, and the devices for processes that compile; None compiles in this process.
-    """
-    _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
-    if maximize not in (None, "batch"):
-        raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
-    step_variants = variants_of(step, args, variants or {}, options)
-    named_axes, functions = Axes.of(axes), _strategies(strategies)
-    with on_topology(topology, num_slices):
-        target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
-        available = len(topology_devices(*target)) if target else jax.device_count()
-        count = devices or available
-        arguments = step_variants[0].arguments
-        functions = functions or dict.fromkeys(strategies_of(arguments, count))
-        if meshes is None:
-            pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
-        else:
-            pairs = _given_pairs(functions, [*meshes], devices, named_axes)
-    pairs = [
-        (strategy, mesh)
-        for strategy, mesh in pairs
-        if functions[strategy] is not None or applies(strategy, mesh.shape, named_axes)
-    ]
-    if not pairs:
-        raise ValueError(
-            f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
-            "that divide layers, experts and the batch."
-        )
-    if measure:
-        check_devices(measure, [mesh for _, mesh in pairs])
-    first = pairs[0][1].devices.flat[0]
-    peak = HARDWARE.get(first.device_kind) if hardware is None else hardware_of(hardware)
-    limit = None if peak is None else peak.memory_bytes  # of a device that is not known, none
-    limit = limit if memory_limit is None else read_bytes(memory_limit)
-    if maximize and (limit is None or not arguments.rows):
-        raise ValueError(
-            "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
-        )
-    search = Search(
-        variants=step_variants,
-        functions=functions,
-        axes=named_axes,
-        hardware=peak,
-        limit=limit,
-        most=most,
-        maximize=maximize is not None,
-        num_slices=num_slices,
-    )
-    predicting = progress("plan: predicting", len(pairs), quiet=quiet)
-    with predicting as advance, models_unchanged():
-        for strategy, mesh in pairs:
-            for variant in step_variants:
-                search.add(strategy, mesh, variant)
-            advance(strategy)
-    if not search.programs:
-        ways = "; or ".join(remedies(search, {}))
-        remedy = f"By the arguments alone, one of these would fit: {ways}." if ways else ""
-        raise ValueError(_listed_once("plan: no candidate can fit:", search.ruled_out, remedy))
-    return search, _devices_of_compilers([mesh for _, mesh in pairs], target)
-
-
-def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Devices | None:
-    """Returns the devices for processes that compile: of a topology, or so many CPU devices.
-
-    None for other devices of this machine, which only this process has.
-    """
-    if target is None and all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes):
-        return max(mesh.size for mesh in meshes)
-    return target
-
-
-def _all_pairs(
-    functions: Mapping[str, Any], count: int, num_slices: int, axes: Axes, arguments: Arguments
-) -> list[tuple[str, Mesh]]:
-    """Pairs each strategy with each mesh that so many devices can form.
-
-    Args:
-      functions: the strategies by name; None for those of this library, else the user's function.
-      count: the number of devices.
-      num_slices: the number of TPU slices that these are on.
-      axes: the names of the axes for data, for the model and so on.
-      arguments: those of the step, whose shapes limit the sizes of axes.
-    """
-    pairs: list[tuple[str, Mesh]] = []
-    meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}  # by axes and sizes; equal ones once
-    for strategy, function in functions.items():
-        # What axes a function of the user needs is not known: those of these two, as most do.
-        chains = [strategy] if function is None else ["dp", "dp + tensor"]
-        for chain in chains:
-            for sizes in mesh_sizes(count, num_slices, axes, chain, arguments):
-                key = tuple(sizes.items())
-                if key not in meshes:
-                    meshes[key] = planning_mesh(sizes)
-                pairs.append((strategy, meshes[key]))
-    return pairs
-
-
-def _given_pairs(
-    functions: Mapping[str, Any], meshes: Sequence[AnyMesh], devices: int | None, axes: Axes
-) -> list[tuple[str, Mesh]]:
-    """Pairs each strategy with each mesh of the user.
-
-    Args:
-      functions: as for :func:`_all_pairs`.
-      meshes: the meshes, or the sizes of their axes.
-      devices: how many the user named, which each mesh must have; None for any number.
-      axes: the names of the axes that strategies of this library use.
-    """
-    sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
-    check_meshes(sizes, devices, axes, are_ours=None in functions.values())
-    return [*itertools.product(functions, map(planning_mesh, meshes))]
+def _failures_to_trace(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, Failure]:
+    """Selects the failures of the step or of a strategy, by name: those not of the compiler."""
+    return {
+        name: report
+        for name, report in reports.items()
+        if isinstance(report, Failure) and not is_of_compiler(report)
+    }
 
 
 def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueError:
-    """Makes the error for a step that no candidate could be traced for: it is at fault itself."""
+    """Makes the error for a step that no candidate could be traced for: it is at fault itself.
+
+    Args:
+      failures: what each candidate raised that was to be compiled.
+      search: says why the others were ruled out.
+    """
     # Candidates that were left out because others failed have their reason, and which of these
     # ended first is a matter of time: so a message without them is always the same.
     others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
     reasons = {name: failure.error for name, failure in failures.items()} | others
-    error = ValueError(_listed_once("plan: no candidate can be lowered:", reasons))
+    error = ValueError(listed_once("plan: no candidate can be lowered:", reasons))
     error.__cause__ = next(iter(failures.values())).exception
     return error
 
@@ -571,88 +425,52 @@ def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
 _RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")
 
 
-def _result(search: Search, ranked: Comparison, why_left: str) -> PlanningResult:
+def _result(search: Search, found: Comparison, why_left: str) -> PlanningResult:
     """Puts together what was compiled, why the rest was not, and how good the rest can be.
 
     Args:
       search: all candidates.
-      ranked: the reports of those that were compiled, best first.
+      found: the reports of those that were compiled.
       why_left: why no more were.
     """
-    reports, entries = ranked.reports, search.entries
+    reports, entries = found.reports, search.entries
     left = [name for name in entries if name not in reports and name not in search.ruled_out]
-    timed = {*ranked.measured} or {
-        name
-        for name, report in ranked.compiled.items()
-        if getattr(report.roofline, "seconds", None) is not None
-    }
-    untimed = [x for x in ranked.compiled if ranked.fits(x) is not False and x not in timed]
-    # How fast a candidate without a time can be at best: the time of its matrix products alone.
-    bounds = [entries[name].least for name in left + untimed]
-    least = None
-    if not search.maximize and search.hardware is not None and None not in bounds:
-        least = min((bound or 0.0 for bound in bounds), default=math.inf)
+    comparison = _ranked(found, search)
+    comparison = dataclasses.replace(
+        comparison, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)
+    )
     predicted = {  # if all communication is hidden, and if none is
         name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
         for name, entry in entries.items()
         if entry.least is not None  # the products and the hardware are known
     }
     return PlanningResult(
-        comparison=dataclasses.replace(
-            ranked, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)
-        ),
-        candidates={name: entries[name].candidate for name in reports},
-        least=least,
+        comparison=comparison,
+        candidates={name: entries[name].candidate for name in comparison.reports},
+        least=_least_of_others(search, found, left),
         predicted=predicted,
-        remedies=() if ranked.fitting else tuple(remedies(search, reports)),
+        remedies=() if found.fitting else tuple(remedies(search, reports)),
     )
 
 
-def _check_counts(topology: str | None, **counts: Any) -> None:
-    """Raises a ValueError for counts that are no numbers, or too small."""
-    wrong = []
-    for name, count in counts.items():
-        least = 0 if name == "measure" else 1
-        if count is None and name in ("devices", "most"):  # all of them
-            continue
-        is_number = isinstance(count, int | np.integer) and not isinstance(count, bool)
-        if not is_number or count < least:
-            wrong.append(f"  {name}={count!r}: expected a number of at least {least}")
-    if topology is not None and counts["devices"] is not None:
-        wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")
-    raise_listed(ValueError, "plan: these arguments cannot be used:", wrong)
+def _least_of_others(search: Search, found: Comparison, left: Sequence[str]) -> float | None:
+    """Returns ``PlanningResult.least``: a lower bound of all times that are not known.
 
-
-def _strategies(
-    strategies: Iterable[str] | Mapping[str, Any] | None,
-) -> dict[str, Callable[..., Any] | None]:
-    """Returns the user's functions by name, None for strategies of ours; empty for all of ours."""
-    if strategies is None:
-        return {}
-    if not strategies or not isinstance(strategies, Iterable):
-        raise ValueError(
-            f"plan: strategies={strategies!r}: expected names as in 'fsdp + tensor', or functions."
-        )
-    if isinstance(strategies, Mapping):
-        for name, function in strategies.items():
-            if not callable(function):
-                raise TypeError(
-                    f"plan: strategies[{name!r}]: expected a function, got {function!r}."
-                )
-        return {str(name): function for name, function in strategies.items()}
-    names = [strategies] if isinstance(strategies, str) else [*strategies]
-    return dict.fromkeys(checked_strategies(names))
-
-
-def _listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:
-    """Writes a message with each reason once, after the candidates that it holds for.
-
-    ``reasons`` are by the name of the candidate; a single one is written without names.
+    Args:
+      search: all candidates, each with a bound: its products at the peak rate of all devices.
+      found: the reports of those that were compiled.
+      left: the names of those that may fit, but were not compiled.
     """
-    candidates_by_reason = names_by_value(reasons)
-    is_single = len(candidates_by_reason) < 2
-    lines = [
-        f"  {reason}" if is_single else f"  {'; '.join(candidates)}: {reason}"
-        for reason, candidates in candidates_by_reason.items()
-    ]
-    return message(head, lines, remedy)
+    # Who fits most rows is no matter of time, and without hardware there are no rates.
+    if search.maximize or search.hardware is None:
+        return None
+    # A measured time and an estimate cannot be compared: once some were measured, these count.
+    timed = {*found.measured} or {
+        name
+        for name, report in found.compiled.items()
+        if getattr(report.roofline, "seconds", None) is not None
+    }
+    untimed = [x for x in found.compiled if found.fits(x) is not False and x not in timed]
+    bounds = [search.entries[name].least for name in (*left, *untimed)]
+    known = [bound for bound in bounds if bound is not None]
+    return min(known, default=math.inf) if len(known) == len(bounds) else None

@@ -1,0 +1,243 @@
+"""What ``plan`` searches: its arguments become a `Search` with all candidates, predicted.
+
+A candidate is a strategy on a mesh for a variant of the step. Strategies and meshes that go
+together are paired first, then each pair is predicted for each variant (`Search.add`). Nothing is
+compiled here.
+
+From other modules: `Axes` are the names of mesh axes by what they are for; `Arguments`, those of
+the step, say how large its batch and models are, which limits the sizes of axes. `on_topology`
+makes ``planning_mesh`` use the devices of a TPU topology, which this machine may not have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from ..analysis.hardware import HARDWARE, Hardware, hardware_of
+from ..analysis.units import read_bytes
+from ..diagnostics.progress import progress
+from ..errors import message, raise_listed
+from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
+from ..partition.variables import models_unchanged
+from ..report.comparison import names_by_value
+from ..report.compiling import Devices
+from ..report.strategies import AnyMesh
+from .candidates import (
+    Arguments,
+    Axes,
+    applies,
+    check_meshes,
+    checked_strategies,
+    mesh_sizes,
+    strategies_of,
+)
+from .measuring import check_devices
+from .remedies import remedies
+from .search import Search
+from .variants import variants_of
+
+# Strategies by name: a function of the user, or None for a chain of this library.
+Strategies: TypeAlias = Mapping[str, Callable[..., Any] | None]
+
+
+def prepare(
+    step: Callable[..., Any] | Mapping[str, Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    devices: int | None,
+    topology: str | None,
+    num_slices: int,
+    axes: Sequence[str] | Mapping[str, Any],
+    meshes: Iterable[AnyMesh] | None,
+    strategies: Iterable[str] | Mapping[str, Any] | None,
+    variants: Mapping[str, Sequence[Any]] | None,
+    maximize: Literal["batch"] | None,
+    memory_limit: int | str | None,
+    hardware: Hardware | str | None,
+    most: int | None,
+    measure: int,
+    quiet: bool,
+) -> tuple[Search, Devices | None]:
+    """Makes and predicts all candidates, without compiling any; the arguments are those of `plan`.
+
+    Returns:
+      The search, and the devices for processes that compile; None compiles in this process.
+
+    Raises:
+      ValueError: no candidate can fit, or an argument of the search is wrong.
+    """
+    _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
+    if maximize not in (None, "batch"):
+        raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
+    step_variants = variants_of(step, args, variants or {}, options)
+    named_axes, functions = Axes.of(axes), _read_strategies(strategies)
+    arguments = step_variants[0].arguments
+    with on_topology(topology, num_slices):
+        target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
+        available = len(topology_devices(*target)) if target else jax.device_count()
+        count = devices or available
+        functions = functions or dict.fromkeys(strategies_of(arguments, count))
+        if meshes is None:
+            pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
+        else:
+            pairs = _given_pairs(functions, [*meshes], devices, named_axes)
+    pairs = [
+        (strategy, mesh)
+        for strategy, mesh in pairs
+        if functions[strategy] is not None or applies(strategy, mesh.shape, named_axes)
+    ]
+    if not pairs:
+        raise ValueError(
+            f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
+            "that divide layers, experts and the batch."
+        )
+    if measure:
+        check_devices(measure, [mesh for _, mesh in pairs])
+    kind = pairs[0][1].devices.flat[0].device_kind
+    peak = HARDWARE.get(kind) if hardware is None else hardware_of(hardware)
+    limit = None if peak is None else peak.memory_bytes  # of a device that is not known, none
+    limit = limit if memory_limit is None else read_bytes(memory_limit)
+    if maximize and (limit is None or not arguments.rows):
+        raise ValueError(
+            "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
+        )
+    search = Search(
+        variants=step_variants,
+        functions=functions,
+        axes=named_axes,
+        hardware=peak,
+        limit=limit,
+        most=most,
+        maximize=maximize is not None,
+        num_slices=num_slices,
+    )
+    _add_all(search, pairs, quiet=quiet)
+    return search, _devices_of_compilers([mesh for _, mesh in pairs], target)
+
+
+def _check_counts(topology: str | None, **counts: Any) -> None:
+    """Raises a ValueError for counts that are no numbers, or too small."""
+    wrong = []
+    for name, count in counts.items():
+        least = 0 if name == "measure" else 1
+        if count is None and name in ("devices", "most"):  # all of them
+            continue
+        is_number = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        if not is_number or count < least:
+            wrong.append(f"  {name}={count!r}: expected a number of at least {least}")
+    if topology is not None and counts["devices"] is not None:
+        wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")
+    raise_listed(ValueError, "plan: these arguments cannot be used:", wrong)
+
+
+def _read_strategies(
+    strategies: Iterable[str] | Mapping[str, Any] | None,
+) -> Strategies:
+    """Returns the user's functions by name, None for strategies of ours; empty for all of ours."""
+    if strategies is None:
+        return {}
+    if not strategies or not isinstance(strategies, Iterable):
+        raise ValueError(
+            f"plan: strategies={strategies!r}: expected names as in 'fsdp + tensor', or functions."
+        )
+    if isinstance(strategies, Mapping):
+        for name, function in strategies.items():
+            if not callable(function):
+                raise TypeError(
+                    f"plan: strategies[{name!r}]: expected a function, got {function!r}."
+                )
+        return {str(name): function for name, function in strategies.items()}
+    names = [strategies] if isinstance(strategies, str) else [*strategies]
+    return dict.fromkeys(checked_strategies(names))
+
+
+def _all_pairs(
+    functions: Strategies, count: int, num_slices: int, axes: Axes, arguments: Arguments
+) -> list[tuple[str, Mesh]]:
+    """Pairs each strategy with each mesh that so many devices can form.
+
+    Args:
+      functions: the strategies by name.
+      count: the number of devices.
+      num_slices: the number of TPU slices that these are on.
+      axes: the names of the axes for data, for the model and so on.
+      arguments: those of the step, whose shapes limit the sizes of axes.
+    """
+    pairs: list[tuple[str, Mesh]] = []
+    meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}  # by axes and sizes; equal ones once
+    for strategy, function in functions.items():
+        # What axes a function of the user needs is not known: those of these two, as most do.
+        chains = [strategy] if function is None else ["dp", "dp + tensor"]
+        for chain in chains:
+            for sizes in mesh_sizes(count, num_slices, axes, chain, arguments):
+                key = tuple(sizes.items())
+                if key not in meshes:
+                    meshes[key] = planning_mesh(sizes)
+                pairs.append((strategy, meshes[key]))
+    return pairs
+
+
+def _given_pairs(
+    functions: Strategies, meshes: Sequence[AnyMesh], devices: int | None, axes: Axes
+) -> list[tuple[str, Mesh]]:
+    """Pairs each strategy with each mesh of the user.
+
+    Args:
+      functions: as for :func:`_all_pairs`.
+      meshes: the meshes, or the sizes of their axes.
+      devices: how many the user named, which each mesh must have; None for any number.
+      axes: the names of the axes that strategies of this library use.
+    """
+    sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
+    check_meshes(sizes, devices, axes, are_ours=None in functions.values())
+    return [*itertools.product(functions, map(planning_mesh, meshes))]
+
+
+def _add_all(search: Search, pairs: Sequence[tuple[str, Mesh]], *, quiet: bool) -> None:
+    """Predicts all pairs for all variants.
+
+    Raises:
+      ValueError: none can fit; the reasons are listed, and what would.
+    """
+    predicting = progress("plan: predicting", len(pairs), quiet=quiet)
+    # Strategies look at the models once, as nothing changes these in between.
+    with predicting as advance, models_unchanged():
+        for strategy, mesh in pairs:
+            for variant in search.variants:
+                search.add(strategy, mesh, variant)
+            advance(strategy)
+    if not search.programs:
+        ways = "; or ".join(remedies(search, {}))
+        remedy = f"By the arguments alone, one of these would fit: {ways}." if ways else ""
+        raise ValueError(listed_once("plan: no candidate can fit:", search.ruled_out, remedy))
+
+
+def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Devices | None:
+    """Returns the devices for processes that compile: of a topology, or so many CPU devices.
+
+    None for other devices of this machine, which only this process has.
+    """
+    if target is None and all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes):
+        return max(mesh.size for mesh in meshes)
+    return target
+
+
+def listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:
+    """Writes a message with each reason once, after the candidates that it holds for.
+
+    ``reasons`` are by the name of the candidate; a single one is written without names.
+    """
+    candidates_by_reason = names_by_value(reasons)
+    is_single = len(candidates_by_reason) < 2
+    lines = [
+        f"  {reason}" if is_single else f"  {'; '.join(candidates)}: {reason}"
+        for reason, candidates in candidates_by_reason.items()
+    ]
+    return message(head, lines, remedy)
