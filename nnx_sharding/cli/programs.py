@@ -1,8 +1,9 @@
 """``inspect``, ``source``, ``lock``, ``check``, ``compare`` and ``plan``: what programs need.
 
-Each command, ``run_…``, calls a function that the user names, in the context of a mesh (`_called`),
-and makes a result of what it returns (`_report`, `_lines`, `_comparison`, `_plan`: functions of the
-command line, the name of the user's function for messages, and what it returned).
+Each command, ``run_…``, calls a function that the user names, in the context of a mesh
+(`_call_user_function`), and makes a result of what it returns (``_make_…``: functions of the parsed
+command line, the name of the user's function for messages, and what it returned). A ``_make_…``
+raises a ``UserError`` for a value that it cannot use.
 
 The result of `jit` and of its ``trace``, ``lower`` and ``compile`` are `Lifted`, `Traced`,
 `Lowered` and `Compiled`. Errors of the user's code become ``UserError``s (`user_code`), so that
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 
@@ -48,7 +49,15 @@ from .user_functions import UserError, find, user_code
 
 T = TypeVar("T")
 
+# Makes the result of a command from the parsed command line, the name of the user's function, and
+# what that returned.
+Make: TypeAlias = Callable[[argparse.Namespace, str, object], T]
+
 _WITHOUT_DEVICES = "Nothing is run, so neither the devices nor their memory have to be available."
+
+_VIRTUAL_DEVICES = (
+    "let JAX have N virtual CPU devices, for functions that make a mesh of jax.devices() themselves"
+)
 
 _JSON = "write JSON; - prints nothing else"
 
@@ -132,19 +141,40 @@ def _add_plan_command(subparsers: object) -> None:
     parser = _add_parser(subparsers, "plan", run_plan, summary, _PLAN, devices)
     _add_outputs_and_limit(parser)
     add = parser.add_argument
-    strategies = f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
-    strategies += f"with none or some of {', '.join(STYLES)}"
-    # Checked here, before anything is imported or compiled.
-    strategy = option(lambda name: checked_strategies([name])[0])
-    add("--strategies", nargs="+", type=strategy, metavar="STRATEGY", help=strategies)
-    most = "how many programs are compiled at most (default: %(default)s)"
-    add("--most", type=count, default=16, metavar="N", help=most)
-    measured = "run the best N on the devices of this machine, and choose the fastest of them"
-    add("--measure", type=count, default=0, metavar="N", help=measured)
-    limit = "seconds after which no more programs are compiled"
-    add("--time-limit", type=count, metavar="SECONDS", help=limit)
-    largest = "search for the largest batch that fits, not for the shortest step"
-    add("--maximize", choices=["batch"], help=largest)
+    add(
+        "--strategies",
+        nargs="+",
+        # Checked here, before anything is imported or compiled.
+        type=option(lambda name: checked_strategies([name])[0]),
+        metavar="STRATEGY",
+        help=f"those to try (default: all), such as 'fsdp + tensor': {', '.join(OVER_DATA)}, "
+        f"with none or some of {', '.join(STYLES)}",
+    )
+    add(
+        "--most",
+        type=count,
+        default=16,
+        metavar="N",
+        help="how many programs are compiled at most (default: %(default)s)",
+    )
+    add(
+        "--measure",
+        type=count,
+        default=0,
+        metavar="N",
+        help="run the best N on the devices of this machine, and choose the fastest of them",
+    )
+    add(
+        "--time-limit",
+        type=count,
+        metavar="SECONDS",
+        help="seconds after which no more programs are compiled",
+    )
+    add(
+        "--maximize",
+        choices=["batch"],
+        help="search for the largest batch that fits, not for the shortest step",
+    )
     add("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
 
 
@@ -154,12 +184,17 @@ def _add_parser(
     run: Callable[[argparse.Namespace], int],
     summary: str,
     epilog: str,
-    devices: str = "",
+    devices: str = _VIRTUAL_DEVICES,
 ) -> argparse.ArgumentParser:
     """Adds a command that calls a function of the user, with the options for this.
 
-    ``run`` runs it and returns the exit code. ``summary`` is what it does, ``epilog`` examples and
-    exit codes, ``devices`` the help for ``--devices``, if that is not the number of virtual ones.
+    Args:
+      subparsers: those of argparse.
+      name: the name of the command.
+      run: runs it and returns the exit code.
+      summary: what it does, as an infinitive.
+      epilog: examples and exit codes.
+      devices: the help for ``--devices``.
     """
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
     # One summary in both places, so that they agree.
@@ -167,24 +202,45 @@ def _add_parser(
     parser: argparse.ArgumentParser = subparsers.add_parser(name, **texts)
     parser.set_defaults(run=run)
     add = parser.add_argument
-    target = "the function to call: package.module:function or path/to/file.py:function"
-    add("target", metavar="MODULE:FUNCTION", help=target)
-    mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
-    mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
-    add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
-    topology = "compile for TPUs of a topology such as v5e:16x16 instead, wherever a mesh is given "
-    topology += "by its sizes; needs no TPU, but pip install 'nnx_sharding[tpu]'"
-    add("--topology", metavar="NAME", help=topology)
-    slices = "number of slices, each of this topology (default: %(default)s)"
-    add("--slices", type=count, default=1, metavar="N", help=slices)
-    virtual = "let JAX have N virtual CPU devices, for functions that make a mesh of "
-    virtual += "jax.devices() themselves"
-    add("--devices", type=count, metavar="N", help=devices or virtual)
-    roofline = 'show the roofline of this hardware, such as "TPU v5e"'
-    add("--hardware", type=option(hardware_of), metavar="NAME", help=roofline)
-    donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
-    donate += "function that is not jitted"
-    add("--donate", nargs="+", metavar="NAME", help=donate)
+    add(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="the function to call: package.module:function or path/to/file.py:function",
+    )
+    add(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="AXIS=SIZE,...",
+        help="the mesh in context, such as data=2,model=4, passed to the function if it has a "
+        "parameter `mesh`; virtual CPU devices are used for one larger than the machine",
+    )
+    add(
+        "--topology",
+        metavar="NAME",
+        help="compile for TPUs of a topology such as v5e:16x16 instead, wherever a mesh is given "
+        "by its sizes; needs no TPU, but pip install 'nnx_sharding[tpu]'",
+    )
+    add(
+        "--slices",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of slices, each of this topology (default: %(default)s)",
+    )
+    add("--devices", type=count, metavar="N", help=devices)
+    add(
+        "--hardware",
+        type=option(hardware_of),
+        metavar="NAME",
+        help='show the roofline of this hardware, such as "TPU v5e"',
+    )
+    add(
+        "--donate",
+        nargs="+",
+        metavar="NAME",
+        help="parameters whose memory the results may take, as donate_argnames of jit, for a "
+        "function that is not jitted",
+    )
     return parser
 
 
@@ -203,12 +259,19 @@ def _add_lock_command(
 def _add_outputs_and_limit(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that make reports."""
     add = parser.add_argument
-    limit = "the memory of a device, such as 16GiB (default: that of --hardware, else of the "
-    limit += "devices compiled for if it is known)"
-    add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
-    modules = "show memory and cost by module as well (plan: of the best candidate), which "
-    modules += "compiles each program once more"
-    add("--by-module", action="store_true", help=modules)
+    add(
+        "--memory-limit",
+        type=option(read_bytes),
+        metavar="SIZE",
+        help="the memory of a device, such as 16GiB (default: that of --hardware, else of the "
+        "devices compiled for if it is known)",
+    )
+    add(
+        "--by-module",
+        action="store_true",
+        help="show memory and cost by module as well (plan: of the best candidate), which "
+        "compiles each program once more",
+    )
     add_outputs(parser)
 
 
@@ -249,7 +312,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
     # Remarks of the compiler are only in its log, and in the list after the block.
     with _compat.compiler_log(rematerializations) as remarks:
-        report = _called(arguments, _report)
+        report = _call_user_function(arguments, _make_report)
     _warn_if_unsharded(arguments, report.name, report)
     write(arguments, report)
     if remarks:
@@ -284,7 +347,7 @@ def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: Program
 
 def run_source(arguments: argparse.Namespace) -> int:
     """Shows the table of lines; returns the exit code."""
-    lines = _called(arguments, _lines)
+    lines = _call_user_function(arguments, _make_lines)
     data = json_text(lines.as_dict())
     if arguments.json not in (None, "-"):
         write_file(Path(arguments.json), data.encode())
@@ -296,7 +359,7 @@ def run_source(arguments: argparse.Namespace) -> int:
 def run_lock(arguments: argparse.Namespace) -> int:
     """Writes a lock file; returns the exit code."""
     file = _lock_file(arguments)
-    report = _called(arguments, _report)
+    report = _call_user_function(arguments, _make_report)
     _warn_if_unsharded(arguments, report.name, report)
     write_file(file, lock_text(report).encode())
     say(f"wrote {file}")
@@ -308,7 +371,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     file = _lock_file(arguments)
     if not file.exists():  # before the program is compiled
         raise UsageError(f"there is no lock file {file}; write it: {_lock_command(arguments)}")
-    report = _called(arguments, _report)
+    report = _call_user_function(arguments, _make_report)
     _warn_if_unsharded(arguments, report.name, report)
     try:
         changes = changes_since(file, report, arguments.tolerance)
@@ -333,7 +396,7 @@ def _lock_file(arguments: argparse.Namespace) -> Path:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Compares strategies, and shows them; returns the exit code."""
-    return _search(arguments, _comparison, _show_comparison)
+    return _search(arguments, _make_comparison, _show_comparison)
 
 
 def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> int:
@@ -352,7 +415,7 @@ def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> i
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Searches for a plan, and shows it; returns the exit code."""
-    return _search(arguments, _plan, _show_plan)
+    return _search(arguments, _make_plan, _show_plan)
 
 
 def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
@@ -369,10 +432,10 @@ def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
 
 def _search(
     arguments: argparse.Namespace,
-    make: Callable[[argparse.Namespace, str, object], T],
+    make: Make[T],
     show: Callable[[argparse.Namespace, T], int],
 ) -> int:
-    """Makes a result as `_called` does, and shows it; returns the exit code.
+    """Makes a result as `_call_user_function` does, and shows it; returns the exit code.
 
     A search takes minutes to hours, and batch systems end a job with SIGTERM. So SIGTERM does here
     what Ctrl-C does: what was compiled until then is shown and written to the files.
@@ -386,7 +449,7 @@ def _search(
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        return show(arguments, _called(arguments, make))
+        return show(arguments, _call_user_function(arguments, make))
     except KeyboardInterrupt as interrupt:
         if isinstance(interrupt, SearchInterrupted):  # at least one candidate was predicted
             show(arguments, interrupt.result)
@@ -396,7 +459,7 @@ def _search(
         signal.signal(signal.SIGTERM, before)
 
 
-def _options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
+def _jit_options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
     """Returns the options of the command line for the ``jit`` of what a user's function returned.
 
     Raises:
@@ -420,7 +483,7 @@ def _options(arguments: argparse.Namespace, target: str, function: object) -> di
     return {"donate_argnames": arguments.donate}
 
 
-def _plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
+def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
     """Searches for the mesh and the strategy of a step that the user's function returned.
 
     ``value`` is ``(step, *arguments)``, a mapping from variants to these, or what ``plan`` returns.
@@ -439,13 +502,16 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
     for variant in variants:
         function = variant[0] if isinstance(variant, tuple) else variant
         # The same for each; raises for one that they do not fit.
-        options = _options(arguments, target, function)
+        options = _jit_options(arguments, target, function)
+    # The remaining options are those of `plan`.
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
     # These are called like the parameters of `plan`.
-    same = ["strategies", "maximize", "time_limit", "memory_limit", "hardware", "by_module"]
-    same += ["most", "measure"]
-    options |= {name: getattr(arguments, name) for name in same}
+    for name in (
+        "strategies", "maximize", "time_limit", "memory_limit", "hardware", "by_module", "most",
+        "measure",
+    ):  # fmt: skip
+        options[name] = getattr(arguments, name)
     with user_code(f"what {target} returned cannot be planned"):
         try:
             return plan(step, *args, **options)
@@ -453,9 +519,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: object) -> Planning
             raise UserError(str(error).removeprefix("plan: ")) from error
 
 
-def _called(
-    arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, object], T]
-) -> T:
+def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
     """Calls the user's function, and returns what ``make`` makes of what it returns.
 
     Both run in the context of the mesh and the topology of the command line.
@@ -506,33 +570,33 @@ def _use_virtual_devices(number: int) -> None:
             ) from None
 
 
-def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
+def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
     """Compiles a program that a function returned, and returns its report."""
     hardware = arguments.hardware
     # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
-        _options(arguments, target, value)  # raises if there are any, which come too late
+        _jit_options(arguments, target, value)  # raises for --donate, which comes too late
         return value if hardware is None else value.with_roofline(hardware)
     with user_code(f"what {target} returned cannot be compiled"):
-        compiled = _compiled(_staged(arguments, target, value, "or a report"))
+        compiled = _compile(_stage_of(arguments, target, value, "or a report"))
         is_for_lock = arguments.command in ("lock", "check")
         make_report = report_with_rules if is_for_lock else Compiled.report
         return make_report(compiled, hardware=hardware, by_module=arguments.by_module)
 
 
-def _lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
+def _make_lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
     """Compiles a program that a function returned, unless it is traced, and lists its lines."""
     with user_code(f"what {target} returned cannot be compiled"):
         if isinstance(value, Traced):
-            _options(arguments, target, value)
+            _jit_options(arguments, target, value)  # raises for --donate, which comes too late
             return value.by_line()
-        compiled = _compiled(_staged(arguments, target, value))
+        compiled = _compile(_stage_of(arguments, target, value))
         report = compiled.report()
         _warn_if_unsharded(arguments, report.name, report)
         return compiled.by_line(hardware=arguments.hardware)
 
 
-def _staged(
+def _stage_of(
     arguments: argparse.Namespace, target: str, value: Any, others: str = ""
 ) -> Traced | Lowered | Compiled:
     """Returns the program in what the user's function returned; a function is traced for it.
@@ -541,7 +605,7 @@ def _staged(
     ``others`` says in the message what else it may be.
     """
     function, *args = value if isinstance(value, tuple) and value else (value,)
-    options = _options(arguments, target, function)
+    options = _jit_options(arguments, target, function)
     if isinstance(value, Traced | Lowered | Compiled):
         return value
     if not callable(function) or isinstance(function, type):
@@ -555,14 +619,14 @@ def _staged(
     return jitted.trace(*args)
 
 
-def _compiled(stage: Traced | Lowered | Compiled) -> Compiled:
+def _compile(stage: Traced | Lowered | Compiled) -> Compiled:
     """Lowers and compiles a stage, as far as it is not."""
     if isinstance(stage, Traced):
         stage = stage.lower()
     return stage.compile() if isinstance(stage, Lowered) else stage
 
 
-def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
+def _make_comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
     """Compares the strategies that a function returned.
 
     ``value`` is the arguments of ``compare``, its result, or a mapping from names to programs.
@@ -572,7 +636,7 @@ def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Co
     if isinstance(value, Mapping) and value:
         reports: dict[str, ProgramReport | Failure] = {}
         for name, program in value.items():
-            make_report = partial(_report, arguments, f"{target}, {name},", program)
+            make_report = partial(_make_report, arguments, f"{target}, {name},", program)
             report = attempt(make_report)  # a failure does not end the others
             reports[str(name)] = report
             if isinstance(report, ProgramReport):
@@ -584,5 +648,5 @@ def _comparison(arguments: argparse.Namespace, target: str, value: object) -> Co
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        options = _options(arguments, target, value[1])
+        options = _jit_options(arguments, target, value[1])
         return compare(*value, by_module=arguments.by_module, **options)

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,9 @@ from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack, stack
 from ..transforms.stacked_layers import flatten_layer, locations_of
 from .pipeline_blocks import BlockCalls, FurtherLeaf, calls_before, further_leaves
-from .pipeline_loop import RUNNING, Further, PipelineLoop, PipelineSizes, write_back
+from .pipeline_loop import PipelineLoop
 from .pipeline_loss import PIPELINE_CALL
+from .pipeline_stages import RUNNING, Further, PipelineSizes, write_back
 
 NO_PREFETCH = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
@@ -46,9 +47,24 @@ NO_PREFETCH = (
 )
 
 
+class _LayersCall(NamedTuple):
+    """A call of layers that are to run in stages."""
+
+    x: Any  # what the first layer gets: a pytree of arrays (batch, …)
+    further: Further  # its further arguments
+    has_rows: Sequence[bool]  # for each leaf in these whether it is an array (batch, …) as well
+    mesh: AnyMesh
+    row_axes: tuple[str, ...]  # the mesh axes that shard the rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule(PipelineSizes):
-    """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing."""
+    """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing.
+
+    Tracing asks it for each call of a module that has it: `redirect` says what to call instead,
+    `wrap` how to call that. Besides these fields it has the sizes of the pipeline: ``axis`` (of
+    the mesh), ``stages``, ``microbatches`` and ``repeats``.
+    """
 
     blocks: int = 0  # those of a list; 0 for a Stack
     specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
@@ -151,7 +167,7 @@ class Schedule(PipelineSizes):
             token = RUNNING.set(True)
             try:
                 with _explain_changed_arguments(further):
-                    out = run(module, x, further, has_rows, call_mesh, row_axes)
+                    out = run(module, _LayersCall(x, further, has_rows, call_mesh, row_axes))
             finally:
                 RUNNING.reset(token)
             if self.interleaves and not is_in_accumulation:
@@ -161,30 +177,22 @@ class Schedule(PipelineSizes):
 
         return run_stages
 
-    def _run_stack(
-        self,
-        layers: Stack,
-        x: object,
-        further: Further,
-        has_rows: Sequence[bool],
-        mesh: AnyMesh,
-        row_axes: tuple[str, ...],
-    ) -> Any:
+    def _run_stack(self, layers: Stack, call: _LayersCall) -> Any:
         """Calls a ``Stack`` in stages."""
-        loop = PipelineLoop(self, layers, further, mesh, row_axes, dict(self.specs))
+        loop = PipelineLoop(
+            self,
+            layers,
+            call.further,
+            call.mesh,
+            call.row_axes,
+            block_specs=dict(self.specs),
+            has_rows=call.has_rows,
+        )
         if (interleaved := PIPELINE_CALL.get()) is not None:
-            return interleaved.run(loop, x)
-        return loop.run(x, has_rows)
+            return interleaved.run(loop, call.x)
+        return loop.run(call.x)
 
-    def _run_blocks(
-        self,
-        blocks: nnx.List[Any],
-        x: Any,
-        further: Further,
-        has_rows: Sequence[bool],
-        mesh: AnyMesh,
-        row_axes: tuple[str, ...],
-    ) -> Any:
+    def _run_blocks(self, blocks: nnx.List[Any], call: _LayersCall) -> Any:
         """Calls the blocks of a list in stages, as a ``Stack`` that is made for the call.
 
             list     blocks 0 … L-1, each with arrays (…)
@@ -199,7 +207,7 @@ class Schedule(PipelineSizes):
         flat = flatten_layer(layers.layers)
         # Modules in the stack are new; those of the first block say how activations are sharded.
         pass_tags(flatten_layer(blocks[0]), flat)
-        out = self._run_stack(layers, x, further, has_rows, mesh, row_axes)
+        out = self._run_stack(layers, call)
         after = flatten_layer(layers.layers)
         for number, block in enumerate(blocks):
             _write_row(block, number, flat, after)
@@ -255,7 +263,14 @@ class Schedule(PipelineSizes):
         further: Sequence[FurtherLeaf],
         has_rows: Sequence[bool],
     ) -> None:
-        """Refuses what cannot be split into microbatches."""
+        """Refuses what cannot be split into microbatches.
+
+        Args:
+          layers: the ``Stack``, or the list of blocks.
+          x: what the first layer gets.
+          further: the leaves in the further arguments.
+          has_rows: for each of these whether it is split with the batch.
+        """
         count = self.microbatches
         # Otherwise the first stage would read a microbatch before the last one has stored it.
         if self.repeats > 1 and count < self.stages:

@@ -224,25 +224,27 @@ class Arguments:
         """Applies a chain of strategies to each model, with its optimizer.
 
         Args:
-          calls: the chain.
+          calls: the chain; ``zero1`` is left out for models without an optimizer.
           mesh: the mesh.
           batch: the spec of the batch.
           offloaded: whether the state of optimizers is on the host.
         """
         recipe = _Recipe(mesh, self._shardings)
-        owners = self._owners
+        owners = self._owners  # optimizer → its model
         models_alone = {name: name for name in self._models() if name not in owners.values()}
         names: dict[str, str] = {}  # part → the name of its sharding in the recipe
-        # Each optimizer, or else each model, after the model.
+        # A model and its optimizer share a sharding, which is made for each optimizer.
         for part, owner in (owners | models_alone).items():
-            optimizer = self.parts[part] if part in owners else None
-            model = self.parts[owner] if owner in self.parts else getattr(optimizer, "model", None)
-            chain = [call for call in calls if call[0] is not zero1 or optimizer is not None]
-            name = recipe.apply(chain, _Part(owner, model), _Part(part, optimizer))
+            optimizer = _NamedArgument(part, self.parts[part] if part in owners else None)
+            # The model of an `nnx.ModelAndOptimizer` is in that, and no argument of its own.
+            value = self.parts.get(owner, getattr(optimizer.value, "model", None))
+            has_optimizer = optimizer.value is not None
+            chain = [call for call in calls if call[0] is not zero1 or has_optimizer]
+            name = recipe.apply(chain, _NamedArgument(owner, value), optimizer)
             names.setdefault(owner, name)
             names[part] = name
-            if offloaded and optimizer is not None:
-                names[part] = recipe.offload(name, _Part(part, optimizer))
+            if offloaded and has_optimizer:
+                names[part] = recipe.offload(name, optimizer)
         specs = {name: self._spec(part, batch) for name, part in self.parts.items()}
         shardings = [recipe.made[names[x]] if x in names else specs[x] for x in self.parts]
         texts = {name: "None" if spec is None else spec_text(spec) for name, spec in specs.items()}
@@ -283,11 +285,11 @@ class ShardedArguments(NamedTuple):
     text: str  # the tuple of shardings in the recipe: ``(sharding, P('data'))``
 
 
-class _Part(NamedTuple):
-    """A model or an optimizer in the arguments."""
+class _NamedArgument(NamedTuple):
+    """A model or an optimizer among the arguments of the step."""
 
-    text: str  # the expression for it
-    value: Any
+    text: str  # the expression for it in a recipe
+    value: Any  # None for the optimizer of a model without one
 
 
 class _Recipe:
@@ -301,7 +303,7 @@ class _Recipe:
         self.made: dict[str, Any] = {}  # by their names in the lines
         self.lines: list[str] = []
 
-    def apply(self, chain: Sequence[Call], model: _Part, optimizer: _Part) -> str:
+    def apply(self, chain: Sequence[Call], model: _NamedArgument, optimizer: _NamedArgument) -> str:
         """Applies a chain to a model; returns the name of the sharding.
 
         Args:
@@ -329,7 +331,7 @@ class _Recipe:
             self.lines.append(f"{name} = {strategy.__name__}({', '.join(texts)})")
         return name
 
-    def offload(self, sharding: str, optimizer: _Part) -> str:
+    def offload(self, sharding: str, optimizer: _NamedArgument) -> str:
         """Moves the state of an optimizer to the host; returns the name of the sharding."""
         name = f"{sharding}_on_host"
         self.made[name] = offload(self.made[sharding], optimizer.value, mesh=self._mesh)

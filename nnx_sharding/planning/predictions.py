@@ -265,7 +265,14 @@ def predict(
 class _Sums:
     """The sums over all arguments; the formulas are at the top of this file.
 
+    A *row* (`ShardingRow`) is one array of a module: its ``path``, ``shape``, ``spec``, and its
+    ``bytes_total``, and ``bytes_per_device``.
+
     Attributes:
+      arguments: those of the step, with what is known of their batch and models.
+      axes: the names of mesh axes by their roles.
+      styles: those of the candidate's strategy for layers, such as ``tensor``.
+      mesh: a mesh of the candidate's sizes, without devices.
       bytes: of the arguments on one device.
       sent: the bytes that one device sends, for each of the formulas and arrays.
       key: what the shardings are, for comparisons.
@@ -297,7 +304,12 @@ class _Sums:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def add(self, sharding: StateSharding | Sharding | PartitionSpec | None, part: Any) -> None:
-        """Adds an argument, or a part of one that has its own sharding."""
+        """Adds an argument, or a part of one that has its own sharding.
+
+        Args:
+          sharding: of a module or an optimizer, or of arrays outside of them; None to replicate.
+          part: the argument.
+        """
         if not isinstance(sharding, StateSharding):
             self._add_arrays(sharding, part)
             return
@@ -309,7 +321,7 @@ class _Sums:
         self.key.append(sharding.activations)  # candidates may differ in these only
         if isinstance(part, nnx.Optimizer):  # its state is updated where it is
             return
-        self._add_layers(sharding, rows)  # which says how a pipeline runs
+        self._add_layers(sharding, rows)  # before parameters, which are sent in each tick
         for row in rows:
             self._add_parameter(row)
 
@@ -324,36 +336,63 @@ class _Sums:
                     self.bytes += math.prod(shape) * array.dtype.itemsize
 
     def _add_layers(self, sharding: StateSharding, rows: Sequence[ShardingRow]) -> None:
-        """Adds what goes from layer to layer in a pipeline, and for attention over a sequence."""
+        """Adds what goes from layer to layer in a pipeline, and for attention over a sequence.
+
+        Args:
+          sharding: that of a model, which declares how its modules run.
+          rows: those of its parameters.
+        """
         declared = sharding.activations.shardings if sharding.activations else ()
-        schedule = next((x.schedule for x in declared if isinstance(x.schedule, Schedule)), None)
-        stacked = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
-        # The bytes of a token between two layers: as many as the smallest parameter of a layer.
-        per_token = min((row.bytes_total / row.shape[0] for row in stacked), default=0.0)
-        stages = {*self.axes.in_mesh(self.sizes, "stage")}
-        sent = 0.0  # between stages
-        if schedule is not None and not stacked:  # blocks of a list
-            moved = [
-                row.bytes_total
+        schedules = [x.schedule for x in declared]
+        pipeline = next((x for x in schedules if isinstance(x, Schedule)), None)
+        in_stacks = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
+        parameters = [row.bytes_total / row.shape[0] for row in in_stacks]  # bytes in a layer
+        moved: list[float] = []  # of blocks of a list, from where they are to their stages
+        if pipeline is not None and not in_stacks:
+            stages = {*self.axes.in_mesh(self.sizes, "stage")}
+            of_blocks = [
+                row
                 for row in rows
                 if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row)))
             ]
-            per_token = min(moved, default=0.0)
-            sent = 2 * sum(moved) / schedule.stages * (1 - 1 / schedule.stages)
-        if schedule is not None:
-            self.schedule = schedule
-            # In each tick forward and backward; and what leaves the stages, and its gradient.
-            sent += 2 * self.tokens * per_token * (_time_ratio(schedule) + 1)
-        is_between = bool(stages & self.crossing)
-        self.sent.append(BytesSent(0.0, sent) if is_between else BytesSent(sent, 0.0))
-        if (devices := self._num_devices("context")) > 1:
-            layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
-            # All-to-all may be within one axis, and a ring over another.
-            schedules = (x.schedule for x in declared)
-            methods = (x.method for x in schedules if isinstance(x, OverSequence))
-            rounds = CONTEXT_ROUNDS[next(methods, "ring")](devices)
-            rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
-            self.sent.append(BytesSent(2 * self.tokens * per_token * rounds * layers, 0.0))
+            moved = parameters = [row.bytes_total for row in of_blocks]
+        # The bytes of a token between two layers: as many as the smallest parameter of a layer.
+        per_token = min(parameters, default=0.0)
+        if pipeline is not None:
+            self.schedule = pipeline
+            self._add_stages(pipeline, per_token, sum(moved))
+        method = next((x.method for x in schedules if isinstance(x, OverSequence)), "ring")
+        self._add_contexts(method, per_token)
+
+    def _add_stages(self, schedule: Schedule, per_token: float, moved: float) -> None:
+        """Adds what the stages of a pipeline send each other.
+
+        Args:
+          schedule: that of the pipeline.
+          per_token: the bytes of a token between two layers.
+          moved: the bytes of parameters that move to their stages, and whose gradients move back.
+        """
+        sent = 2 * moved / schedule.stages * (1 - 1 / schedule.stages)
+        # In each tick forward and backward; and what leaves the stages, and its gradient.
+        sent += 2 * self.tokens * per_token * (_time_ratio(schedule) + 1)
+        is_between_slices = bool({*self.axes.in_mesh(self.sizes, "stage")} & self.crossing)
+        self.sent.append(BytesSent(0.0, sent) if is_between_slices else BytesSent(sent, 0.0))
+
+    def _add_contexts(self, method: str, per_token: float) -> None:
+        """Adds what attention over a sharded sequence sends.
+
+        Args:
+          method: how it exchanges keys and values, a key of `CONTEXT_ROUNDS`.
+          per_token: the bytes of a token between two layers.
+        """
+        devices = self._num_devices("context")
+        if devices == 1:
+            return
+        layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
+        # All-to-all may be within one axis, and a ring over another.
+        rounds = CONTEXT_ROUNDS[method](devices)
+        rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
+        self.sent.append(BytesSent(2 * self.tokens * per_token * rounds * layers, 0.0))
 
     def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
@@ -388,7 +427,8 @@ class _Sums:
         }
         stage, model = {*self.axes.stage} & over, {*self.axes.model} & over
         held: float = row.bytes_total / self._product(expert | stage | model)
-        # The axes along which devices use the same parameter for different tokens.
+        # The axes along which devices use the same parameter for different tokens, and so reduce
+        # its gradient.
         data = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
         sent = []
         for axes in (data - self.crossing, data & self.crossing):  # within slices, then between
