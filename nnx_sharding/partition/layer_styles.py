@@ -43,8 +43,13 @@ class Style(NamedTuple):
     # What a device has of it, for reports: ``column``, ``row``, … Empty where it is not known.
     role: str
     # The sharded dimension of each parameter, by the path in the layer; counted from the end, None
-    # for none. The first parameter decides whether the style can be used.
+    # for none.
     dimensions: Mapping[str, int | None]
+
+    @property
+    def deciding(self) -> str:
+        """The path of the parameter that decides whether the style can be used: the first one."""
+        return next(iter(self.dimensions))
 
 
 # What tells inputs and outputs apart: their number, or those of their dimensions and features.

@@ -9,7 +9,7 @@ allow is used. A layer that a model holds several times is one layer with one se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -118,86 +118,99 @@ def tensor_parallel(
     every = listing.variables
     before = base_specs("tensor_parallel", every, base, mesh)
     known = {_identity(variable.path, variable.variable): variable for variable in every}
-    specs = dict(before)
-    row_layers = list[Path]()  # whose outputs are sums over the axes
-    covered = set[Path]()  # the parameters of all layers that have a rule
-    size = math.prod(mesh.shape[each] for each in axes)
-    undivided = dict[Path, set[int]]()  # by parameter: sizes that the axes do not divide
-    roles = dict[Path, str]()  # by parameter: what a device has of it, such as a column
+    sharded = _ShardedLayers(mesh, axes, before)
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for layer in _layers(listing, known):
-        parameters = _parameters_of(layer, listing, known)
-        styles = layer.styles()
-        styled, style = _apply_first_style(styles, parameters, before, axes, mesh)
-        specs.update(styled)
-        roles.update(dict.fromkeys(styled, "" if style is None else style.role))
-        if style is None:
-            sizes = {tried for tried in _sizes_tried(styles, parameters) if tried % size}
-            undivided.update({x.path: sizes for x in parameters.values() if sizes})
-        for key, variable in parameters.items():
-            # A rule for a user's class is only for the parameters in its styles.
-            if layer.attributes is None or any(key in each.dimensions for each in styles):
-                covered.add(variable.path)
-        # A bias is added once to a sum, so in such layers it is not sharded.
-        dimensions = {} if style is None else style.dimensions
-        biases = [key for key, dim in dimensions.items() if key.endswith("bias") and dim is None]
-        row_layers += [(*layer.path, *key.split("/")[:-1]) for key in biases]
+        sharded.add(layer, _parameters_of(layer, listing, known))
     activations = activations_of(base)
     if sequence:
+        row_layers = [*sharded.row_layers]
         if isinstance(optimizer, nnx.ModelAndOptimizer):
             row_layers += [("model", *path) for path in row_layers]
         entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
         # The outputs: (batch, positions, features).
         activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
-    notes = _notes(known.values(), specs, covered, undivided, axes, size)
-    if size > 1:
+    specs, notes = sharded.specs, sharded.notes(known.values())
+    if sharded.num_shards > 1:
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, roles, notes)
+    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, sharded.roles, notes)
     return with_optimizer(specs, every, optimizer, activations, remarks)
 
 
-def _notes(
-    parameters: Iterable[NamedVariable],
-    specs: SpecsByPath,
-    covered: Set[Path],
-    undivided: Mapping[Path, Set[int]],
-    axes: Sequence[AxisName],
-    size: int,
-) -> dict[Path, str]:
-    """Says why parameters stay replicated, by path, for ``check_sharding``.
+class _ShardedLayers:
+    """The layers of a model that were sharded so far, and how.
 
-    Args:
-      parameters: all parameters of the model.
-      specs: their specs, after the strategy.
-      covered: the paths of those in layers that have a rule.
-      undivided: in layers where no style fits, the sizes of dimensions that would be sharded.
-      axes: the axes of the strategy.
-      size: the number of devices along them.
+    Attributes:
+      specs: the spec of each parameter of the model, by path: at first, those of ``base``.
+      roles: by parameter, what a device has of it, such as a ``column``.
+      row_layers: the paths of layers whose outputs are sums over the axes.
     """
-    names = ", ".join(map(repr, axes))
-    notes = {}
-    for parameter in parameters:
-        spec = specs[parameter.path]
-        if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
-            continue  # it is sharded, or by another sharding of the user
-        # The most specific reason first.
-        if isinstance(parameter.variable, nnx.RngState):
-            is_count = isinstance(parameter.variable, nnx.RngCount)
-            note = "the count of a random stream" if is_count else "the key of a random stream"
-        elif parameter.layers.is_ambiguous:
-            note = ambiguous_layers(parameter)
-        elif parameter.is_norm:
-            note = "of a normalization layer"
-        elif parameter.path in undivided:
-            sizes = " or ".join(map(str, sorted(undivided[parameter.path])))
-            note = f"{names} ({size}) divides no dimension to shard: {sizes}"
-        elif parameter.path in covered:
-            note = f"added to sums over {names}, or not divided by it"
-        else:
-            note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
-        notes[parameter.path] = note
-    return notes
+
+    def __init__(self, mesh: AnyMesh, axes: Sequence[AxisName], before: SpecsByPath):
+        self._mesh, self._axes, self._before = mesh, axes, before
+        self.specs, self.roles = dict(before), dict[Path, str]()
+        self.row_layers = list[Path]()
+        self._covered = set[Path]()  # the parameters of all layers that have a rule
+        # By parameter of a layer that no style fits: the sizes that the axes do not divide.
+        self._undivided = dict[Path, set[int]]()
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices along the axes."""
+        return math.prod(self._mesh.shape[axis] for axis in self._axes)
+
+    def add(self, layer: _RuledLayer, parameters: Mapping[str, NamedVariable]) -> None:
+        """Shards a layer in the first style of its rule that its sizes allow.
+
+        Args:
+          layer: the layer.
+          parameters: those that the rule is for, by their path in the layer.
+        """
+        styles = layer.styles()
+        usable = [style for style in styles if style.deciding in parameters]
+        specs, style = _apply_first_style(usable, parameters, self._before, self._axes, self._mesh)
+        self.specs.update(specs)
+        self.roles.update(dict.fromkeys(specs, "" if style is None else style.role))
+        for key, parameter in parameters.items():
+            # A rule for a user's class is only for the parameters in its styles.
+            if layer.attributes is None or any(key in x.dimensions for x in styles):
+                self._covered.add(parameter.path)
+        if style is None:
+            tried = _sizes_tried(usable, parameters)
+            if sizes := {size for size in tried if size % self.num_shards}:
+                self._undivided.update({x.path: sizes for x in parameters.values()})
+            return
+        for key, dimension in style.dimensions.items():
+            # A bias is added once to a sum, so in such layers it is not sharded.
+            if key.endswith("bias") and dimension is None:
+                self.row_layers.append((*layer.path, *key.split("/")[:-1]))
+
+    def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
+        """Says why some of these parameters stay replicated, by path, for ``check_sharding``."""
+        names = ", ".join(map(repr, self._axes))
+        notes = {}
+        for parameter in parameters:
+            spec = self.specs[parameter.path]
+            if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
+                continue  # it is sharded, or by another sharding of the user
+            # The most specific reason first.
+            if isinstance(parameter.variable, nnx.RngState):
+                is_count = isinstance(parameter.variable, nnx.RngCount)
+                note = "the count of a random stream" if is_count else "the key of a random stream"
+            elif parameter.layers.is_ambiguous:
+                note = ambiguous_layers(parameter)
+            elif parameter.is_norm:
+                note = "of a normalization layer"
+            elif parameter.path in self._undivided:
+                sizes = " or ".join(map(str, sorted(self._undivided[parameter.path])))
+                note = f"{names} ({self.num_shards}) divides no dimension to shard: {sizes}"
+            elif parameter.path in self._covered:
+                note = f"added to sums over {names}, or not divided by it"
+            else:
+                note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
+            notes[parameter.path] = note
+        return notes
 
 
 def _warn_of_large(
@@ -295,11 +308,11 @@ def _apply_first_style(
 ) -> tuple[SpecsByPath, Style | None]:
     """Shards the parameters of a layer in the first style that its sizes allow.
 
-    The first parameter in a style decides whether it can be used. The others, such as a bias, keep
-    their spec if the axes do not divide them.
+    The deciding parameter of a style is the one that it has to shard. The others, such as a bias,
+    keep their spec if the axes do not divide them.
 
     Args:
-      styles: the ways to shard the layer, best first.
+      styles: the ways to shard the layer, best first, whose deciding parameter it has.
       parameters: the parameters of the layer, by the path in it.
       before: the specs of the model that are added to.
       axes: the mesh axes; if no style takes all, the last ones are left out one by one.
@@ -313,41 +326,40 @@ def _apply_first_style(
     def shard(
         parameter: NamedVariable, index: int | None, axes: Sequence[AxisName]
     ) -> PartitionSpec | None:
+        # Its position in the shape; None if stacked layers leave that open.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is None:
             return None
         return shard_dimension(before[parameter.path], parameter.shape, dimension, axes, mesh)
 
-    usable = _usable(styles, parameters)
     for count in range(len(axes), 0, -1):
-        for style in usable:
+        for style in styles:
             sharded = {
                 key: shard(parameters[key], index, axes[:count])
                 for key, index in style.dimensions.items()
                 if key in parameters
             }
-            if sharded[next(iter(style.dimensions))] is None:
+            if sharded[style.deciding] is None:
                 continue
             specs: SpecsByPath = {}
             for key, spec in sharded.items():
                 path = parameters[key].path
                 specs[path] = before[path] if spec is None else spec
             return specs, style
-    keys = {key for style in usable for key in style.dimensions if key in parameters}
+    keys = {key for style in styles for key in style.dimensions if key in parameters}
     return {parameters[key].path: before[parameters[key].path] for key in keys}, None
 
 
-def _usable(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> list[Style]:
-    """Returns the styles whose first parameter, which decides, is in the layer."""
-    return [style for style in styles if next(iter(style.dimensions)) in parameters]
-
-
 def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> set[int]:
-    """Returns the sizes of the dimensions that the styles of a layer shard."""
+    """Returns the sizes of the dimensions that the styles of a layer would shard.
+
+    Args:
+      styles: those whose deciding parameter is in the layer.
+      parameters: the parameters of the layer, by the path in it.
+    """
     sizes = set()
-    for style in _usable(styles, parameters):
-        name, index = next(iter(style.dimensions.items()))
-        parameter = parameters[name]
+    for style in styles:
+        parameter, index = parameters[style.deciding], style.dimensions[style.deciding]
         dimension = None if index is None else parameter.dimension(index)
         if dimension is not None and parameter.shape is not None:
             sizes.add(parameter.shape[dimension])
