@@ -28,7 +28,7 @@ from ..activations.calls import Tag
 from ..core.flatten import Flat
 from ..specs.paths import Path, accessor, path_key
 from ..transforms.stacked_layers import flatten_layer
-from .pipeline_stages import Further
+from .staged_layers import Further
 
 
 class _BlockCall(NamedTuple):

@@ -28,7 +28,7 @@ without an item (``.``) computes as well, with rows of the batch; what it return
 and what it writes to Variables is discarded.
 
 *Further arguments* are what all layers get besides the rows ``x``; those that have rows, too, are
-on all stages, and each takes the rows of its microbatch. `StagedLayers` (``pipeline_stages.py``)
+on all stages, and each takes the rows of its microbatch. `StagedLayers` (``staged_layers.py``)
 has the arrays of the layers, each with a *slot*; `write_back` writes to them what a copy has got.
 
 The schedule is that of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
@@ -65,7 +65,7 @@ from ..transforms.stacked_layers import (
     with_arrays,
 )
 from ..transforms.vmap import vmap
-from .pipeline_stages import Further, PipelineSizes, StagedLayers, take, write_back
+from .staged_layers import Further, PipelineSizes, StagedLayers, take, write_back
 
 
 class PipelineLoop(StagedLayers):

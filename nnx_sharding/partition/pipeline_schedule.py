@@ -39,7 +39,7 @@ from ..transforms.stacked_layers import flatten_layer, locations_of
 from .pipeline_blocks import BlockCalls, FurtherLeaf, calls_before, further_leaves
 from .pipeline_loop import PipelineLoop
 from .pipeline_loss import PIPELINE_CALL
-from .pipeline_stages import RUNNING, Further, PipelineSizes, write_back
+from .staged_layers import RUNNING, Further, PipelineSizes, write_back
 
 NO_PREFETCH = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
