@@ -132,6 +132,7 @@ class ArgumentReasons:
 
 
 def _subject(row: ParameterRow) -> str:
+    """Writes how an array is sharded: ``bias: P('model'), (4) of (16) on each device``."""
     if not axes_in(row.spec):
         return f"{row.path}: replicated, {bytes_text(row.bytes_per_device)} on each device"
     whole, part = shape_text(row.shape), shape_text(row.shard_shape)
@@ -139,11 +140,13 @@ def _subject(row: ParameterRow) -> str:
 
 
 def _spec_text(declared: Any) -> str:
+    """Writes what a user declares for an array: a spec, a sharding, or a layout of the memory."""
     spec = getattr(declared, "spec", declared)
     return spec_text(spec) if isinstance(spec, PartitionSpec) else describe(declared)
 
 
 def _rule_text(rules: StateSharding, index: int) -> str:
+    """Writes the rule of a strategy by its name, one of the user by its number and filter."""
     return _strategy(rules, index) or f"Rule {index}, {rules.names[index]},"
 
 

@@ -183,7 +183,7 @@ def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple
 
 
 def _folded(texts: list[str], most: int | None) -> list[str]:
-    """Keeps the first ``most`` texts, and counts the others in the last of them."""
+    """Keeps the first ``most`` texts, and counts the others in the last of them: ``f32[8] +3``."""
     if most is None or len(texts) <= most:
         return texts
     return [*texts[: most - 1], f"{texts[most - 1]} +{len(texts) - most}"]

@@ -91,8 +91,8 @@ def _read_tiles(
     positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
     entries = []
     for dimension in range(num_dimensions):
-        line = [0] * len(tiles)
-        line[dimension] = slice(None)  # type: ignore[call-overload]  # along this dimension
+        line: list[int | slice] = [0] * len(tiles)
+        line[dimension] = slice(None)  # the tiles along this dimension, at the first of others
         along = {axis: position[tuple(line)] for axis, position in positions.items()}
         # Axis → the first place on this line where its position changes. An axis that changes later
         # is a more major one.

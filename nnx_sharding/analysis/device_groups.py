@@ -88,13 +88,18 @@ def _mesh_groups(text: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", match["sizes"])}
     order = match["devices"] or f"[{math.prod(sizes.values())}]"
     devices = _iota(order) if order.startswith("[") else np.array(_numbers(order))
-    axes = {name: _Axis(size, 1, 1) for name, size in sizes.items()}  # groups run along none
+    # At first groups run along no axis, then along those that are named.
+    axes = {name: _Axis(before=size, part=1, after=1) for name, size in sizes.items()}
     named = re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", match["axes"])
     for name, before, part in named:  # a whole axis, such as 'b', has no part
         taken = int(before or 1) * int(part or sizes[name])
         if not taken or sizes[name] % taken:
             raise ValueError(f"{name} is not divisible by {taken}")
-        axes[name] = _Axis(int(before or 1), int(part or sizes[name]), sizes[name] // taken)
+        axes[name] = _Axis(
+            before=int(before or 1),
+            part=int(part or sizes[name]),
+            after=sizes[name] // taken,
+        )
     dims = [*itertools.chain(*axes.values())]
     # (before, part, after, before, part, after, …) → (before, after, …, part, part, …)
     groups = np.moveaxis(devices.reshape(dims), range(1, len(dims), 3), range(-len(axes), 0))
@@ -119,8 +124,9 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
-    axes, *different = {_axes_of_group(group, dims) for group in groups}
-    return None if different or axes is None else tuple(sizes[axis][0] for axis in axes)
+    # The dimensions of the mesh in which positions differ: the same for all groups, or unknown.
+    axes, *others = {_axes_of_group(group, dims) for group in groups}
+    return None if others or axes is None else tuple(sizes[axis][0] for axis in axes)
 
 
 def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:

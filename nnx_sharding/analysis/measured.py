@@ -55,7 +55,8 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
     Raises:
       ValueError: the profile has no call of this program.
     """
-    sums, runs = defaultdict[str, float](float), set[tuple[Any, Any]]()
+    sums: defaultdict[str, float] = defaultdict(float)  # by the name of the instruction
+    runs: set[tuple[Any, Any]] = set()  # (call of the program, device)
     with warnings.catch_warnings():
         # Python 3.13 deprecates types such as those of jaxlib's statistics. Where warnings are
         # errors, that one ends the process.

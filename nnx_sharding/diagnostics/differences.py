@@ -219,7 +219,10 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 
 
 def _array_of(fact: Fact) -> np.ndarray[Any, Any] | None:
-    """Returns the NumPy array that a fact is about, of the bytes that are compared, or None."""
+    """Returns the NumPy array that a fact is about; None for other facts.
+
+    The array itself may be gone, but the bytes that are compared are kept in ``Fact.rest``.
+    """
     match fact.rest:
         case StaticKind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
             kind, np.ndarray
@@ -338,7 +341,10 @@ def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
 
 
 def _identity(static: Static) -> Any:
-    """Returns what a static value is compared by, also if it is an object that is gone."""
+    """Returns what a static value is compared by: its identity, or itself by its ``__eq__``.
+
+    The identity outlives an object that is gone.
+    """
     return static.identity if static.by_identity else static
 
 
@@ -410,7 +416,10 @@ def _show_safely(value: Any) -> str:
 
 
 def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
-    """Describes a static value and its parts, by suffix (``.layers[0]``), written by ``show``."""
+    """Describes a static value and its parts, by suffix (``.layers[0]``; empty for the value).
+
+    ``show`` writes a value as text.
+    """
     facts: dict[str, Fact] = {}
     for part in itertools.islice(_walk(value), _MAX_FACTS):
         text = show(part.value)

@@ -222,8 +222,12 @@ def fun_name(fun: object) -> str:
 
 
 def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
-    """Explains each trace by the most similar one before it."""
-    traces, cache = log.traces(), dict[Side, Facts]()
+    """Yields the traces of a function, each compared with the most similar one before it.
+
+    ``name`` is that of the function.
+    """
+    traces = log.traces()
+    cache: dict[Side, Facts] = {}  # the facts of arguments, which several traces may share
     for index, trace in enumerate(traces):
         closest = nearest(trace, traces[:index], cache)
         yield Retrace(
@@ -239,7 +243,8 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
     """Yields the compilations that follow no trace, as JAX had already compiled the same trace.
 
-    Each says which arrays have other shardings than in the most similar one before.
+    Each says which arrays have other shardings than in the most similar one before. ``name`` is
+    that of the function.
     """
     traces = log.traces()
     compilations = list(log.compilations)
@@ -317,7 +322,7 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
 
 
 def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
-    """Returns the facts about the arguments of a trace, from the cache if it has them."""
+    """Returns the facts about the arguments of a trace, and keeps them in the cache."""
     side = trace.plan.signature, trace.plan.structure
     return cache.get(side) or cache.setdefault(side, facts_of(*side))
 

@@ -150,7 +150,13 @@ def lock_text(report: ProgramReport) -> str:
 def changes_since(
     path: str | os.PathLike[str], report: ProgramReport, tolerance: float = TOLERANCE
 ) -> Changes:
-    """Lists what a report has other than a lock file; other versions of JAX are no change."""
+    """Lists what a report has other than a lock file; other versions of JAX are no change.
+
+    Args:
+      path: the lock file.
+      report: what the program costs now.
+      tolerance: the fraction by which figures may differ that are no counts.
+    """
     try:
         text = file_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -268,6 +274,7 @@ def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str,
 
 
 def _figure_of(unit: str, figure: float | None) -> Figures:
+    """Returns the figures of a line that has one: ``{"bytes": 64}``, or ``{"": "unknown"}``."""
     return {"": _UNKNOWN} if figure is None else {unit: round(figure)}
 
 
@@ -294,7 +301,10 @@ def _collective_name(collective: Collective) -> str:
 
 
 def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
-    """Groups arrays that differ only in indices: type and spec, the rule that decides, bytes."""
+    """Sums arguments whose paths differ only in indices, and whose types and specs are the same.
+
+    By name: type and spec (a text without a unit), the rule that decides, bytes, and how many.
+    """
     groups: defaultdict[str, defaultdict[str, list[ParameterRow]]]  # by folded path and type
     groups = defaultdict(lambda: defaultdict(list))
     for row in report.parameters:
@@ -320,6 +330,7 @@ def _escaped(name: str) -> str:
 
 
 def _texts(figures: Figures) -> Iterator[str]:
+    """Writes each figure with its unit: ``18,432 bytes``, ``1 array``; `_figure` reads them."""
     for unit, value in figures.items():
         if isinstance(value, int | float):
             yield f"{value:,} {unit.removesuffix('s') if value == 1 else unit}"
@@ -348,7 +359,7 @@ def _read(text: str, path: str) -> Lock:
 
 
 def _figure(text: str) -> tuple[str, Value]:
-    """Reads a figure: its unit and value."""
+    """Reads a figure: its unit and value. ``1 array`` is ``("arrays", 1)``."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         is_rule = text.startswith(f"{_RULE} ")
@@ -360,7 +371,13 @@ def _figure(text: str) -> tuple[str, Value]:
 def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
-    """Yields the figures of a section that differ; of a line that one side lacks, the first one."""
+    """Yields the figures of a section that differ; of a line that one side lacks, the first one.
+
+    Args:
+      part: the kind of the section, which changes have, too.
+      old: the lines of the lock file, by name.
+      new: those of the report.
+    """
     is_total = part in ("memory", "cost")  # whose names say the unit
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)

@@ -65,22 +65,22 @@ def shrink(
 
 
 def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
-    """Traces the program of a configuration; returns the spec of each argument.
+    """Traces the program of a configuration; returns the spec of each argument, by its expression.
 
     Nothing is computed, also if ``build`` makes whole arrays. Layers of a list count as one.
     """
-    programs: list[tuple[Any, tuple[Any, ...]]] = []  # the one step, with its arguments
+    programs: list[tuple[Any, tuple[Any, ...]]] = []  # gets the step, with its arguments
 
-    # Within `eval_shape`, arrays are tracers, which are gone after it: their types are kept.
-    def make() -> None:
+    def add_program() -> None:
         step, *args = build(config)
-        flat = flatten(tuple(args))
+        # Within `eval_shape`, arrays are tracers, which are gone after it: their types are kept.
+        flat = flatten(tuple(args))  # leaves: the arrays of modules and other arguments
         leaves = [abstract(x) if hasattr(x, "dtype") else x for x in flat.leaves]
         programs.append((step, unflatten(flat.structure, leaves).root))
 
-    nnx.eval_shape(make)
+    nnx.eval_shape(add_program)
     [(step, args)] = programs
-    step.eval_shape(*args)
+    step.eval_shape(*args)  # fails for sizes that do not fit
     specs = declared_specs(step, *args)
     # ``model.layers[0].up`` → ``model.layers[*].up``: their number may change.
     return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
@@ -113,8 +113,8 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     flat, random = flatten(args), np.random.default_rng(0)
     structure, leaves = flat.structure, list(flat.leaves)
-    # Each Variable and bare array: the index of its entry in the structure, None for an array, and
-    # the slots of its arrays among the leaves.
+    # A location is a Variable, or an array outside of any (``object_index`` is None). Its slots are
+    # the indices of its arrays among the leaves.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         entry = None if location.object_index is None else structure.entries[location.object_index]
         is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)

@@ -84,14 +84,15 @@ def _pickled(value: Any) -> bytes:
 
     A mesh and a key hold what belongs to this process: they are rebuilt in the other one.
     """
-    kind: Any = pickle.Pickler
-    if _HAS_CLOUDPICKLE:
+    base: Any = pickle.Pickler
+    if _HAS_CLOUDPICKLE:  # it can send functions that cannot be imported
         import cloudpickle  # type: ignore[import-untyped,unused-ignore]
 
-        kind = cloudpickle.Pickler
+        base = cloudpickle.Pickler
 
-    class Pickler(kind):  # type: ignore[misc]
-        # Returns a function and the arguments that make the value, or that it is not special.
+    class Pickler(base):  # type: ignore[misc]
+        # `pickle` asks this first: it returns a function that makes the value in the other process,
+        # and its arguments, or NotImplemented for the usual way.
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, Mesh):
                 return make_mesh, (dict(value.shape), value.axis_types)
@@ -111,7 +112,11 @@ def _key(words: Any, implementation: str) -> jax.Array:
 
 
 def answer(path: str) -> None:
-    """Makes the call in a folder, and writes there what it raised, or None."""
+    """Runs in the other process: makes the call in a folder, and writes there what it raised.
+
+    The file ``call`` is the pickled function and its arguments; ``answer`` will be the pickled
+    error, or None.
+    """
     folder, error = Path(path), None
     try:
         function, args, kwargs = pickle.loads((folder / "call").read_bytes())
