@@ -84,7 +84,15 @@ LAST = (
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
     *("agreement.py", "bounded.py", "compiled_mismatches.py", "convolutions.py"),
-    *("failures.py", "listing.py", "memory.py", "problems.py", "fingerprint.py", "publishing.py"),
+    *(
+        "failures.py",
+        "checks.py",
+        "listing.py",
+        "memory.py",
+        "problems.py",
+        "fingerprint.py",
+        "publishing.py",
+    ),
     *("tree_shardings.py", "guard/known.py"),
 )
 

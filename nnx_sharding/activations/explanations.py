@@ -98,12 +98,7 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
     values = [_compat.get_value(variable) for _, variable in own_variables(module)]
     avals = map(jax.typeof, arrays_in((inputs, values)))
     types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
-    spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
-    # Suggests what shards the input, but not its last dimension, the features, which the output
-    # need not have, nor trailing dimensions that nothing shards.
-    sharded = [i for i, axes in enumerate(spec.partitions[:-1]) if axes]
-    entry: PartitionSpec | InOutSharding
-    entry = PartitionSpec(*spec.partitions[: sharded[-1] + 1 if sharded else 0])
+    entry: PartitionSpec | InOutSharding = _suggested_output(inputs)
     if not is_layer(module):
         entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
     elif method != "__call__":
@@ -133,6 +128,19 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
         "out_shardings.",
     )
     raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
+
+
+def _suggested_output(inputs: object) -> PartitionSpec:
+    """Returns a spec to suggest for the output of a method: that of its first typed input.
+
+    Without the last dimension, the features, which the output need not have, and without trailing
+    dimensions that nothing shards.
+    """
+    spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
+    entries = [*spec.partitions[:-1]]
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def add_hint_outside(error: Exception) -> None:

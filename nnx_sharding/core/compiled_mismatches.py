@@ -5,7 +5,7 @@ From other modules:
     Plan               the names of the arrays, by slot, and those that a call moves
                        (``placed_slots``)
     passed_shardings   the declared shardings that JAX gets as an option, by slot; it checks these
-    lists              makes a check of a function that yields a line for each wrong argument
+    as_check           makes a check of a function that yields a line for each wrong argument
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jax.sharding import Sharding
 
 from ..specs.fitting import describe_both
 from ..specs.types import Arrays
+from .checks import as_check
 from .declared import is_committed
-from .failures import lists, passed_shardings, raise_instead
+from .failures import passed_shardings, raise_instead
 from .plan import Plan
 from .problems import array_line
 
@@ -38,7 +39,7 @@ def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException)
             raise_instead(error, lambda: _check_compiled_shardings(plan, leaves, compiled))
 
 
-@lists(
+@as_check(
     "compiled-for-other-types",
     "{fun_name} was compiled for other types than these arguments have:",
     "Compile it for these too, as jit does, or pad them to the shapes that it was compiled for.",
@@ -52,7 +53,7 @@ def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> I
             yield f"  {name}: is {actual}, compiled for {compiled}"
 
 
-@lists(
+@as_check(
     "compiled-for-other-shardings",
     "{fun_name} was compiled for other shardings than these arguments have:",
     "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: abstract "

@@ -5,7 +5,7 @@ error that names them; otherwise JAX's error is kept, with a note if there is mo
 
 A *check* gets the plan of the call and its arrays, by slot, and returns the error for one kind of
 mistake, or None. Most are functions that yield a line for each wrong argument, which the decorator
-``lists`` makes a check.
+``as_check`` (``checks.py``) makes a check.
 
 From other modules:
 
@@ -20,16 +20,17 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import DonatedError, NoMeshError, listed_error
+from ..errors import DonatedError, NoMeshError
 from ..specs.fitting import axes_of, axes_of_type, describe, keep_axes, pad_entries
-from ..specs.types import AnyArray, Arrays, Axis
+from ..specs.types import AnyArray, AnyMesh, Arrays, Axis, AxisName
+from .checks import Check, as_check
 from .constrain import shape_of
 from .declared import is_committed, note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
@@ -46,8 +47,6 @@ from .spec_checks import fit_specs
 from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
-
-Check: TypeAlias = Callable[..., Exception | None]  # of a plan and its arrays
 
 
 def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = None) -> None:
@@ -116,34 +115,13 @@ def _explanation(
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def lists(
-    anchor: str, head: str, remedy: str, error: type[Exception] = ValueError
-) -> Callable[[Callable[..., Iterator[str]]], Check]:
-    """Makes a check from a function that yields a line for each wrong argument.
-
-    The error says ``head``, the lines and ``remedy``, and refers to the section ``anchor`` of
-    docs/errors.md. The texts are formats for the names of the transform, the function and the
-    option for the specs of inputs.
-    """
-
-    def decorate(lines_of: Callable[..., Iterator[str]]) -> Check:
-        def check(plan: Plan, *details: object) -> Exception | None:
-            first = head.format(name=plan.transform.name, fun_name=plan.fun_name)
-            last = remedy.format(in_name=plan.transform.in_name)
-            return listed_error(error, first, [*lines_of(plan, *details)], last, anchor)
-
-        return check
-
-    return decorate
-
-
 def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
     """Checks that all leaves are arrays; transforms without shardings check that themselves."""
     is_sharded = isinstance(plan.transform, Sharded)
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
 
-@lists(
+@as_check(
     "abstract-arguments",
     "{name}: these arguments are abstract, without data:",
     "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
@@ -157,7 +135,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield array_line(name, leaf)
 
 
-@lists(
+@as_check(
     "used-after-donation",
     "these arguments are deleted, or were donated to an earlier call:",
     "Use what that call returned, or do not donate them (donate_argnums, donate_argnames).",
@@ -170,7 +148,7 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield array_line(name, leaf)
 
 
-@lists(
+@as_check(
     "donated-twice",
     "these arrays are donated, and passed once more in the same call:",
     "Pass each once, or donate a copy: x.copy() of an array, nnx_sharding.place(model, None, "
@@ -189,7 +167,7 @@ def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield f"  {jax.typeof(leaves[slots[0]]).str_short()}: {names}"
 
 
-@lists(
+@as_check(
     "axes-that-arrays-do-not-have",
     "{name}: these arrays do not have the axis along which they are mapped:",
     "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
@@ -213,7 +191,7 @@ def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     return None
 
 
-@lists(
+@as_check(
     "declared-otherwise-than-its-type",
     "{name}: on a mesh with Explicit axes the sharding is part of an array's type, and these "
     "specs differ from it:",
@@ -229,25 +207,44 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
-        spec = getattr(declared, "spec", declared)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
+        spec = getattr(declared, "spec", declared)
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
-        # JAX compares with the mesh of the option, or with the one that applies to the call.
-        by_option = transform.passes_shardings
-        mesh = actual.mesh if by_option or transform.context is None else transform.context
-        usable = transform.usable_axes or {*mesh.axis_names}
-        explicit = axes_of_type(mesh, AxisType.Explicit) & usable
-        # Outside of a trace, JAX gives an uncommitted array, which has no mesh, the declared one.
-        has_mesh = not actual.mesh.empty
-        is_typed = has_mesh or isinstance(leaf, jax.core.Tracer)
-        if not is_typed or not explicit or (by_option and not is_committed(leaf)):
+        if not _has_compared_type(transform, leaf, actual.mesh):
             continue
+        explicit = _compared_axes(transform, actual.mesh)
         rank = len(aval.shape)
-        if _in_type(actual.spec, explicit, rank) != _in_type(spec, explicit, rank):
-            change = f"write {actual.spec!r}" if has_mesh else "declare it in the jit around, too"
-            text = f"  {name} is {aval.str_short()}, declared {spec!r}: {change}, or pass "
-            yield f"{text}jax.sharding.reshard({name}, {spec!r})"
+        if _in_type(actual.spec, explicit, rank) == _in_type(spec, explicit, rank):
+            continue
+        if actual.mesh.empty:
+            change = "declare it in the jit around, too"
+        else:
+            change = f"write {actual.spec!r}"
+        text = f"  {name} is {aval.str_short()}, declared {spec!r}: {change}, or pass "
+        yield f"{text}jax.sharding.reshard({name}, {spec!r})"
+
+
+def _has_compared_type(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
+    """Whether JAX compares the type of an array, on this mesh, with the declared spec.
+
+    Outside of a trace, it gives an array that is on no mesh the declared one. If it gets shardings
+    as an option, it does so with any array that is not committed.
+    """
+    is_typed = not mesh.empty or isinstance(leaf, jax.core.Tracer)
+    return is_typed and (not transform.passes_shardings or is_committed(leaf))
+
+
+def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
+    """Returns the Explicit axes over which JAX compares the type of an array with its spec.
+
+    ``mesh`` is that of the type, with which JAX compares where it gets shardings as an option;
+    otherwise it compares with the mesh that applies to the call.
+    """
+    if not transform.passes_shardings and transform.context is not None:
+        mesh = transform.context
+    usable = transform.usable_axes or frozenset(mesh.axis_names)
+    return axes_of_type(mesh, AxisType.Explicit) & usable
 
 
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
@@ -263,7 +260,7 @@ def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
-@lists(
+@as_check(
     "committed-to-another-sharding",
     "{name}: these references have a sharding other than declared, and a jax.Ref cannot be "
     "resharded:",
@@ -294,7 +291,7 @@ def passed_shardings(plan: Plan) -> dict[int, Sharding]:
     return {slot: sharding for slot, sharding in enumerate(plan.shardings) if sharding is not None}
 
 
-@lists(
+@as_check(
     "numpy-arguments-across-processes",
     "{name}: NumPy arguments cannot be sharded across processes: each process holds its own copy:",
     "Make global arrays of them: with nnx_sharding.placement.shard_batches, or "
@@ -310,7 +307,7 @@ def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
             yield f"  {plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
 
 
-@lists(
+@as_check(
     "different-devices",
     "{name}: incompatible devices. A program runs on one set of devices in one order, but these "
     "are on, or declared for, different ones:",
