@@ -44,15 +44,25 @@ CAPTURES = "__captures__"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeForm:
-    """What nodes of one type have in common that have the same names and data."""
+    """What nodes of one type have in common that have the same names and data.
 
-    keys: tuple[Any, ...]  # of the attributes, in their canonical order
-    is_data: tuple[bool | None, ...]  # by key; None if it depends on the value
-    metadata: Any  # hashable; everything else about the nodes
-    names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
-    order: tuple[int, ...]  # by key: the position among the names
-    pick: Callable[[Sequence[Any]], Iterable[Any]]  # values by name → by key
-    statuses: Any = None  # one object for all these nodes, if their statuses are equal
+    Attributes:
+      keys: the keys of the attributes, in the order in which Flax flattens them.
+      is_data: by key, whether the attribute is data; None if it depends on the value.
+      metadata: everything else about the nodes, hashable.
+      names: the names of the attributes, in the order of the ``__dict__``.
+      order: by key, the position among the names.
+      pick: puts values that are in the order of the names in that of the keys.
+      statuses: one object for all these nodes, if their statuses are equal.
+    """
+
+    keys: tuple[Any, ...]
+    is_data: tuple[bool | None, ...]
+    metadata: Any
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], Iterable[Any]]
+    statuses: Any = None
 
     @functools.cached_property
     def is_static(self) -> tuple[bool, ...]:
@@ -61,7 +71,7 @@ class NodeForm:
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
-        """The positions of all keys that are not static."""
+        """The positions of all keys that are not static in any case: data, or by their values."""
         return tuple(i for i, static in enumerate(self.is_static) if not static)
 
 

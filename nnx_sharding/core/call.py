@@ -151,16 +151,27 @@ class Update(NamedTuple):
     It is computed once for each outcome. ``call.c`` does the same from the first three fields; here
     it is for calls without it, and for results in containers that Python code has to make. It takes
     a tenth of the time of the general way: 30 µs for 147 Variables.
+
+    A `Source` says where an array comes from: the number of a group of outputs, and the position in
+    it; or the group ``INPUT``, and the slot of an input.
+
+    Attributes:
+      written: rows of three 32-bit integers: the index of a Variable, and its array's source.
+      returned: the sources of the output; None if Python has to put it together.
+      unflatten: makes the containers of the output; None for one array.
+      root: the output, in terms of the structure after the call.
+      root_sources: the sources of the arrays in it.
+      variables_in: picks the written Variables from all objects.
+      sources: the sources of their arrays.
     """
 
-    # Rows of three 32-bit integers: the index of a Variable, and the two of its array's `Source`.
     written: bytes
-    returned: bytes | None  # the sources of the output; None if Python has to put it together
-    unflatten: Callable[[Sequence[Any]], Any] | None  # makes its containers; None for one array
-    root: Child  # the output, in terms of the structure after the call
+    returned: bytes | None
+    unflatten: Callable[[Sequence[Any]], Any] | None
+    root: Child
     root_sources: Sequence[Source]
-    variables_in: Callable[[Objects], Objects]  # picks the written Variables from all objects
-    sources: Sequence[Source]  # of their arrays
+    variables_in: Callable[[Objects], Objects]
+    sources: Sequence[Source]
 
     @classmethod
     def of(cls, outcome: Outcome, num_arguments: int) -> Update | Literal[False]:

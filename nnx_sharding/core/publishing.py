@@ -53,6 +53,9 @@ class Draft:
         deleted, so that a draft with anything else stays.
       sweep: is called with a draft before it is deleted, also with those of killed writers.
 
+    Attributes:
+      folder: the folder. ``_was`` is the identity of what was at the path when it was begun.
+
     Raises:
       FileExistsError: another process is writing to this path.
     """

@@ -215,6 +215,13 @@ class BatchSharding:
       rows: the sharding of the first dimension of leaves with rows, as an array of rank 1.
       size: the number of rows of a full global batch; 0 until :meth:`set_size`.
       own_rows: the indices of those rows that this process holds.
+
+    Its private attributes:
+
+        _treedef     that of each batch
+        _with_rows   the name and the sharding of each leaf with rows
+        _placed      the positions of the leaves that are placed, not passed through
+        _shardings   the shardings of these
     """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
@@ -236,7 +243,7 @@ class BatchSharding:
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
         self.leaves: list[Leaf] = []
-        self._with_rows: list[tuple[str, Sharding]] = []  # name and sharding of leaves with rows
+        self._with_rows: list[tuple[str, Sharding]] = []
         for name, sharding, array in zip(names, shardings, arrays, strict=True):
             has_rows = sharding is not None and array.ndim > 0
             kept = None
@@ -252,7 +259,6 @@ class BatchSharding:
                 f"{_NAME}: the batch has no array with rows: {found}. Give at least one array with "
                 "a leading dimension, and a spec for it."
             )
-        # The indices of the leaves that are placed, and their shardings; the same for all batches.
         sharded = [(i, leaf.sharding) for i, leaf in enumerate(self.leaves) if leaf.sharding]
         self._placed = [index for index, _ in sharded]
         self._shardings = [sharding for _, sharding in sharded]
