@@ -345,24 +345,23 @@ def test_errors(options, arguments, error, message):
     [
         ("dta", False, "accumulate_gradients: axis='dta': .*did you mean 'data'"),
         ("data", True, "accumulate_gradients: axis='data': the function is mapped over 'data'"),
-        # In the loop, `model` shards the rows as well, which a shard_map over `data` cannot have.
+        # In the loop, `model` shards the rows as well, which a shard_map in the loss may refuse.
         ("model", False, r"accumulate_gradients\(axis=...\) shards .* over 'model', too"),
     ],
 )
 def test_errors_about_the_axis(axis, is_mapped, error):
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    explicit = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=explicit)
     specs = P("data"), P()
-    over_rows = {"mesh": mesh, "in_specs": specs, "axis_names": {"data"}}
 
     def of_rows(x, kernel):
-        if is_mapped:
-            return ((x @ kernel) ** 2).mean()
-        product = jax.shard_map(jnp.matmul, out_specs=P("data"), **over_rows)
-        return (product(x, kernel) ** 2).mean()
+        if not is_mapped:
+            raise ValueError
+        return ((x @ kernel) ** 2).mean()
 
     step = accumulate_gradients(of_rows, steps=2, axis=axis, argnums=1)
     if is_mapped:
-        step = shard_map(step, out_specs=P(), **over_rows)
+        step = shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"data"})
     with pytest.raises(ValueError) as caught:
         jit(step, in_shardings=specs, mesh=mesh)(jnp.ones((16, 8)), jnp.ones((8, 8)))
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
