@@ -136,16 +136,16 @@ class LineTable(AsData):
         # Seconds are known of devices whose peak rates are.
         heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
         total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
-        for file in dict.fromkeys(row.file for row in self.rows):
-            rows = [row for row in self.rows if row.file == file]
+        is_measured = any(row.measured is not None for row in self.rows)
+        header = (*_HEADER, "measured") if is_measured else _HEADER
+        for file in dict.fromkeys(row.file for row in self.rows):  # each once, in order
             yield text(file or NO_LINE)
-            is_measured = any(row.measured is not None for row in self.rows)
-            header = (*_HEADER, "measured") if is_measured else _HEADER
-            lines = [
-                line[: len(header)]
-                for row in rows
-                for line in _lines_of(row, most, _heat((getattr(row, heated_by) or 0) / total))
-            ]
+            lines: list[tuple[Cell, ...]] = []
+            for row in self.rows:
+                if row.file == file:
+                    style = _heat((getattr(row, heated_by) or 0) / total)
+                    # Without a profile, the last cell, which is for measured times, is left out.
+                    lines += [line[: len(header)] for line in _lines_of(row, most, style)]
             yield table(header, lines, numbers=len(header) - 4)
             yield text("")
         if self.why is not None:

@@ -164,11 +164,11 @@ class ModuleTable(AsData):
         Modules in one list are alike, so what they make is one text: ``2 GiB activations of
         model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``.
         """
-        # Keys are the kind, and the list or the module; an empty path for arguments.
+        # (kind, list of modules or module) → bytes; the path is empty for arguments.
         sizes: Counter[tuple[str, str]] = Counter()
         items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # modules of the list
         for row in self.rows:
-            item = _ITEM.match(row.path or "")
+            item = _ITEM.match(row.path or "")  # ``model.blocks[0]``, in the list ``model.blocks``
             for kind, size in (row.at_peak or {}).items():
                 path = ""
                 if kind in ("activations", "gradients", "intermediates"):

@@ -98,8 +98,9 @@ class CollectiveReasons:
         use = f"{collective.name}, for {collective.purpose or 'an unknown purpose'}"
         subject = f"{collective.kind} over {axes}, sends {sent} ({use})"
         value = Value(collective.computation, collective.name)
+        # Where the value is computed, and where it is used; None if that is unknown.
         made, used = self._maker(value), self._user(value)
-        whole_shapes = self._whole_shapes_of(made, used)
+        whole_shapes = self._whole_shapes_of(made, used)  # that the value may have in the trace
         spec = None if used is None else self._spec(used.shape, whole_shapes)
         instead = _instead(collective, made, spec)
         facts = []
@@ -228,7 +229,7 @@ def _moves(instruction: Instruction) -> bool:
 
 
 def _dims(instruction: Instruction, value: Value) -> Shape:
-    """Returns the dimensions of a value that an instruction makes; of a tuple, of one part."""
+    """Returns the dimensions of what an instruction makes; of a tuple, those of its first part."""
     return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 

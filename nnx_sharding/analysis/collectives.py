@@ -47,7 +47,7 @@ from .purposes import Purpose, Use, uses_of
 from .slices import Placed, Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
-from .values import Value
+from .values import Located, Value
 from .work import Work
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def collectives_of(
     continuations = _continuations(module)  # the names of those that others have started
     starts = [f"{kind}-start" for kind in COLLECTIVES]
     found = [
-        (computation, _with_operation(instruction, computation, module))
+        Located(computation, _with_operation(instruction, computation, module))
         for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
         if instruction.name not in continuations
     ]
@@ -572,8 +572,9 @@ def _with_operation(
     They are those of the innermost instruction around it that has any, such as the fusion that it
     is in.
     """
-    around = [(computation, instruction), *module.around(computation.name)]  # innermost first
-    home, named = next((pair for pair in around if pair[1].operation is not None), around[-1])
+    around = [Located(computation, instruction), *module.around(computation.name)]  # from inside
+    with_name = (located for located in around if located.instruction.operation is not None)
+    home, named = next(with_name, around[-1])
     names, operands = [named.operation], {*named.operand_names}
     # One that moves several arrays has the name of one of them: the operands have all.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:

@@ -34,11 +34,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..specs.paths import enclosing_paths
 from .hlo import Module
-from .instructions import Computation, Instruction, arrays
+from .instructions import Instruction, arrays
 from .names import common, module_of, operations
 from .opcodes import ELEMENTWISE, PRODUCTS, REARRANGING, TRANSCENDENTAL
 from .parameters import ParameterRow
-from .values import Value, reached
+from .values import Located, Value, reached
 
 Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
 
@@ -53,7 +53,7 @@ class Use(NamedTuple):
 
 def uses_of(
     module: Module,
-    collectives: Sequence[tuple[Computation, Instruction]],
+    collectives: Sequence[Located],
     rows: Iterable[ParameterRow],
     updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
@@ -61,7 +61,7 @@ def uses_of(
 
     Args:
       module: the program.
-      collectives: each after the computation that it is in.
+      collectives: the collectives.
       rows: the arguments of the program.
       updated: for each array of its result the path of the Variable that it updates, or None.
     """
@@ -96,6 +96,7 @@ class _Purposes:
 
         ``home`` is the name of the computation that it is in.
         """
+        # For each array that it makes, the names of the user's operations.
         operations_of = _operations_of_arrays(collective, self._module.within[home])
         names = dict.fromkeys(name for names in operations_of for name in names)
         modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
@@ -103,9 +104,10 @@ class _Purposes:
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
         # A sum of parameters is a result, so only what moves arrays is asked.
         operands = [] if is_sum else collective.operand_names
-        moved = [self._origins.of(Value(home, name)) for name in operands]
-        if moved and all(map(self._origins.are_variables, moved)):
-            sources = frozenset().union(*moved)
+        # For each operand, the names of the arguments that it is computed from.
+        origins = [self._origins.of(Value(home, name)) for name in operands]
+        if origins and all(map(self._origins.are_variables, origins)):
+            sources = frozenset().union(*origins)
             kind: Purpose = "state" if sources <= self._variables.states else "parameter"
             return Use(kind, parameters=tuple(sorted(sources)), module=path)
         if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
@@ -137,6 +139,7 @@ class _Purposes:
         dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
         paths: set[str] = set()
         for i, (dims, names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
+            # The modules of operations of the backward pass; None for one outside of modules.
             backward = {module_of(x, self._variables.modules) for x in names if "transpose(" in x}
             # A sum outside of modules may belong to any gradient, since the compiler merges sums.
             candidates = backward if is_sum else backward - {None}
@@ -248,7 +251,8 @@ class _Variables:
         """
         if not dims:
             return set()
-        long = tuple(size for size in dims if size > 1)  # `vmap` and loops over one leave ones
+        # Without dimensions of size 1, which `vmap` and loops over one leave.
+        long = tuple(size for size in dims if size > 1)
         # Gradients of products may be transposed.
         orders = itertools.permutations(long) if 1 < len(long) < 5 else [long]
         rows = [row for module in modules for row in self._rows.get(module, ())]
@@ -313,6 +317,7 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     Returns:
       By the name of each such instruction the paths among ``updated`` that its value goes to.
     """
+    # The instruction whose result the program returns: a tuple, or a single array.
     root = module.roots.get(module.entry.name) if module.entry else None
     if module.entry is None or root is None:
         return {}
@@ -345,6 +350,7 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
 
 
 def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
+    """Lists the dimensions of each array in the result of an instruction."""
     return [shape.dims for shape in arrays(instruction.shape)]
 
 
@@ -423,13 +429,15 @@ class Origins:
     def _computed_from(self, value: Value) -> list[Value]:
         """Lists the values that a value is computed from in one step."""
         instruction = self._module.maker(value)
-        passed = self._module.passed(value)
+        passed = self._module.passed(value)  # the values that it is an unchanged copy of
         if instruction is None:
             return []
         # A loop carry is its initial value; or, where that is a constant to be overwritten, such
         # as zeros for the outputs of a scan, what the loop computes.
-        callers = self._module.callers.get(value.computation, [])
-        if instruction.opcode == "parameter" and passed and callers[0][1].opcode == "while":
+        caller_opcodes = [
+            x.instruction.opcode for x in self._module.callers.get(value.computation, ())
+        ]
+        if instruction.opcode == "parameter" and passed and caller_opcodes[0] == "while":
             initial, *after = passed
             return after if self._is_constant(initial) else [initial]
         if passed or not value.index:

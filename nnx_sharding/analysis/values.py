@@ -62,6 +62,20 @@ class Call(NamedTuple):
     callee: str  # the name of the computation
 
 
+class Located(NamedTuple):
+    """An instruction, and the computation that it is in."""
+
+    computation: Computation
+    instruction: Instruction
+
+
+class User(NamedTuple):
+    """An instruction that uses the result of another one."""
+
+    instruction: Instruction
+    number: int  # of the operand
+
+
 class Values:
     """The computations of a program, which call each other, and the values in them."""
 
@@ -72,10 +86,15 @@ class Values:
         """The computations by name."""
         return {computation.name: computation for computation in self.computations}
 
-    def with_opcode(self, *names: str) -> list[tuple[Computation, Instruction]]:
-        """Lists instructions with one of these opcodes, each after the computation it is in."""
+    def with_opcode(self, *names: str) -> list[Located]:
+        """Lists the instructions with one of these opcodes."""
         opcodes = {*names}
-        return [(c, op) for c in self.computations for op in c.instructions if op.opcode in opcodes]
+        return [
+            Located(computation, instruction)
+            for computation in self.computations
+            for instruction in computation.instructions
+            if instruction.opcode in opcodes
+        ]
 
     @functools.cached_property
     def calls(self) -> Mapping[str, list[Call]]:
@@ -90,30 +109,33 @@ class Values:
         }
 
     @functools.cached_property
-    def callers(self) -> Mapping[str, list[tuple[Computation, Instruction]]]:
-        """For each computation the instructions that call it, each after its own computation."""
-        callers: defaultdict[str, list[tuple[Computation, Instruction]]] = defaultdict(list)
+    def callers(self) -> Mapping[str, list[Located]]:
+        """The instructions that call each computation, by its name."""
+        callers: defaultdict[str, list[Located]] = defaultdict(list)
         for computation in self.computations:
             for call in self.calls[computation.name]:
-                callers[call.callee].append((computation, call.instruction))
+                callers[call.callee].append(Located(computation, call.instruction))
         return dict(callers)
 
-    def around(self, name: str) -> Iterator[tuple[Computation, Instruction]]:
+    def around(self, name: str) -> Iterator[Located]:
         """Yields the instruction that calls a computation, the caller of that, and so on.
 
-        Each comes after the computation that it is in; the last one is in the entry computation.
+        The last one is in the entry computation.
         """
         seen = {""}  # damaged text may have cycles
         while name in self.callers.keys() - seen:
             seen.add(name)
-            computation, caller = self.callers[name][-1]
-            yield computation, caller
-            name = computation.name
+            caller = self.callers[name][-1]
+            yield caller
+            name = caller.computation.name
 
     @functools.cached_property
     def within(self) -> Mapping[str, Mapping[str, Instruction]]:
         """The instructions of each computation by name."""
-        return {c.name: {op.name: op for op in c.instructions} for c in self.computations}
+        return {
+            computation.name: {op.name: op for op in computation.instructions}
+            for computation in self.computations
+        }
 
     @functools.cached_property
     def homes(self) -> Mapping[str, str]:
@@ -126,18 +148,17 @@ class Values:
         return {c.name: op for c in self.computations for op in c.instructions if op.is_root}
 
     @functools.cached_property
-    def users(self) -> Mapping[str, Mapping[str, list[tuple[Instruction, int]]]]:
-        """The instructions that use the result of each instruction, by computation and its name.
+    def users(self) -> Mapping[str, Mapping[str, list[User]]]:
+        """The users of each instruction, by the names of its computation and its own.
 
-        Each user comes with the number of the operand: ``users["main"]["x"]`` has (add, 1) for
-        ``%add = f32[8] add(%y, %x)``.
+        ``users["main"]["x"]`` has ``User(add, 1)`` for ``%add = f32[8] add(%y, %x)`` in ``main``.
         """
-        users: dict[str, defaultdict[str, list[tuple[Instruction, int]]]] = {}
+        users: dict[str, defaultdict[str, list[User]]] = {}
         for computation in self.computations:
             by_name = users[computation.name] = defaultdict(list)
             for instruction in computation.instructions:
                 for number, name in enumerate(instruction.operand_names):
-                    by_name[name].append((instruction, number))
+                    by_name[name].append(User(instruction, number))
         return users
 
     def maker(self, value: Value) -> Instruction | None:

@@ -232,8 +232,10 @@ def _of_strategy(
 ) -> Iterator[Change]:
     """Yields what changed for one strategy: its outcome, or all figures that are different.
 
-    ``strategy`` is its name, empty if two single reports are compared. A report is None if the
-    strategy was not there.
+    Args:
+      strategy: its name; empty if two single reports are compared.
+      before: the report, or why there is none; None if the strategy was not there.
+      after: likewise.
     """
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
         old_outcome, new_outcome = _outcome(before), _outcome(after)

@@ -312,8 +312,10 @@ class _Workers:
         start = time.perf_counter()
         process = self._free.pop()  # never empty: there are as many as threads
         lowered, mesh = program
-        make = partial(_report, lowered, mesh, process, self._cache, by_module=self._by_module)
-        report = attempt(make)
+        make_report = partial(
+            _report, lowered, mesh, process, self._cache, by_module=self._by_module
+        )
+        report = attempt(make_report)
         self._free.append(process)
         return _Finished(name, report, lowering_seconds + time.perf_counter() - start)
 
@@ -374,7 +376,8 @@ def _digest(program: Program) -> str:
     Candidates of a plan may declare different shardings that come to the same for their arrays.
     """
     lowered, mesh = program
-    parts = None if mesh is None else MeshDescription.of(mesh), lowered.as_text()
+    described_mesh = None if mesh is None else MeshDescription.of(mesh)  # with its devices
+    parts = described_mesh, lowered.as_text()
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -524,9 +527,10 @@ def serve(devices: Devices) -> None:
 
 
 def _end_with(requests: int) -> None:
-    """Ends this process when the other end of the pipe is closed, even while it compiles.
+    """Ends this process when the other end of a pipe is closed, even while it compiles.
 
-    A search that is killed cannot end its processes, which would compile on for minutes.
+    ``requests`` is the number of the file from which this process reads requests. A search that is
+    killed cannot end its processes, which would compile on for minutes.
     """
     pipe = select.poll()
     pipe.register(requests, 0)  # for no event but the end, which poll always reports

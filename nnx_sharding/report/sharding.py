@@ -327,10 +327,10 @@ def _rows(
       decision: which rules match the Variable; the first one decides.
       sharding: the rules.
       rules: their filters as texts.
-      fit: returns what of a sharding fits a shape.
+      fit: returns what of a sharding fits a shape; where that is nothing, a replicated one.
       strict: whether a spec that does not divide its array is a fault, not a correction.
     """
-    rule = decision.matches[0] if decision.matches else None
+    rule = decision.matches[0] if decision.matches else None  # its number
     declared = None if rule is None else sharding.shardings[rule]
     # An array that no rule matches is a fault; a number needs no rule.
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
