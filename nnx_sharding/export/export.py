@@ -165,15 +165,27 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
 
 
 def _is_expressible(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
-    """Whether the arrays of an attribute that became ``new`` express the change."""
+    """Whether the arrays of an attribute that became ``new`` express the change.
+
+    An attribute is described by the index of an object among the ``entries`` of a structure, by
+    ``LEAF`` for an array, by a ``Container``, or by a static value.
+
+    Args:
+      old: the attribute before the call; None if the module did not have it.
+      new: the attribute after the call.
+      before: the structure of the arguments before the call.
+      after: the same after it; objects that the function made come after those of ``before``.
+    """
     if old is not None:
         if old == new or not (isinstance(old, int) and isinstance(new, int)):
             return old == new
+        # Another Variable like the old one: the file has its value as that of the old one.
         entry = before.entries[old]
         return isinstance(entry, VariableEntry) and entry == after.entries[new]
     if isinstance(new, Container):
         return all(_is_expressible(None, child, before, after) for child in new.children)
-    return new is LEAF or (isinstance(new, int) and new >= len(before.entries))
+    is_new_object = isinstance(new, int) and new >= len(before.entries)
+    return new is LEAF or is_new_object
 
 
 def _manifest(

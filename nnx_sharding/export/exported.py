@@ -214,16 +214,20 @@ def _bind(
 ) -> tuple[list[Any], dict[str, Form]]:
     """Returns the array for each input of the program, and by the name of each argument its form.
 
-    A TypeError lists all that does not fit.
+    A form is a function that puts new arrays, by path, into an argument like the one passed.
+
+    Raises:
+      TypeError: lists all that does not fit.
     """
-    arguments = _arguments(manifest, args, kwargs)
+    arguments = _arguments_by_name(manifest, args, kwargs)
     passed: dict[int, tuple[LeafInfo, Any]] = {}  # arrays by position, and what they are passed for
     forms: dict[str, Form] = {}
     # The lines of the message.
     missing, unknown, wrong_type, not_shared = list[str](), list[str](), list[str](), list[str]()
     for argument in manifest.arguments:
         has_joined_paths = False  # as in {"up/kernel": array}
-        for path, array in _arrays(arguments[argument.name]):
+        # `by_path` has the arrays that the program takes of this argument.
+        for path, array in _arrays_by_path(arguments[argument.name]):
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
@@ -236,7 +240,7 @@ def _bind(
             first, same_array = passed.setdefault(leaf.position, (leaf, array))
             if same_array is not array:
                 not_shared.append(f"  {leaf.name}: is {first.name}, passed as another array")
-        forms[argument.name] = _form(arguments[argument.name], has_joined_paths)
+        forms[argument.name] = _form_of(arguments[argument.name], has_joined_paths=has_joined_paths)
     for position, info in enumerate(manifest.inputs):
         if position not in passed:
             missing.append(f"  {info.name}, {info}")
@@ -255,7 +259,7 @@ def _bind(
     return [passed[position][1] for position in range(len(manifest.inputs))], forms
 
 
-def _arguments(
+def _arguments_by_name(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments of a call by name, as Python would bind them."""
@@ -280,7 +284,7 @@ def _arguments(
     return bound
 
 
-def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _arrays_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields each array of an argument with its path, in all forms in which it may be passed.
 
     ``path`` is that of ``value`` in the argument.
@@ -292,7 +296,7 @@ def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         items = value.raw_mapping.items() if isinstance(value, nnx.State) else value.items()
         for key, part in items:
             keys = key if isinstance(key, tuple) else (key,)  # a flat mapping has paths as keys
-            yield from _arrays(part, (*path, *keys))
+            yield from _arrays_by_path(part, (*path, *keys))
     else:  # a module, or a pytree of any other class
         flat = flatten(value)
         tree = tree_of(flat.structure, lambda slot: {"input": slot})
@@ -300,13 +304,18 @@ def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield path + inner, flat.leaves[slot]
 
 
-def _form(value: Any, is_flat: bool) -> Form:
-    """Returns what puts arrays into the form of an argument; flat mappings have joined paths."""
+def _form_of(value: Any, *, has_joined_paths: bool) -> Form:
+    """Returns a function that puts new arrays, by path, into the form of an argument.
+
+    Args:
+      value: the argument: a module or a State, nested dicts, or a flat mapping by paths.
+      has_joined_paths: whether it is flat with keys such as ``"up/kernel"``.
+    """
     if not isinstance(value, Mapping) or isinstance(value, nnx.State):
         return lambda arrays: arrays[()] if () in arrays else nnx.from_flat_state(arrays)
     if any(isinstance(key, tuple) for key in value):
         return dict
-    if is_flat:
+    if has_joined_paths:
         return lambda arrays: {path_string(path): array for path, array in arrays.items()}
     return unflatten_dict
 

@@ -24,6 +24,7 @@ from ..specs.paths import Path
 from ..specs.types import AnyMesh
 from .variables import Listing, NamedVariable, SpecsByPath
 
+# The names under which modules and configurations have the number of heads, or the size of one.
 _NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
 _NUM_KEY_HEADS = re.compile("((num|n)_)?(kv|key_value|k|key)_heads?")
 _HEAD_SIZE = re.compile("head_(dim|size|features)")
@@ -38,10 +39,12 @@ def notes_of_split_heads(
 ) -> dict[Path, str]:
     """Says for each kernel whose spec splits heads what that costs, by its path.
 
+    A projection is a kernel, (inputs, heads · size), of which attention makes heads.
+
     Args:
       listing: the flattened model.
       known: its parameters.
-      specs: their specs.
+      specs: their specs, by path.
       mesh: the mesh of the specs.
     """
     modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
@@ -51,14 +54,13 @@ def notes_of_split_heads(
         dimensions = parameter.layer_dimensions
         if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
             continue  # three dimensions have heads of their own
-        name, module = _projection(parameter.path, modules)
+        name, module = _projection(parameter.path, modules)  # ("k_proj", the attention)
         if not name or not isinstance(module, nnx.Module):
             continue
-        entries = pad_entries(spec, len(parameter.shapes[0]))
-        outputs = dimensions[-1]
-        axes = axes_of(entries[outputs])
+        shape, outputs = parameter.shapes[0], dimensions[-1]
+        axes = axes_of(pad_entries(spec, len(shape))[outputs])
         devices = math.prod(mesh.shape[axis] for axis in axes)
-        heads = _num_heads(module, name, parameter.shapes[0][outputs])
+        heads = _num_heads(module, name, shape[outputs])
         if heads and heads % devices:
             over = ", ".join(map(repr, axes))
             notes[parameter.path] = (
@@ -70,7 +72,15 @@ def notes_of_split_heads(
 
 
 def _projection(path: Path, modules: Mapping[Path, object]) -> tuple[str, object]:
-    """Returns the name of a projection to heads, and the module around it; "" for other kernels."""
+    """Returns the name of a projection to heads, and the module around it; "" for other kernels.
+
+    For ``blocks/0/attention/k_proj/kernel`` these are ``k_proj`` and the module at
+    ``blocks/0/attention``.
+
+    Args:
+      path: the path of a kernel.
+      modules: all modules, by path.
+    """
     for length in (len(path) - 1, len(path) - 2):  # a parameter ``wk``, or ``k_proj/kernel``
         name = str(path[length]) if length >= 0 else ""
         if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
@@ -79,14 +89,24 @@ def _projection(path: Path, modules: Mapping[Path, object]) -> tuple[str, object
 
 
 def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
-    """Returns the number of heads of a projection with so many outputs, if the module says it."""
+    """Returns the number of heads of a projection; None if the module does not say it.
+
+    Args:
+      module: the module around the projection.
+      name: that of the projection, of queries or of keys and values.
+      size: the number of its outputs.
+    """
     is_query = bool(QUERIES.fullmatch(name))
     pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS
-    numbers = dict(_numbers(module))
+    numbers = dict(_numbers(module))  # by the names of attributes and options
     counts = {n for key, n in numbers.items() if pattern.fullmatch(key)}
-    sizes = {n for key, n in numbers.items() if _HEAD_SIZE.fullmatch(key)}
-    counts = counts or {size // n for n in sizes if size % n == 0}
-    count = counts.pop() if len(counts) == 1 else 0  # several would contradict each other
+    if not counts:
+        head_sizes = {n for key, n in numbers.items() if _HEAD_SIZE.fullmatch(key)}
+        counts = {size // n for n in head_sizes if size % n == 0}
+    if len(counts) != 1:  # several contradict each other
+        return None
+    [count] = counts
+    # Heads of one feature are another number that is called alike.
     return count if count and size % count == 0 and size > count else None
 
 

@@ -66,7 +66,7 @@ def sharded_init(
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
     with progress("sharded_init"):
-        return _make("sharded_init", make_model, sharding, mesh, (args, kwargs))
+        return _make("sharded_init", make_model, sharding, mesh, (args, kwargs), is_abstract=False)
 
 
 @_compat.api_boundary
@@ -87,7 +87,7 @@ def abstract_init(
       The model, with a sharded ``jax.ShapeDtypeStruct`` for each array.
     """
     mesh = given_mesh("abstract_init", mesh)
-    return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
+    return _make("abstract_init", make_model, sharding, mesh, (args, kwargs), is_abstract=True)
 
 
 def _make(
@@ -96,15 +96,18 @@ def _make(
     sharding: object,
     mesh: AnyMesh | None,
     arguments: tuple[tuple[object, ...], dict[str, object]],
+    *,
+    is_abstract: bool,
 ) -> Any:
-    """Makes the model of ``sharded_init``, or the abstract one of ``abstract_init``.
+    """Makes a model in its shardings.
 
     Args:
-      name: which of both, also for messages.
+      name: the function of the user, for messages.
       make_model: the user's class or function.
       sharding: the shardings of the model, or a function from the abstract model to these.
       mesh: the mesh of partition specs.
       arguments: those of ``make_model``, positional and by name.
+      is_abstract: whether only its shapes are made.
     """
     # A model is often callable, too, but what it returns is no model.
     if _compat.is_graph_object(make_model) or not callable(make_model):
@@ -113,7 +116,7 @@ def _make(
             f"{type(make_model).__name__}: pass the function itself, as in {name}(make, ...), not "
             "what it returns. Arrays that exist are sharded by nnx_sharding.place."
         )
-    build, arrays = _close_over_statics(make_model, arguments)
+    build, arrays = _close_over_statics(make_model, arguments)  # the model is `build(*arrays)`
     try:
         with in_context(_mesh_inside(build, arrays, mesh)):
             if sharding is None or callable(sharding):
@@ -122,9 +125,10 @@ def _make(
                 sharding = (from_metadata if sharding is None else sharding)(abstract)
             specs = Specs(sharding)
             check_specs(name, sharding=specs)
+            # A `jit` whose program returns the model in these shardings.
             transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
-            make = lift(Lifted, build, transform, Roles(), None, None)
-            return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
+            make = lift(Lifted, build, transform, Roles(), graph=None, graph_updates=None)
+            return make.eval_shape(*arrays) if is_abstract else make(*arrays)
     except ValueError as error:
         if "is not found in mesh" in str(error):  # JAX's, for what Flax shards when it is created
             error.add_note(

@@ -79,25 +79,34 @@ class Schedule(PipelineSizes):
     def redirect(
         self, tag: Tag, module: nnx.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Tag, nnx.Module | None, Any]:
-        """Returns what to call in place of a stack or a block: the tag, module and arguments.
+        """Returns what to call in place of a stack or a block.
 
-        Before the last block of a list is called there is no module to call, and in place of the
-        arguments the pending output of this block.
+        Args:
+          tag: says which module this is: the argument and the path, such as ``blocks/3``.
+          module: the ``Stack``, or a block of a list.
+          args: the positional arguments of the call, the rows ``x`` first.
+          kwargs: the other arguments.
+
+        Returns:
+          The tag, the module and its ``(args, kwargs)``: for a ``Stack``, the same; for the last
+          block of a list, the list and what its first block got. For other blocks, nothing is to
+          be called: the module is None, and the arguments are the pending output.
         """
         if not self.blocks:
             return tag, module, (args, kwargs)
         list_path, number = tag.path[:-1], tag.path[-1]
-        first, *_ = [*parameters_of(module), ""]
-        if not args and first in kwargs:  # block(x=x)
+        names = parameters_of(module)
+        if not args and names and names[0] in kwargs:  # block(x=x)
             kwargs = {**kwargs}
-            args = (kwargs.pop(first),)
+            args = (kwargs.pop(names[0]),)
         x = args[0] if args else None
         further = args[1:], kwargs
+        # The calls of one list: of block 0 they begin, of others they are found by the pending `x`.
         if number == 0:
             calls = BlockCalls(tag._replace(path=list_path), self.blocks, x, further)
         else:
             calls = calls_before(tag, list_path, number, x)
-        pending = calls.add(tag, module, further)
+        pending = calls.add(tag, module, further)  # None for the last block
         if pending is not None:
             return tag, None, pending
         return calls.tag, calls.finish(), ((calls.x, *args[1:]), kwargs)

@@ -264,7 +264,7 @@ def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
     for path, module in modules.items():
         blocks = [] if _is_inside(path, stacks) else _blocks_of(module)
         if len(blocks) > 1:
-            if lines := _differences(path, blocks):
+            if lines := _differences_of_blocks(path, blocks):
                 differences += lines
             else:
                 stacks[path] = module
@@ -283,7 +283,7 @@ def _blocks_of(module: object) -> list[Any]:
     return blocks if all(isinstance(x, nnx.Module) and callable(x) for x in blocks) else []
 
 
-def _differences(path: Path, blocks: Sequence[Any]) -> list[str]:
+def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
     """Lists how blocks differ from the first one, apart from the values of arrays."""
     names = [accessor("model", (*path, i)) for i in range(len(blocks))]
     return layer_differences([*map(flatten_layer, blocks)], names.__getitem__)
@@ -354,7 +354,7 @@ def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> Non
         if len(blocks) >= max(schedule.stages, 2):
             done.append(path)  # lists in its blocks need no warning of their own
             equal = [f"  {accessor('model', path)}: equal blocks next to a Stack"]
-            lines += _differences(path, blocks) or equal
+            lines += _differences_of_blocks(path, blocks) or equal
     if lines:
         head = (
             "pipeline: these lists of blocks do not run in stages: each device gathers their "

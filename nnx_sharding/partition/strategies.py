@@ -267,6 +267,12 @@ def base_specs(
 
     Specs that do not divide their arrays are corrected as ``on_indivisible`` of ``base`` says.
 
+    Args:
+      name: the strategy, for errors.
+      parameters: the Variables of the model.
+      base: the sharding that the strategy adds to; None for ``P()`` everywhere.
+      mesh: the mesh that the specs have to fit.
+
     Raises:
       ValueError: some fit neither the mesh nor a shape, and may not be corrected; lists all.
     """
@@ -468,6 +474,12 @@ def shard_largest(
     Axes that the sharding uses already are left out. If no dimension can have all others, the last
     axes are left out one by one. If none can have even the first, the sharding is returned
     unchanged, as it is for buffers, normalization layers and random streams.
+
+    Args:
+      sharding: that of the array so far; only a ``PartitionSpec`` is added to.
+      variable: the array, with what is known of its layers.
+      axes: the mesh axes, the most important first.
+      mesh: the mesh.
     """
     shape = variable.shape
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)

@@ -64,26 +64,39 @@ class Needs(NamedTuple):
 
 @dataclasses.dataclass
 class Search:
-    """The candidates, and which of them is compiled next."""
+    """The candidates, and which of them is compiled next.
 
-    variants: Sequence[Variant]  # of the user; the search adds others
-    functions: Mapping[str, Callable[..., Any] | None]  # of the user; None for strategies of ours
-    axes: Axes  # the names of mesh axes by their roles
+    Attributes:
+      variants: those of the user; the search adds others.
+      functions: strategies by name: a function of the user, or None for a chain of this library.
+      axes: the names of mesh axes by their roles.
+      hardware: the rates for predictions; None if they are unknown.
+      limit: the bytes of a device; None if they are unknown.
+      most: how many candidates are compiled at most; None for all.
+      maximize: whether the largest batch is sought, rather than the shortest step.
+      num_slices: the number of slices of TPUs that the devices are on.
+      entries: by name, all candidates that may be compiled, or were.
+      programs: of these, what lowers those that are still to be compiled.
+      ruled_out: by name, why a candidate is not compiled.
+      smallest: what the candidate with the smallest arguments needs, whether it fits or not.
+    """
+
+    variants: Sequence[Variant]
+    functions: Mapping[str, Callable[..., Any] | None]
+    axes: Axes
     hardware: Hardware | None
-    limit: int | None  # the bytes of a device
-    most: int | None  # how many are compiled at most
-    maximize: bool  # whether the largest batch is sought, rather than the shortest step
+    limit: int | None
+    most: int | None
+    maximize: bool
     num_slices: int = 1
-    # By the names of candidates:
     entries: dict[str, PredictedCandidate] = dataclasses.field(default_factory=dict)
-    programs: dict[str, Lower] = dataclasses.field(default_factory=dict)  # still to be compiled
-    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why
+    programs: dict[str, Lower] = dataclasses.field(default_factory=dict)
+    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # What the candidate with the smallest arguments needs, whether it fits or not.
         self.smallest: Needs | None = None
         self._added: dict[str, Variant] = {}  # variants that the search added, by name
-        self._varied = set[str]()  # the candidates for which it did
+        self._varied = set[str]()  # the names of candidates for which it did
         self._seen: dict[Any, str] = {}  # what a candidate compiles to → its name
         # (strategy, mesh, variant) → rows of the batch → the names of candidates.
         self._families: dict[tuple[str, Mesh, Variant], dict[int, list[str]]] = {}
@@ -277,16 +290,21 @@ class Search:
             self._resize(found)
         elif found is not None:
             self._rule_out_slow(found)
-            self._vary(found)
+            if fitting:
+                self._prefetch_best(found)
+            else:
+                self._save_memory(found)
         if not self.programs:
             return None
         corrections = _Corrections(self.entries, {} if found is None else found.compiled)
         # While nothing fits, the second half goes to those with the smallest arguments.
-        started = len(self.entries) - len(self.programs)
-        by_memory = self.most is not None and not fitting and 2 * started >= self.most
+        by_memory = not fitting and self._is_late
 
         def order(name: str) -> tuple[float, ...]:
-            """Sorts by batch, then those that may fit, then by time, then by memory."""
+            """Sorts by batch, then those that may fit, then by time, then by memory.
+
+            The smallest tuple is compiled first.
+            """
             entry = self.entries[name]
             held = entry.prediction.arguments
             rows = entry.candidate.rows if self.maximize else 0
@@ -298,38 +316,52 @@ class Search:
         # The first of those that are equal, as they were added.
         return min(self.programs, key=order)
 
-    def _vary(self, found: Comparison) -> None:
-        """Adds variants that decide: of less memory while nothing fits, else with ``prefetch``."""
-        fitting, started = found.fitting, len(self.entries) - len(self.programs)
-        # First what the user named: half of the programs, or all that there are.
-        is_late = not self.programs or (self.most is not None and 2 * started >= self.most)
-        for name, report in found.compiled.items() if is_late and not fitting else ():
+    @property
+    def _is_late(self) -> bool:
+        """Whether half of what may be compiled was started."""
+        started = len(self.entries) - len(self.programs)
+        return self.most is not None and 2 * started >= self.most
+
+    def _save_memory(self, found: Comparison) -> None:
+        """While nothing fits, adds variants that need less memory.
+
+        What the user named comes first: half of the programs, or all that there are.
+        """
+        if self.programs and not self._is_late:
+            return
+        for name, report in found.compiled.items():
             entry, memory = self.entries[name], report.memory
             # By its arguments alone it would fit, so its activations decide.
             if memory and memory.peak is not None and self._is_varied_now(name):
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
-        if fitting:
-            times = found.figures
-            best = min(fitting, key=lambda name: times[name]["roofline"] or math.inf)
-            entry, roofline = self.entries[best], found.compiled[best].roofline
-            waits = (roofline and roofline.exposed_s) or 0.0
-            # Less than a twentieth of a step is not worth a slot.
-            is_worth = roofline and roofline.estimate and waits > roofline.estimate / 20
-            data, _ = split_name(entry.candidate.strategy)
-            is_gathered = data in ("fsdp", "hsdp")
-            if is_worth and is_gathered and self._is_varied_now(best):
-                ahead = with_prefetch(entry.variant)
-                self._add_variants(entry, [ahead] if ahead else [])
+
+    def _prefetch_best(self, found: Comparison) -> None:
+        """Adds the best that fits with ``prefetch``, if it waits for what ``fsdp`` gathers."""
+        times = found.figures
+        best = min(found.fitting, key=lambda name: times[name]["roofline"] or math.inf)
+        entry, roofline = self.entries[best], found.compiled[best].roofline
+        if not roofline or not roofline.estimate:
+            return
+        waits = roofline.exposed_s or 0.0  # seconds of communication that no compute hides
+        data, _ = split_name(entry.candidate.strategy)
+        # Less than a twentieth of a step is not worth a slot.
+        is_worth = waits > roofline.estimate / 20 and data in ("fsdp", "hsdp")
+        if is_worth and self._is_varied_now(best):
+            ahead = with_prefetch(entry.variant)
+            self._add_variants(entry, [ahead] if ahead else [])
 
     def _is_varied_now(self, name: str) -> bool:
-        """Notes that a candidate gets other variants; False if it had them, or is one of them."""
+        """Notes that a candidate gets other variants; False if it had them, or has one of them.
+
+        The search varies a candidate once, and only with a variant of the user.
+        """
         is_new = self.entries[name].variant in self.variants and name not in self._varied
         self._varied.add(name)
         return is_new
 
     def _add_variants(self, entry: PredictedCandidate, variants: Iterable[Variant]) -> None:
-        """Adds variants of a candidate on its mesh, those that it shares with others once."""
+        """Adds candidates like this one, for these variants of the step, unless they are known."""
         strategy, mesh = entry.candidate.strategy, entry.candidate.mesh
         given = {variant.name: variant for variant in self.variants}
         for new in variants:
@@ -452,6 +484,9 @@ def is_of_compiler(failure: Failure) -> bool:
 
 class _Corrections:
     """How far predictions were off, learned from what was compiled.
+
+    Candidates are in groups (`_groups`), from those like it to all. A *resource* is what limits a
+    step: ``compute``, ``memory``, ``interconnect``.
 
     Times are multiplied by the mean ratio of compiled to predicted ones, over candidates with the
     same variant and strategy; if there are none, with the same variant; else over all. Bytes are
