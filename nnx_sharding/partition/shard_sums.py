@@ -267,7 +267,7 @@ class _Evaluation:
     def _run_equation(
         self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
     ) -> list[_Value]:
-        """Runs one operation."""
+        """Runs one operation: on shard sums if these are wanted and possible, else on arrays."""
         if any(wanted):
             outputs = self._run_with_sums(equation, inputs, wanted)
             if outputs is not None:
@@ -432,7 +432,7 @@ def _inputs_of_scan(
     """Sorts the inputs of a ``scan``: constants, the first carry, and what it scans over.
 
     Outputs are the carry and what is stacked. Scanned and stacked are the arrays that have one
-    dimension more outside of the body than in it.
+    dimension more outside of the body than in it, and both come last.
     """
     jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
 

@@ -372,8 +372,16 @@ def _shard_large(
 ) -> dict[Path, str]:
     """Shards each array with at least ``min_size`` elements over the axes, as FSDP does.
 
-    Replaces their entries in ``specs``, and warns if ``min_size`` is why nothing is sharded. For
-    stacked layers, the elements of one layer count: a loop gathers one at a time.
+    Warns if ``min_size`` is why nothing is sharded. For stacked layers, the elements of one layer
+    count: a loop gathers one at a time.
+
+    Args:
+      name: the strategy, for the warning.
+      specs: the specs of all arrays by path; those of arrays that are sharded are replaced.
+      arrays: the arrays to shard.
+      axes: the mesh axes.
+      mesh: the mesh.
+      min_size: the number of elements.
 
     Returns:
       By path, why an array stays replicated.

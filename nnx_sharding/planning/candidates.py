@@ -415,9 +415,9 @@ def mesh_sizes(
 ) -> Iterator[dict[str, int]]:
     """Yields the sizes of all meshes of so many devices that have a strategy's axes.
 
-    Every axis but the one for data has at least two devices. Slices are along the axis for
-    replicas; or for stages, as a pipeline sends least. Contexts are over one axis, or over two,
-    of which one is that for rings.
+    Of 8 devices for ``fsdp + tensor``: ``{"data": 1, "model": 8}``, ``{"data": 2, "model": 4}``, ….
+    Slices are along the axis for replicas; or for stages, as a pipeline sends least. Contexts are
+    over one axis, or over two, of which one is that for rings.
 
     Args:
       count: the number of devices.
@@ -428,26 +428,17 @@ def mesh_sizes(
     """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
-    divided = {  # what the size of an axis has to divide, by role
-        "stage": math.gcd(*arguments.stages),
-        "expert": arguments.experts,
-        "context": arguments.length,
-    }
     data, styles = split_name(strategy)
     roles = {"data", *(STYLES[style] for style in styles)}
     if data == "hsdp" and num_slices == 1:
         roles.add("replica")
     if "context" in roles:
         roles.add("ring")
-        divided["ring"] = arguments.length
-    used = []
-    for role in Axes._fields:
-        for i, name in enumerate(getattr(axes, role) if role in roles else ()):
-            least = 1 if i or role in ("data", "ring") else 2
-            used.append(_AxisRange(name, least, multiple=divided.get(role, 0)))
+    used = _axis_ranges(roles, axes, arguments)
     always = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
     # Slices are replicas, or one after another in a pipeline, without replicas.
-    for replicas in (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,):
+    choices = (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,)
+    for replicas in choices:
         for sizes in _factorizations(count // replicas, used):
             contexts = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
             if arguments.length % contexts:
@@ -466,6 +457,31 @@ class _AxisRange(NamedTuple):
     name: str
     least: int
     multiple: int  # what the size has to divide; 0 for any size
+
+
+def _axis_ranges(roles: Collection[str], axes: Axes, arguments: Arguments) -> list[_AxisRange]:
+    """Lists the mesh axes of some roles, and which sizes each may have.
+
+    An axis has at least two devices, but for those of ``data`` and ``ring``, and for the second
+    one of a role.
+
+    Args:
+      roles: what the axes are for.
+      axes: the names of axes by their roles.
+      arguments: those of the step, whose shapes the sizes of some axes have to divide.
+    """
+    divided = {  # what the size of an axis has to divide, by role
+        "stage": math.gcd(*arguments.stages),
+        "expert": arguments.experts,
+        "context": arguments.length,
+        "ring": arguments.length,
+    }
+    ranges = []
+    for role in Axes._fields:
+        for i, name in enumerate(getattr(axes, role) if role in roles else ()):
+            least = 1 if i > 0 or role in ("data", "ring") else 2
+            ranges.append(_AxisRange(name, least, multiple=divided.get(role, 0)))
+    return ranges
 
 
 def _factorizations(count: int, axes: Sequence[_AxisRange]) -> Iterator[dict[str, int]]:
@@ -560,34 +576,8 @@ def chains(
       prefetch: how many layers ``fsdp`` gathers ahead.
     """
     data, styles = split_name(strategy)
-    calls: list[Call] = []
-    if "tensor" in styles or "sequence" in styles:
-        options: dict[str, Any] = {"axis": _one_or_all(axes.in_mesh(sizes, "model"))}
-        if "sequence" in styles:
-            options["sequence"] = True
-        calls.append((tensor_parallel, options))
-    if "expert" in styles:
-        options = {"experts": arguments.experts, "axis": axes.expert[0]}
-        calls.append((expert_parallel, options))
-    over_layers: dict[str, list[Call]] = {"": calls}  # by the text of what varies
-    if "context" in styles:
-        options, methods = {"axis": axes.context[0]}, [*METHODS]
-        if rings := axes.in_mesh(sizes, "ring", least=2):
-            # Heads are exchanged within the minor axis; keys and values go around the other one.
-            options, methods = {"axis": (axes.context[0], *rings)}, ["all_to_all"]
-        over_layers = {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
-    roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
-    over = axes.in_mesh(sizes, *roles, least=2)
-    over_data: list[Call] = []
-    if data in ("fsdp", "hsdp"):
-        options = {"axis": _one_or_all(over)}
-        if axes.replica[0] in over:
-            options["across_slices"] = True
-        if prefetch:
-            options["prefetch"] = prefetch
-        over_data = [(fsdp, options)]
-    if data == "zero1":
-        over_data = [(zero1, {"axis": _one_or_all(over)})]
+    over_data = _calls_over_data(data, sizes, axes, prefetch)
+    over_layers = _calls_over_layers(styles, sizes, axes, arguments)  # by the method of attention
     if "pipeline" not in styles:
         return {text: calls + over_data for text, calls in over_layers.items()}
     stages = sizes[axes.stage[0]]
@@ -603,6 +593,47 @@ def chains(
         for text, calls in over_layers.items()
         for count in counts
     }
+
+
+def _calls_over_layers(
+    styles: Collection[str], sizes: Mapping[str, int], axes: Axes, arguments: Arguments
+) -> dict[str, list[Call]]:
+    """Lists the calls of the styles for layers, but of a pipeline, by the method of attention.
+
+    Without sharded sequences, there is no such method, and the key is empty.
+    """
+    calls: list[Call] = []
+    if "tensor" in styles or "sequence" in styles:
+        options: dict[str, Any] = {"axis": _one_or_all(axes.in_mesh(sizes, "model"))}
+        if "sequence" in styles:
+            options["sequence"] = True
+        calls.append((tensor_parallel, options))
+    if "expert" in styles:
+        options = {"experts": arguments.experts, "axis": axes.expert[0]}
+        calls.append((expert_parallel, options))
+    if "context" not in styles:
+        return {"": calls}
+    options, methods = {"axis": axes.context[0]}, [*METHODS]
+    if rings := axes.in_mesh(sizes, "ring", least=2):
+        # Heads are exchanged within the minor axis; keys and values go around the other one.
+        options, methods = {"axis": (axes.context[0], *rings)}, ["all_to_all"]
+    return {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
+
+
+def _calls_over_data(data: str, sizes: Mapping[str, int], axes: Axes, prefetch: int) -> list[Call]:
+    """Lists the call of the strategy for the batch, one of `OVER_DATA`; ``dp`` needs none."""
+    roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
+    over = axes.in_mesh(sizes, *roles, least=2)
+    if data == "zero1":
+        return [(zero1, {"axis": _one_or_all(over)})]
+    if data not in ("fsdp", "hsdp"):
+        return []
+    options: dict[str, Any] = {"axis": _one_or_all(over)}
+    if axes.replica[0] in over:
+        options["across_slices"] = True
+    if prefetch:
+        options["prefetch"] = prefetch
+    return [(fsdp, options)]
 
 
 def _one_or_all(names: Sequence[str]) -> str | tuple[str, ...]:

@@ -524,9 +524,10 @@ class _Corrections:
 
     def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
         """Returns the time of a step, and the sum of the times of its resources."""
-        groups = _groups(entry)
+        groups = _groups(entry)  # the closest first
         ratios = next((self._means[group] for group in groups if group in self._means), {})
         times = {name: time * ratios.get(name, 1.0) for name, time in entry.seconds.items()}
+        # A step takes as long as its slowest resource, and waits for exposed communication.
         exposed = times["interconnect"] * ratios.get("exposed", entry.exposed)
         step = max(*times.values(), max(times["compute"], times["memory"]) + exposed)
         return step, sum(times.values())
@@ -538,7 +539,11 @@ def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
 
 
 def _ratios(entry: PredictedCandidate, report: ProgramReport) -> dict[str, float]:
-    """Divides compiled by predicted times; ``exposed`` is the share that no compute hides."""
+    """Divides the compiled times of a candidate by those that were predicted.
+
+    Returns:
+      By resource, the ratio; and as ``exposed`` the share of communication that no compute hides.
+    """
     roofline = report.roofline
     if roofline is None:
         return {}

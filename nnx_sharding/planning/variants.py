@@ -27,18 +27,31 @@ from .candidates import Arguments
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """A variant of the step."""
+    """A variant of the step.
 
-    name: str  # such as ``microbatches=2, remat=True``
-    fun: Callable[..., Any]  # the step, with the chosen keyword arguments
-    options: dict[str, Any]  # of jit
-    args: tuple[Any, ...]  # abstract
-    prefetch: int  # of fsdp: how many layers are gathered ahead
-    offload: bool  # whether the state of the optimizer is on the host
-    text: str  # the expression for the function in a recipe
-    lines: tuple[str, ...]  # statements of a recipe before that
-    chosen: Mapping[str, Any]  # the values of options, by the user or by the search
-    vary: Callable[[Mapping[str, Any]], Variant]  # makes the variant with other values
+    Attributes:
+      name: such as ``microbatches=2, remat=True``.
+      fun: the step, with the chosen keyword arguments.
+      options: those of jit.
+      args: the arguments, abstract.
+      prefetch: of fsdp: how many layers are gathered ahead.
+      offload: whether the state of the optimizer is on the host.
+      text: the expression for the function in a recipe.
+      lines: the statements of a recipe before that.
+      chosen: the values of options, chosen by the user or by the search.
+      vary: makes the variant with other values of options.
+    """
+
+    name: str
+    fun: Callable[..., Any]
+    options: dict[str, Any]
+    args: tuple[Any, ...]
+    prefetch: int
+    offload: bool
+    text: str
+    lines: tuple[str, ...]
+    chosen: Mapping[str, Any]
+    vary: Callable[[Mapping[str, Any]], Variant]
 
     @functools.cached_property
     def arguments(self) -> Arguments:
@@ -141,9 +154,9 @@ def _variant(
       options: those of jit.
       chosen: the value of each option.
     """
-    vary = partial(_variant, name, fun, text, args, options)  # all but ``chosen``
+    vary = partial(_variant, name, fun, text, args, options)  # a function of ``chosen``
     words = [name] if name else []
-    full_name = ", ".join([*words, *(f"{option}={value}" for option, value in chosen.items())])
+    words += [f"{option}={value}" for option, value in chosen.items()]
     # All but the options of this library are keyword arguments of the step.
     keywords = {key: x for key, x in chosen.items() if key not in ("remat", "prefetch", "offload")}
     if keywords:
@@ -151,7 +164,7 @@ def _variant(
         given = "".join(f", {key}={value!r}" for key, value in keywords.items())
         text = f"functools.partial({text}{given})"
     variant = Variant(
-        name=full_name,
+        name=", ".join(words),
         fun=fun,
         options=options,
         args=abstract_of(args),  # copies of the modules, so that each variant can set its policy

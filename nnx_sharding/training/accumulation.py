@@ -164,7 +164,13 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Accumulation:
-    """What differentiates a loss, and the options of :func:`accumulate_gradients`."""
+    """What differentiates a loss, and the options of :func:`accumulate_gradients`.
+
+    Attributes:
+      gradient: calls the loss, and differentiates it.
+      steps, batch, axis, dtype, has_aux: the options.
+      modes: the options of Flax, ``graph`` and ``graph_updates``.
+    """
 
     gradient: ValueAndGrad[..., Any]
     steps: int
@@ -172,7 +178,7 @@ class _Accumulation:
     axis: str | tuple[str, ...] | None
     dtype: Any
     has_aux: bool
-    modes: Mapping[str, Any]  # of Flax: graph and graph_updates
+    modes: Mapping[str, Any]
 
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         """Returns the value and the gradient for the arguments of the loss."""
@@ -396,9 +402,9 @@ def _differentiate_by_shards(
     gradient.check_types(call)
     slots = traced_slots(call.flat.leaves)
     position = {slot: i for i, slot in enumerate(slots)}
-    targets = [position[slot] for slot in call.slots]
-    ids = {id(x) for x in rows}
-    row_dims = [0 if id(call.flat.leaves[slot]) in ids else None for slot in slots]
+    targets = [position[slot] for slot in call.slots]  # of what is differentiated, in `slots`
+    ids_with_rows = {id(x) for x in rows}
+    row_dims = [0 if id(call.flat.leaves[slot]) in ids_with_rows else None for slot in slots]
 
     def derivative_of(function: Function, arrays: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the gradients and the outputs of a function, as `differentiate` asks."""
