@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from nnx_sharding import accumulate_gradients, jit, shard_map, stack, value_and_grad
+from nnx_sharding import accumulate_gradients, jit, place, shard_map, stack, value_and_grad
 from nnx_sharding.partition import fsdp, replicated
 from zoo import (
     STRATEGIES,
@@ -366,6 +366,15 @@ def test_errors_about_the_axis(axis, is_mapped, error):
         jit(step, in_shardings=specs, mesh=mesh)(jnp.ones((16, 8)), jnp.ones((8, 8)))
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert re.search(error, text)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, jit], ids=["eager", "jax.jit", "jit"])
+def test_the_mesh_of_the_axis_may_be_that_of_placed_arrays(run):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    kernel, x = jnp.linspace(-1, 1, 8), jnp.linspace(-1, 1, 128).reshape(16, 8)
+    placed = place((kernel, x), (P(), P("data")), mesh)
+    step = accumulate_gradients(lambda kernel, x: ((x @ kernel) ** 2).mean(), steps=2, axis="data")
+    assert_close(run(step)(*placed), jax.value_and_grad(step.__wrapped__)(kernel, x))
 
 
 def test_auxiliary_data_that_are_not_arrays():

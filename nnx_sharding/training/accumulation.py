@@ -193,8 +193,9 @@ class _Accumulation:
         if self.axis is None:
             return self._accumulate(bound, rest, batch, frozenset(), rows)
         context = jax.sharding.get_abstract_mesh()
-        mesh = None if context.empty else context
-        _, axes = mesh_and_axes("accumulate_gradients", mesh, self.axis, across_slices=True)
+        axes = axes_of(self.axis)
+        if not context.empty:  # else `explicit_axes` finds a mesh in the types of the arrays
+            mesh_and_axes("accumulate_gradients", context, self.axis, across_slices=True)
         explicit = axes_of_type(context, AxisType.Explicit)
         auto = frozenset(axes).difference(explicit)
         # Parameters and other arguments are replicated over the axis, as shard sums need it.
