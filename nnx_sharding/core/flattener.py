@@ -177,17 +177,19 @@ class Flattener:
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and the objects they link to, children before siblings."""
+        leaves = self.leaves
         stack: list[int] = []  # of indices; no recursion, since models may be nested deeply
         while stack or self._pending:
             stack += reversed(self._pending)  # what the last object links to, its first link on top
             self._pending.clear()
             index = self._current = stack.pop()
-            first_slot = len(self.leaves)
+            first_slot = len(leaves)
             self.entries[index] = self._describe(index, self.objects[index])
             # It has added its own arrays only, and most modules have none: the objects that it
             # links to come later.
-            if len(self.leaves) > first_slot:
-                self.slots[index] = (*range(first_slot, len(self.leaves)),)
+            num_leaves = len(leaves)
+            if num_leaves > first_slot:
+                self.slots[index] = (*range(first_slot, num_leaves),)
         self._current = -1
 
     def _describe(self, index: int, obj: object) -> Entry:
