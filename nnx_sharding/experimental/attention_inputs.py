@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -90,27 +90,18 @@ def inputs_of(
     Raises:
       ValueError: they do not fit each other or the mesh; all faults are listed.
     """
-    mesh = given_mesh(caller, options.get("mesh"))
-    named = dict(zip(("query", "key", "value"), arrays, strict=True))
-    faults = [
-        *_wrong_shapes(named, mask, options),
-        *_wrong_mesh(mesh, sequence),
-        *_unsupported(bias, options),
-    ]
-    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
-    axes = options.get("batch_axis"), options.get("head_axis")
-    layout = layout_of(mesh, arrays[0], sequence, *axes, is_opaque=is_opaque)
-    exchanged = exchanged if mesh is not None else ()
-    faults = [*_wrong_lengths(named, layout, exchanged, options)]
-    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
-    dtype = options.get("dtype") or arrays[0].dtype
-    positions = options.get("input_positions")
     query, key, value = arrays
+    layout = _checked_layout(
+        caller, arrays, bias, mask, sequence, is_opaque, exchanged, options=options
+    )
+    positions = options.get("input_positions")
     if (rope := options.get("rope")) is not None:
         query, key = (_rotate(rope, x, positions) for x in (query, key))
-    split = layout.count((*layout.heads, *exchanged))
+    dtype = options.get("dtype") or arrays[0].dtype
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    key, value = (_repeat_heads(x, split) for x in (key, value))
+    # As many key heads as these devices divide.
+    num_splits = layout.count((*layout.heads, *exchanged))
+    key, value = (_repeat_heads(x, num_splits) for x in (key, value))
     scale = options.get("scale")
     rule = Rule(
         is_causal=options.get("is_causal", False),
@@ -132,6 +123,39 @@ def inputs_of(
     return Inputs(rule, layout, prepared, positions, options.get("balanced", False))
 
 
+def _checked_layout(
+    caller: str,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    bias: object,
+    mask: ArrayLike | None,
+    sequence: Axes,
+    is_opaque: bool,
+    exchanged: Axes,
+    *,
+    options: AttentionOptions,
+) -> Layout:
+    """Returns the layout of an attention, or raises an error; arguments as for `inputs_of`."""
+    mesh = given_mesh(caller, options.get("mesh"))
+    named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    faults = [
+        *_wrong_shapes(named, mask, options),
+        *_wrong_mesh(mesh, sequence),
+        *_unsupported(bias, options),
+    ]
+    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    layout = layout_of(
+        mesh,
+        named["query"],
+        sequence,
+        batch=options.get("batch_axis"),
+        heads=options.get("head_axis"),
+        is_opaque=is_opaque,
+    )
+    faults = [*_wrong_lengths(named, layout, exchanged, options)]
+    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    return layout
+
+
 def _visibility(
     rule: Rule,
     query: jax.Array,
@@ -139,20 +163,20 @@ def _visibility(
     mask: ArrayLike | None,
     options: AttentionOptions,
 ) -> tuple[Visibility, TokenInfo]:
-    """Returns what decides to which keys queries attend, and what is known of the keys."""
-    length, keys = query.shape[1], key.shape[1]
-    positions = options.get("input_positions")
-    if not (rule.is_causal or rule.window):
-        positions = None
-    elif positions is None:
-        positions = np.arange(length)
-    if positions is not None:
-        positions = jnp.asarray(positions, jnp.int32)
+    """Returns what decides to which keys queries attend, and what is known of the keys.
+
+    Queries and keys have the same positions and segments, as these are of one sequence.
+    """
+    length, num_keys = query.shape[1], key.shape[1]
+    positions: Any = None  # they decide nothing else
+    if rule.is_causal or rule.window:
+        given = options.get("input_positions")
+        positions = jnp.asarray(np.arange(length) if given is None else given, jnp.int32)
     segments = options.get("segment_ids")
     if mask is not None:
         mask = jnp.asarray(mask)
         mask = jnp.expand_dims(mask, range(4 - mask.ndim))  # (batch, heads, length, keys)
-        mask = jnp.broadcast_to(mask, (*mask.shape[:3], keys))
+        mask = jnp.broadcast_to(mask, (*mask.shape[:3], num_keys))
     if not rule.dropout_rate:
         key_info = TokenInfo(positions, segments)
         return Visibility(key_info, mask), key_info
@@ -166,7 +190,7 @@ def _visibility(
     numbers = jnp.arange(heads).reshape(key_heads, heads // key_heads)
     dropout = Dropout(words, rows, jnp.zeros((1, 1), int) if is_shared else numbers)
     visibility = Visibility(TokenInfo(positions, segments, jnp.arange(length)), mask, dropout)
-    return visibility, TokenInfo(positions, segments, jnp.arange(keys))
+    return visibility, TokenInfo(positions, segments, jnp.arange(num_keys))
 
 
 def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
@@ -194,9 +218,12 @@ def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
     )
 
 
-def _repeat_heads(x: jax.Array, split: int) -> jax.Array:
-    """Repeats key heads as often as needed until devices divide them: (b, keys, key heads, d)."""
-    times = math.lcm(x.shape[2], split) // x.shape[2]
+def _repeat_heads(x: jax.Array, num_splits: int) -> jax.Array:
+    """Repeats key heads as often as needed until ``num_splits`` devices divide them.
+
+    (b, keys, key heads, d) → (b, keys, times · key heads, d), each head next to its copies.
+    """
+    times = math.lcm(x.shape[2], num_splits) // x.shape[2]
     if times == 1:
         return x
     batch, length, heads, features = x.shape
@@ -253,29 +280,35 @@ def _wrong_lengths(
 ) -> Iterator[str]:
     """Says what the devices do not divide. Keys are padded, but outputs have to stay."""
     length, heads = arrays["query"].shape[1:3]
-    size, parts = layout.count(layout.sequence), layout.count((*layout.heads, *exchanged))
+    head_axes = (*layout.heads, *exchanged)
+    size, parts = layout.count(layout.sequence), layout.count(head_axes)
     if length % size:
         name = " and ".join(map(repr, layout.sequence))
         yield f"{size} devices along {name} do not divide {length} queries; pad them"
     if heads % parts:
         yield (
-            f"{parts} devices along {' and '.join(map(repr, (*layout.heads, *exchanged)))} do not "
+            f"{parts} devices along {' and '.join(map(repr, head_axes))} do not "
             f"divide {heads} heads; exchange them over fewer devices, as in "
             "axis=('inner', 'outer'), with a ring over the other axis"
         )
 
 
 def _wrong_mesh(mesh: Mesh | AbstractMesh | None, axes: Axes) -> Iterator[str]:
-    for axis in axes if mesh is not None else ():
-        if axis not in mesh.shape:  # type: ignore[union-attr]
-            known = ", ".join(map(repr, mesh.shape))  # type: ignore[union-attr]
-            yield f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}"  # type: ignore[union-attr]
+    """Says which axes the mesh lacks; nothing without a mesh, where one device computes all."""
+    if mesh is None:
+        return
+    for axis in axes:
+        if axis not in mesh.shape:
+            known = ", ".join(map(repr, mesh.shape))
+            yield f"axis={axis!r}{suggestion(axis, mesh.shape)}: the mesh has {known}"
 
 
 def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether an array of one shape can be broadcast to the other one."""
-    last = whole[len(whole) - len(shape) :] if len(shape) <= len(whole) else ()
-    return len(last) == len(shape) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
+    if len(shape) > len(whole):
+        return False
+    trailing = whole[len(whole) - len(shape) :]
+    return all(size in (1, full) for size, full in zip(shape, trailing, strict=True))
 
 
 def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike | None) -> jax.Array:

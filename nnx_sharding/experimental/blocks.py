@@ -520,6 +520,7 @@ class Residuals(NamedTuple):
 
 
 def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
+    """Is the forward rule: returns the outputs, and what the backward pass needs."""
     # JAX would compute what depends on positions alone before a loop over layers, and keep the
     # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
     arrays = jax.lax.optimization_barrier(arrays)
@@ -542,6 +543,7 @@ def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
 
 
 def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
+    """Is the backward rule: returns the gradients of the arrays; None for what has none."""
     (query, key, value, key_info, visibility), out, lse = residuals
     block = Block(key, value, key_info, first=0)
     wide, key_heads = wide_dtype(query), key.shape[2]
@@ -553,10 +555,12 @@ def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[Atten
     )
     queries, keys = TokenRange(0, query.shape[1]), TokenRange(0, key.shape[1])
 
+    # Of each block of queries, the gradient is complete at once; those of keys and values add up.
     def add_block(d_keys: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         tokens = queries.block(number)
         some_queries = all_queries.slice(tokens)
-        old = Gradients(jnp.zeros_like(some_queries.query, wide), *d_keys)
+        d_key, d_value = d_keys
+        old = Gradients(jnp.zeros_like(some_queries.query, wide), d_key, d_value)
         new = add_key_gradients(rule, old, some_queries, block, visibility.slice(tokens), keys)
         return [new.key, new.value], (new.query * rule.scale).astype(query.dtype)
 

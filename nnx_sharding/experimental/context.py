@@ -153,13 +153,14 @@ def _head_axes(
     parameters: Iterable[NamedVariable], specs: Mapping[Path, PartitionSpec]
 ) -> tuple[str, ...]:
     """Finds the axes over which the heads of queries are, by the kernels that make these."""
-    found: dict[str, None] = {}
+    head_axes: dict[str, None] = {}  # a set in order
     for parameter in parameters:
-        # (features, heads, features of a head), perhaps in front of that layers of a stack
-        dims = len(parameter.shape or ())
-        if parameter.path[-2:] == ("query", "kernel") and dims > 2:
-            found |= dict.fromkeys(axes_of(pad_entries(specs[parameter.path], dims)[-2]))
-    return tuple(found)
+        # (features, heads, features of a head), perhaps after dimensions of stacked layers.
+        ndim = len(parameter.shape or ())
+        if parameter.path[-2:] == ("query", "kernel") and ndim > 2:
+            _, entry_of_heads, _ = pad_entries(specs[parameter.path], ndim)[-3:]
+            head_axes |= dict.fromkeys(axes_of(entry_of_heads))
+    return tuple(head_axes)
 
 
 # The second one is not in all releases of Flax.
@@ -173,12 +174,15 @@ def _attends(_: Path, module: nnx.Module) -> bool:
 
 
 def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
-    """Returns the keywords that a module gives to an attention function of Flax, if it has one."""
+    """Returns the keywords that a module gives to an attention function of Flax.
+
+    Those of a ``functools.partial``, else none: ``{}``. None for a module without such a function.
+    """
     function: Any = vars(module).get("attention_fn")
-    options = {}
+    keywords: dict[str, Any] = {}
     if type(function) is functools.partial and not function.args:
-        function, options = function.func, function.keywords
-    return options if function in _FLAX_FUNCTIONS else None
+        function, keywords = function.func, function.keywords
+    return keywords if function in _FLAX_FUNCTIONS else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,19 +228,28 @@ class OverSequence:
         axes_of_rows: object,
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """Returns what is called in place of a method of the module."""
-        original, options = module.attention_fn, _attention_options(module) or {}
-        given = {"mesh": mesh, **dict(self.options), **options}
-        if self.method != "ring":  # in that, the compiler splits the rest
-            # Those that shard the sequence, or do not divide the rows, are left out there.
+        """Returns what is called in place of a method of the module.
+
+        Args:
+          module: the module, with an attribute ``attention_fn``.
+          call: its method.
+          mesh: the mesh of the trace.
+          batch_axes: the axes that shard the batch of the model's data.
+          axes_of_rows: not used; other schedules split the rows of the batch.
+          prefetch: likewise.
+        """
+        original, own_options = module.attention_fn, _attention_options(module) or {}
+        options = {"mesh": mesh, **dict(self.options), **own_options}
+        if self.method != "ring":  # in a ring, the compiler splits the batch
+            # The method leaves out those that shard the sequence, or do not divide the batch.
             batch = frozenset(batch_axes)
-            given["batch_axis"] = tuple(axis for axis in mesh.axis_names if axis in batch)
-        sharded: Callable[..., Any] = functools.partial(METHODS[self.method], **given)
+            options["batch_axis"] = tuple(axis for axis in mesh.axis_names if axis in batch)
+        sharded: Callable[..., Any] = functools.partial(METHODS[self.method], **options)
 
         def attention(query: jax.Array, *args: Any, **kwargs: Any) -> Any:
             # A decoder has a single query, (…, 1, heads, features): there is nothing to shard.
-            is_decoding = query.shape[-3] == 1
-            return (original if is_decoding else sharded)(query, *args, **kwargs)
+            attend = original if query.shape[-3] == 1 else sharded
+            return attend(query, *args, **kwargs)
 
         def call_sharded(*args: Any, **kwargs: Any) -> Any:
             # By `vars`, as setting an attribute of a module in a trace has checks of its own.

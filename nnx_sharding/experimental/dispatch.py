@@ -236,11 +236,17 @@ class _Routing(NamedTuple):
     order: jax.Array  # (groups, C): which choice is at each sorted place
     experts: jax.Array  # (groups, C): the expert of each sorted choice
     ranks: jax.Array  # (groups, C): its place among the choices of the same expert
-    sizes: Any = None  # (1, local experts): how many rows each of the device's experts gets
-    # None with a capacity, where each expert gets a block of the same size from each group:
-    counts: Any = None  # (1, experts): how many of the device's choices are of each expert
-    places: Any = None  # (1, rows): the row in the received blocks at each place sorted by expert
-    received: Any = None  # (1, devices, local experts): how many rows each device sent
+    sizes: jax.Array  # (1, local experts): how many rows each of the device's experts gets
+    # None with a capacity, where each expert gets a block of the same size from each group.
+    exchange: _Exchange | None = None
+
+
+class _Exchange(NamedTuple):
+    """What was sent and received without a capacity."""
+
+    sent: jax.Array  # (1, devices, local experts): how many rows this device sent to each expert
+    received: jax.Array  # (1, devices, local experts): how many each device sent to each of its own
+    places: jax.Array  # (1, rows): the row in the received blocks at each place sorted by expert
 
 
 class _Dispatch(NamedTuple):
@@ -344,27 +350,28 @@ class _Dispatch(NamedTuple):
         ranks = jnp.arange(choices.shape[1]) - jnp.take_along_axis(starts, experts, 1)
         token = order % num_tokens  # the choices are k times all tokens
         rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
-        routing = _Routing(order, experts, ranks, counts=counts)
         if self.capacity is None:
-            arrived, routing = self._send_all(rows[0], routing)
+            arrived, sizes, exchange = self._send_all(rows[0], counts[0])
+            routing = _Routing(order, experts, ranks, sizes, exchange)
             return arrived, routing, self.sum(counts[0]), jnp.zeros((), jnp.int32)
-        arrived, routing = self._send_blocks(rows, starts, routing, self.capacity)
+        arrived, sizes = self._send_blocks(rows, starts, self.capacity)
+        routing = _Routing(order, experts, ranks, sizes)
         dropped = jnp.maximum(counts - self.capacity, 0).sum()
         return arrived, routing, self.sum(counts.sum(0)), self.sum(dropped)
 
     def _send_blocks(
-        self, rows: jax.Array, starts: jax.Array, routing: _Routing, capacity: int
-    ) -> tuple[jax.Array, _Routing]:
+        self, rows: jax.Array, starts: jax.Array, capacity: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Sends a block of ``capacity`` rows from each group to each expert.
 
         Args:
           rows: sorted by expert, (groups, C, features).
           starts: where the rows of each expert begin, (groups, experts).
-          routing: completed by how many rows the device's experts get.
           capacity: rows in a block.
 
         Returns:
-          The rows of the device's experts, one expert after the other, and the routing.
+          The rows of the device's experts, one expert after the other; and how many rows each of
+          these gets, (1, local experts).
         """
         places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity)
         # An expert with fewer choices gets rows of others in the rest of its block, not zeros: on
@@ -374,23 +381,24 @@ class _Dispatch(NamedTuple):
         blocks = self.exchange(blocks, 0, 1)  # (local experts, groups of all, capacity, features)
         rows_per_expert = blocks.shape[1] * capacity
         sizes = jnp.full((1, self.num_local_experts), rows_per_expert, jnp.int32)
-        # The way back does not need the counts; what leaves a `shard_map` stays in memory.
-        routing = routing._replace(sizes=sizes, counts=None)
-        return blocks.reshape(-1, rows.shape[-1]), routing
+        return blocks.reshape(-1, rows.shape[-1]), sizes
 
-    def _send_all(self, rows: jax.Array, routing: _Routing) -> tuple[jax.Array, _Routing]:
+    def _send_all(
+        self, rows: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, jax.Array, _Exchange]:
         """Sends each device as many rows as choose its experts.
 
         Args:
           rows: sorted by expert, so also by device, (C, features).
-          routing: completed by what the device has received.
+          counts: how many of them are for each expert, (experts,).
 
         Returns:
-          The received rows, sorted by local expert, (devices · C, features), and the routing. The
-          rows beyond ``routing.sizes.sum()`` are padding.
+          The received rows, sorted by local expert, (devices · C, features); how many rows each of
+          these experts gets, (1, local experts): the others, at the end, are padding; and what the
+          way back needs.
         """
         # How many rows of this device go to each expert: the experts of a device are neighbors.
-        sent = routing.counts[0].reshape(self.size, self.num_local_experts)
+        sent = counts.reshape(self.size, self.num_local_experts)
         # How many rows of each device come to each expert of this one: (devices, local experts).
         received = self.exchange(sent, split=0, concat=0)
         # A block of C rows from each device, (devices · C, features): sorted by expert, padded.
@@ -401,10 +409,8 @@ class _Dispatch(NamedTuple):
         is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
         expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
-        routing = routing._replace(
-            sizes=received.sum(0)[None], places=places[None], received=received[None]
-        )
-        return blocks[places], routing
+        sizes = received.sum(0)[None]
+        return blocks[places], sizes, _Exchange(sent[None], received[None], places[None])
 
     def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:
         """Returns the outputs of a device's tokens, (groups, tokens, features of outputs).
@@ -415,7 +421,7 @@ class _Dispatch(NamedTuple):
           weights: of the device's tokens, (groups, tokens, k).
         """
         num_groups, num_tokens, k = weights.shape
-        if self.capacity is not None:
+        if routing.exchange is None:
             blocks = rows.reshape(
                 self.num_local_experts, self.size * num_groups, self.capacity, rows.shape[-1]
             )
@@ -423,9 +429,10 @@ class _Dispatch(NamedTuple):
             blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, …)
             rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
         else:
-            blocks = rows[jnp.argsort(routing.places[0])]  # the inverse of the sort in `_send_all`
-            sent = routing.counts[0].reshape(self.size, self.num_local_experts)
-            rows = _from_experts(self, blocks, sent.sum(1), routing.received[0].sum(1))[None]
+            sent, received, places = (x[0] for x in routing.exchange)
+            blocks = rows[jnp.argsort(places)]  # the inverse of the sort in `_send_all`
+            own = _from_experts(self, blocks, sizes=sent.sum(1), received=received.sum(1))
+            rows = own[None]  # (1, C, …), as all groups are one
         unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation
         rows = jnp.take_along_axis(rows, unsort[:, :, None], 1)  # (groups, C, …)
         rows = rows.reshape(len(rows), k, -1, rows.shape[-1])  # (groups, k, tokens, …)

@@ -125,14 +125,17 @@ class Layout(NamedTuple):
 
         A function that is mapped over Explicit axes needs inputs of this type.
         """
-        mesh = None if self.mesh is None else mesh_in_trace(self.mesh)
-        explicit = frozenset() if mesh is None else axes_of_type(mesh, AxisType.Explicit)
-        if mesh is None or explicit.isdisjoint(self.mapped):
+        if self.mesh is None:
             return x
-        new = pad_entries(keep_axes(spec, explicit), x.ndim)
-        old = pad_entries(keep_axes(type_spec(x) or P(), explicit - self.mapped), x.ndim)
-        both = P(*(a or b for a, b in zip(new, old, strict=True)))
-        return retype(x, mesh, both)  # type: ignore[no-any-return]
+        mesh = mesh_in_trace(self.mesh)
+        explicit = axes_of_type(mesh, AxisType.Explicit)
+        if explicit.isdisjoint(self.mapped):
+            return x
+        mapped_entries = pad_entries(keep_axes(spec, explicit), x.ndim)
+        # A dimension that no mapped axis shards keeps the other axes of its type.
+        kept = keep_axes(type_spec(x) or P(), explicit - self.mapped)
+        pairs = zip(mapped_entries, pad_entries(kept, x.ndim), strict=True)
+        return retype(x, mesh, P(*(new or old for new, old in pairs)))  # type: ignore[no-any-return]
 
     def next_device(self, tree: Any) -> Any:
         """Returns the arrays of the device before, in the ring along the sequence."""
@@ -167,25 +170,30 @@ def layout_of(
         then it is mapped over all axes.
     """
     if mesh is None:
-        return Layout(None, (), (), (), frozenset())
-    spec = pad_entries(type_spec(query) or P(), 4) if type_mesh(query) is not None else [None] * 4
-    chosen: list[Axes] = []
-    for dimension, given in ((0, batch), (2, heads)):
-        known = axes_of(spec[dimension])
-        named = (axis for axis in axes_of(given) if axis not in known)
-        free = [x for x in (*known, *named) if x not in sequence and x in mesh.shape]
+        return Layout(None, sequence=(), batch=(), heads=(), mapped=frozenset())
+    sizes = mesh.shape
+    spec = type_spec(query) if type_mesh(query) is not None else None
+    entries = pad_entries(spec or P(), 4)
+
+    def axes_of_dimension(dimension: int, given: str | Axes | None) -> Axes:
+        in_type = axes_of(entries[dimension])
+        named = [axis for axis in axes_of(given) if axis not in in_type]
+        axes = [x for x in (*in_type, *named) if x not in sequence and x in sizes]
         # An axis that does not divide the dimension cannot shard it.
-        while query.shape[dimension] % math.prod(mesh.shape[axis] for axis in free):
-            free.pop()
-        chosen.append(tuple(free))
-    every = mesh.axis_names if is_opaque else (*sequence, *chosen[0], *chosen[1])
+        while query.shape[dimension] % math.prod(sizes[axis] for axis in axes):
+            axes.pop()
+        return tuple(axes)
+
+    batch_axes, head_axes = axes_of_dimension(0, batch), axes_of_dimension(2, heads)
+    all_axes = mesh.axis_names if is_opaque else (*sequence, *batch_axes, *head_axes)
+    # An outer `shard_map` has mapped its axes already. JAX wants that of a `vmap` to be mapped too.
     manual = axes_of_type(mesh_in_trace(mesh), AxisType.Manual)
-    mapped = _compat.spmd_axes() | (frozenset(every) - manual)
-    return Layout(mesh, sequence, chosen[0], chosen[1], mapped)
+    mapped = _compat.spmd_axes() | (frozenset(all_axes) - manual)
+    return Layout(mesh, sequence, batch_axes, head_axes, mapped)
 
 
 def _entry(axes: Axes) -> str | Axes | None:
-    """Returns the entry of a spec for some axes."""
+    """Returns the entry of a spec: ``()`` → None, ``("x",)`` → ``"x"``; several as they are."""
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else axes
@@ -229,10 +237,12 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
     """
     size = layout.count(layout.sequence)
     last = 2 * size - 1
+    # For the even chunks, then the odd ones: pairs of a device, and the device that it sends to.
     routes = []
     for parity in (0, 1):
-        chunks = [2 * i + parity for i in range(size)]
-        route = [(i, min(chunk, last - chunk)) for i, chunk in enumerate(chunks)]
+        chunk_numbers = [2 * device + parity for device in range(size)]
+        # Chunk c is on device c in the balanced order, or on 2n - 1 - c.
+        route = [(i, min(chunk, last - chunk)) for i, chunk in enumerate(chunk_numbers)]
         routes.append([(target, source) for source, target in route] if back else route)
 
     def swap_on_odd_devices(first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -240,12 +250,18 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         is_odd = layout.device_index() % 2 == 1
         return [jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)]
 
-    def move(x: jax.Array) -> jax.Array:
+    def move(x: jax.Array) -> jax.Array:  # (b, tokens of a device, …)
         chunks = jnp.split(x, 2, axis=1)
-        chunks = swap_on_odd_devices(*chunks) if back else chunks
-        pairs = zip(chunks, routes, strict=True)
-        chunks = [jax.lax.ppermute(chunk, layout.sequence, route) for chunk, route in pairs]
-        return jnp.concatenate(chunks if back else swap_on_odd_devices(*chunks), axis=1)
+        if back:
+            chunks = swap_on_odd_devices(*chunks)
+        # The even chunk, and the odd one.
+        moved = [
+            jax.lax.ppermute(chunk, layout.sequence, route)
+            for chunk, route in zip(chunks, routes, strict=True)
+        ]
+        if not back:
+            moved = swap_on_odd_devices(*moved)
+        return jnp.concatenate(moved, axis=1)
 
     def spec(x: jax.Array) -> P:
         whole = layout.token_spec(layout.sequence)

@@ -268,9 +268,10 @@ def _run(
     donation = _Donation(steps, source) if donate else None
     leaves, moved = list(target.leaves), list[Any]()
     for step, arrays in zip(steps, on_host, strict=True):
-        new = _run_step(step, arrays, source, donation.given_up(step) if donation else ())
+        given_up = donation.given_up(step) if donation else ()
+        new = _run_step(step, arrays, source, given_up)
         if donation or len(steps) > 1:
-            # Before the next program takes memory, and what is freed here is no longer read.
+            # The next program takes memory, and what is freed below must no longer be read.
             jax.block_until_ready(new)
         moved += new
         for goal, x in zip(step.goals, new, strict=True):
@@ -286,6 +287,12 @@ class _Donation:
     """The arrays of a source that are given up, and how often the target still needs each."""
 
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
+        """Counts the uses of arrays.
+
+        Args:
+          steps: all steps that will run.
+          source: the arrays of the source, by slot.
+        """
         self.source = source
         used = [x for step in steps for x in self._used(step)]
         # How often each array is used, by its id: two targets of one source get two arrays.
@@ -325,13 +332,12 @@ def _run_step(
     """
     if step.is_final and step.program is not None:
         return step.program(*_arguments(step, source))
-    shardings = [goal.sharding for goal in step.goals]
+    shardings = [goal.sharding for goal in step.goals]  # None for a NumPy array
     if step.program is None:
         moved = _copied(on_host, shardings, given_up)
     else:
         computed = step.program(*_arguments(step, source))
         moved = place_arrays(finish_on_cpu(computed), shardings)
-    # A goal without a sharding is a NumPy array.
     pairs = zip(moved, shardings, strict=True)
     return [np.array(x) if sharding is None else x for x, sharding in pairs]
 
@@ -603,23 +609,26 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
       donate: whether the source gives its arrays up.
     """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
-    # By the devices of the sources (None: no program) and whether programs put arrays where they
-    # belong: the goals of each step.
-    groups: dict[Any, list[list[_Goal]]] = {}
+    # The goals of each step, by the devices of their sources (None if no program builds them), and
+    # by whether programs put them where they belong.
+    batches_by_kind: dict[tuple[Any, bool], list[list[_Goal]]] = {}
     for goal in goals:
         devices = None if goal.build is None else _devices(leaves[goal.sources[0]])
-        group = groups.setdefault((devices, goal.is_final), [[]])
+        batches = batches_by_kind.setdefault((devices, goal.is_final), [[]])
         # What a program leaves to be moved, and donated sources, are freed before the next step:
         # small steps need less memory. Other steps free nothing, so they may be as large as any.
         is_freed = donate or not (goal.build is None or goal.is_final)
-        most = max(largest, total // 16, _SMALL) if is_freed else math.inf
-        if group[-1] and sum(x.nbytes for x in (*group[-1], goal)) > most:
-            group.append([])
-        group[-1].append(goal)
+        most_bytes = max(largest, total // 16, _SMALL) if is_freed else math.inf
+        if batches[-1] and sum(x.nbytes for x in (*batches[-1], goal)) > most_bytes:
+            batches.append([])
+        batches[-1].append(goal)
     steps: list[_Step] = []
-    for (devices, _), parts in groups.items():
-        for part in parts:
-            steps += [_Step(part)] if devices is None else _programs(part, leaves, largest)
+    for (devices, _), batches in batches_by_kind.items():
+        for batch in batches:
+            if devices is None:
+                steps.append(_Step(batch))
+            else:
+                steps += _programs(batch, leaves, largest)
     return steps
 
 

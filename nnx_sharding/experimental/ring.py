@@ -152,7 +152,7 @@ def ring_attention(
 
 
 def attend_in_ring(inputs: Inputs) -> jax.Array:
-    """Attends to the tokens, perhaps in the balanced order, and returns them to their own."""
+    """Attends in a ring; tokens perhaps move to the balanced order before, and outputs back."""
     layout, arrays, order = inputs.layout, inputs.arrays, _order_of(inputs)
     ring = Ring(layout, inputs.rule, order.is_even)
     if not order.moves:

@@ -99,6 +99,7 @@ def attend(ring: Ring, arrays: AttentionArrays) -> jax.Array:
 
 
 def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
+    """Is the forward rule: maps :func:`_local_forward` over the devices."""
     specs = _specs(ring, arrays)
     run = ring.layout.map(
         functools.partial(_local_forward, ring),
@@ -110,6 +111,7 @@ def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
 
 
 def _backward(ring: Ring, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
+    """Is the backward rule: returns the gradients of the arrays; None for what has none."""
     specs = _specs(ring, residuals.arrays)
     run = ring.layout.map(
         functools.partial(_local_backward, ring),

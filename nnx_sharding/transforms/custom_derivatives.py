@@ -21,7 +21,7 @@ From other modules:
     Source        in ``outcome.sources``, by slot after the call: the group of outputs that has the
                   array and its position in that; or group ``INPUT`` and its slot before
     Location      where arrays are in the arguments: their path and slots, and the index of the
-                  Variable (``entry``); None for an array outside of Variables
+                  Variable (``object_index``); None outside of Variables
     flatten       a pytree of objects to structure, ``leaves`` (arrays, by slot) and ``objects``;
                   `unflatten` makes new objects, whose pytree is its ``root``
     slots_by_path the slots of the arrays in a structure, by path
@@ -717,6 +717,13 @@ def _unchanged_variables(arguments: Structure, outcome: Outcome) -> Mapping[int,
     }
 
 
+def _zero_tangent_like(array: jax.Array) -> Any:
+    """Returns the zero tangent of an array; for integers, of dtype ``float0``."""
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        return jnp.zeros_like(array)
+    return without_tangent(array)
+
+
 class _CallWithJvp(_Call):
     """A call with a rule for tangents."""
 
@@ -768,39 +775,35 @@ class _CallWithJvp(_Call):
         """
         [rule] = self.rules
         structure = outcome.structure
-        # By slot after the call: zeros, then what the rule returned, then what it left in `d_args`.
-        zeros = [
-            [
-                jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else without_tangent(x)
-                for x in group
-            ]
-            for group in outputs
-        ]
-        after = self.tangents_after(outcome, zeros)
-        # What is returned unchanged is not an output of JAX's function, and has no tangent here.
+        # The tangents of all arrays after the call, by slot: zeros at first.
+        zeros = [[_zero_tangent_like(x) for x in group] for group in outputs]
+        tangents = self.tangents_after(outcome, zeros)
+        # Then what the rule returned. What the function returns unchanged is not an output of JAX's
+        # function, and has no tangent here.
         leaves = [
             None if group == INPUT else outputs[group][position]
             for group, position in outcome.sources
         ]
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"  # for messages
-        after = replace_slots(after, form.slots, form.tangents_in(name, noted.output))
-        self._take_tangents_of_changes(outcome, noted.args, after)
-        tangent_of = dict(zip(outcome.sources, after, strict=True))
+        tangents = replace_slots(tangents, form.slots, form.tangents_in(name, noted.output))
+        # Last, what it left in the tangents of the arguments.
+        self._take_tangents_of_changes(outcome, noted.args, tangents)
+        tangent_of = dict(zip(outcome.sources, tangents, strict=True))
         return [
             [tangent_of[Source(group, position)] for position in range(len(arrays))]
             for group, arrays in enumerate(outputs)
         ]
 
     def _take_tangents_of_changes(
-        self, outcome: Outcome, d_args: object, after: list[object]
+        self, outcome: Outcome, d_args: object, tangents: list[object]
     ) -> None:
-        """Puts the tangents of what the rule changed in its arguments into ``after``.
+        """Puts the tangents of what the rule changed in its arguments into ``tangents``.
 
         Args:
           outcome: what the rule did to objects.
           d_args: the tangents of the arguments, as the rule left them.
-          after: the tangents of all arrays after the call, by slot.
+          tangents: those of all arrays after the call, by slot.
         """
         flat = flatten(d_args)
         tangent_slots_by_path = slots_by_path(flat.structure)
@@ -811,4 +814,4 @@ class _CallWithJvp(_Call):
             tangent_slots = tangent_slots_by_path.get((*path_in_args,), ())  # none if it is new
             for slot, tangent_slot in zip(slots, tangent_slots, strict=False):
                 if slot != _NO_SLOT:
-                    after[slot] = flat.leaves[tangent_slot]
+                    tangents[slot] = flat.leaves[tangent_slot]

@@ -258,7 +258,7 @@ class Target(NamedTuple):
     """One differentiated argument."""
 
     argument: Argument
-    value: Any
+    value: Any  # what the caller passed for it
     locations: list[NamedLocation]  # of what is differentiated in it
     is_state: bool  # whether its gradient has states in place of modules
 
@@ -443,20 +443,25 @@ class ValueAndGrad(Differentiable[P, R]):
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
         has_updates = self._modes["updates"]
+        # The user's filter for each argument that is differentiated, or None.
         chosen = self._chosen_filters(call, arguments)
         # As in Flax, whose tree mode differentiates everything.
         default = nnx.Param if has_updates else ...
         filters = {name: default if x is None else x for name, x in chosen.items()}
         locations = self._differentiated(plan, flat, filters)
-        if self._transform.must_match and not any(
-            named.location.slots for in_argument in locations.values() for named in in_argument
-        ):
+        is_empty = not any(named.location.slots for x in locations.values() for named in x)
+        if is_empty and self._transform.must_match:
             self._refuse_empty(flat, filters)
-        # As in Flax, without graph updates a gradient has the form of the whole argument, unless
-        # the user gave a filter that says which part.
         return [
-            Target(arguments[name], values[name], locations[name], has_updates or x is not None)
-            for name, x in chosen.items()
+            Target(
+                argument=arguments[name],
+                value=values[name],
+                locations=locations[name],
+                # As in Flax, without graph updates a gradient has the form of the whole argument,
+                # unless the user gave a filter that says which part.
+                is_state=has_updates or filter_ is not None,
+            )
+            for name, filter_ in chosen.items()
         ]
 
     def _chosen_filters(
@@ -497,7 +502,8 @@ class ValueAndGrad(Differentiable[P, R]):
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         taken = set[int]()  # the Variables so far, by index
         for named in locate(flat.structure, plan.arguments):
-            path, index, slots = named.location  # the index of a Variable; None for a bare array
+            # The index is that of a Variable; None for a bare array.
+            path, index, slots = named.location
             predicate = predicates.get(named.argument.name)
             # As in Flax, what is shared has its gradient only in the first place.
             if predicate is None or index in taken:

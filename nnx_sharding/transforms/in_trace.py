@@ -258,5 +258,6 @@ class Inner(LiftedFunction[P, R]):
           execute: what takes the leaves, and returns what the pure function returns.
           fun: what the trace calls instead of the user's function, if given.
         """
+        # JAX must not use a trace of modules whose activations are sharded in another way.
         with key_traces_by_tags(flat.objects):
             return run(plan, flat, execute, fun or self._fun, nested=True)

@@ -236,6 +236,7 @@ class Mapped(InnerTransform):
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
+        # The mapped Variables of the arguments, each with its axis.
         mapped = [
             (unflattened.objects[index], axis.index)
             for index, (_, axis) in plan.variables.items()
@@ -243,10 +244,10 @@ class Mapped(InnerTransform):
         ]
 
         def without_axis_names(*args: object, **kwargs: object) -> Any:
-            # Inside, Variables have one dimension less, so a name for it would be wrong there.
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
+                # What the function made has the axis, and its name, only outside.
                 new = self._new_variables(out, plan, unflattened)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
@@ -269,24 +270,25 @@ class Mapped(InnerTransform):
           Pairs of a Variable and the axis along which it is stacked.
         """
         # The objects of the arguments keep their indices; new ones come after them.
+        num_old_objects = len(unflattened.objects)
         flat = flatten(out, first_objects=unflattened.objects)
         caller = f"{self.name}: {self.out_name}"  # for messages
         # The output, in the parts that `out_axes` has an axis or filters for.
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
-        # The specs of the arguments hold for what was attached to them, those of the output for the
-        # rest. `plan.variables` are the Variables whose axes are known from the call.
-        axes_by_index = resolve(
+        # Finds the axis of each Variable, by index. The specs of the arguments hold for what was
+        # attached to them, those of the output for the rest.
+        resolved = resolve(
             locate(flat.structure, [*plan.graph_arguments, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
-            decided=plan.variables,
+            decided=plan.variables,  # known from the call
             decided_arguments={argument.name for argument in plan.graph_arguments},
-        ).variables
+        )
         return [
             (flat.objects[index], axis.index)
-            for index, (_, axis) in axes_by_index.items()
-            if index >= len(unflattened.objects) and is_mapped(axis)
+            for index, (_, axis) in resolved.variables.items()
+            if index >= num_old_objects and is_mapped(axis)
         ]
 
 

@@ -241,12 +241,13 @@ class _Loop:
         self._num_carried = len(initial)
         # For each array of the carry, whether the step returns another one. What it does not change
         # is a constant: its cotangents are sums over the layers, not carried.
-        carried = self._jaxpr.jaxpr.invars[: len(initial)]
-        pairs = zip(carried, self._jaxpr.jaxpr.outvars, strict=False)
+        carry_in = self._jaxpr.jaxpr.invars[: len(initial)]
+        carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
+        pairs = zip(carry_in, carry_out, strict=True)
         self._is_changed = [before is not after for before, after in pairs]
-        changed, unchanged = list[Any](), list[Any]()
-        for x, is_changed in zip(initial, self._is_changed, strict=True):
-            (changed if is_changed else unchanged).append(x)
+        pairs_of_first = [*zip(initial, self._is_changed, strict=True)]
+        changed = [x for x, is_changed in pairs_of_first if is_changed]
+        unchanged = [x for x, is_changed in pairs_of_first if not is_changed]
         constants = [*self._jaxpr.consts, *unchanged]
         self._arguments = constants, changed, shards, rest
         self._initial = initial  # the whole first carry, flat
@@ -403,7 +404,8 @@ class _Loop:
             d_carry = [x for x in d_inputs.carry if x is not None]
             return (d_constants, d_carry, upcoming), (d_shards, d_inputs.rest)
 
-        d_last, d_results = map(_inexact, cotangents)  # as the pullbacks take them
+        d_carry_out, d_results_out = cotangents
+        d_last, d_results = _inexact(d_carry_out), _inexact(d_results_out)  # as pullbacks take them
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
         first = zeros, d_last, self._gather(shards, self._length - 1)
         inputs = jnp.arange(self._length), residuals, d_results  # (layers, …)
@@ -412,7 +414,7 @@ class _Loop:
         )
         # The loop carried cotangents of inexact arrays only; JAX wants a place for each array.
         d_inexact = iter(d_carry)
-        d_first = [next(d_inexact) if is_inexact(x) else None for x in cotangents[0]]
+        d_first = [next(d_inexact) if is_inexact(x) else None for x in d_carry_out]
         return d_constants, d_first, d_shards, d_rest
 
 

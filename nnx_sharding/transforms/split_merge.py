@@ -12,7 +12,7 @@ From other modules:
                         ``objects``; ``updatable`` says whether the current trace may change them
     flatten_known       the same, for a module that was seen before without reading it in Python
     Location            where an array or a Variable is in a graph: its ``path`` and ``slots``, and
-                        the index of the Variable (``entry``); None for an array outside of one
+                        the index of the Variable (``object_index``), or None
     value_at            what a location has: an array, or the pytree that the Variable holds
     pytree_of           of a Variable's entry, the container of the pytree that it holds, if any
     rebuild             writes other arrays into the objects of a `Flat`; returns their graph
@@ -154,7 +154,7 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
     existing = {index: old.objects[old_index] for index, old_index in pairs.items()}
     _refuse_other_traces(existing.values())
     # All is built and checked before anything is changed.
-    unflattened = unflatten(structure, leaves, existing, share=True)
+    unflattened = unflatten(structure, leaves, existing=existing, share=True)
     changes: list[NodeChange] = []
     variables: list[int] = []
     for index, old_index in pairs.items():
@@ -163,9 +163,9 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
             continue
-        # What to set in the module: all attributes. They cannot be compared with the old ones
-        # (None), because children are indices into different tables.
-        change = node_changes(index, None, structure, frozenset())
+        # What to set in the module: all attributes, as if it was new. They cannot be compared with
+        # the old ones, because children are indices into different tables.
+        change = node_changes(index, before=None, after=structure, fresh=frozenset())
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
             changes.append(change._replace(removed=removed))
@@ -204,20 +204,19 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     # Pairs of children at the same path in both: containers, leaves, or the indices of objects.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
-        old_child, new_child = stack.pop()
-        # Each object is paired once, at its first path, however often it is shared.
-        is_open = isinstance(old_child, int) and old_child not in paired
-        if is_open and isinstance(new_child, int) and new_child not in pairs:
-            old_entry = old.entries[old_child]
-            new_entry = new.entries[new_child]
-            is_mutable = isinstance(old_entry, _CHANGED_IN_PLACE) and new_entry is not None
-            if is_mutable and old_entry.type is new_entry.type:  # type: ignore[union-attr]
-                pairs[new_child] = old_child
-                paired.add(old_child)
-                old_child, new_child = old_entry, new_entry  # looked into below
-        both = old_child, new_child
-        if all(isinstance(child, Container | NodeEntry) for child in both):
-            old_parts, new_parts = map(parts_of, both)  # children by path
+        old_parent, new_parent = old_child, new_child = stack.pop()
+        if isinstance(old_child, int) and isinstance(new_child, int):  # two objects
+            if old_child in paired or new_child in pairs:
+                continue  # each is paired once, at its first path, however often it is shared
+            old_parent, new_parent = old.entries[old_child], new.entries[new_child]
+            if not isinstance(old_parent, _CHANGED_IN_PLACE) or new_parent is None:
+                continue
+            if old_parent.type is not new_parent.type:
+                continue
+            pairs[new_child] = old_child
+            paired.add(old_child)
+        if all(isinstance(x, Container | NodeEntry) for x in (old_parent, new_parent)):
+            old_parts, new_parts = parts_of(old_parent), parts_of(new_parent)  # children by path
             common = [path for path in new_parts if path in old_parts]
             # The first one comes off the stack first.
             stack += [(old_parts[path], new_parts[path]) for path in reversed(common)]
@@ -226,6 +225,7 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
 
 # Types that are certainly leaves of pytrees; other leaves are found by JAX.
 _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
+_TREEDEF_OF_ARRAY = jax.tree_util.tree_structure(0)
 
 
 def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]:
@@ -251,19 +251,12 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
             if location.slots:  # an empty pytree is never missing
                 missing.append(f"  {where}")
             continue
-        value = values[path]
-        if isinstance(value, nnx.Variable):
-            value = value.get_raw_value()
         # The container of the pytree that the Variable holds; None if that is an array, as nearly
         # always.
         index = location.object_index
         pytree = None if index is None else pytree_of(structure.entries[index])
-        if pytree is None and isinstance(value, _ARRAYS) and len(location.slots) == 1:
-            leaves[location.slots[0]] = value  # the fast way: nothing has to be flattened
-            continue
-        single_leaf = jax.tree_util.tree_structure(0)
-        expected = single_leaf if pytree is None else pytree.treedef
-        arrays, treedef = jax.tree_util.tree_flatten(value)
+        expected = _TREEDEF_OF_ARRAY if pytree is None else pytree.treedef
+        arrays, treedef = _flatten_value(values[path])
         if treedef != expected:
             different.append(f"  {where}: {treedef}, not {expected if pytree else 'an array'}")
             continue
@@ -273,6 +266,15 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
     problems = {"Missing": missing, "Unknown paths": unknown, "Of another form": different}
     raise_listed(ValueError, "the arrays do not fit the structure.", by_kind(problems))
     return leaves
+
+
+def _flatten_value(value: Any) -> tuple[Sequence[object], Any]:
+    """Returns the arrays in a value of :func:`_values`, and their treedef."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if isinstance(value, _ARRAYS):  # nearly always, and faster
+        return (value,), _TREEDEF_OF_ARRAY
+    return jax.tree_util.tree_flatten(value)
 
 
 def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:

@@ -14,7 +14,7 @@ From other modules:
     Flat        a flattened layer: ``structure``, ``leaves`` (arrays by slot) and ``objects``. Slots
                 and objects are numbered; the structure has an entry for each object, and its slots
     Location    where arrays are: their ``path`` and ``slots``, and the index of the Variable
-                (``entry``); None for an array outside of Variables
+                (``object_index``); None for an array outside of Variables
     StateAxes   the axis of each Variable, by filters
     accessor    an expression for a path: ``("layer", ("up", "kernel"))`` → ``layer.up.kernel``
 """
@@ -99,7 +99,7 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
         if is_variable and slots and has_no_new_array:
             unchanged[index] = flat.objects[index]
     leaves = replace_slots(flat.leaves, new, new.values())
-    (layer,), _ = unflatten(flat.structure, leaves, unchanged, share=True).root
+    (layer,), _ = unflatten(flat.structure, leaves, existing=unchanged, share=True).root
     return layer
 
 
@@ -113,9 +113,9 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
     """
     flat = flatten_layer(layer)
     stacked = (x.object_index for x in locations_of(flat) if x.path not in shared)
-    # Each with the position of the dimension.
-    variables = ((flat.objects[index], 0) for index in stacked if index is not None)
-    change_names(change, variables, _METADATA)
+    variables = [flat.objects[index] for index in stacked if index is not None]
+    # Of each, the first dimension is that of the layers.
+    change_names(change, [(variable, 0) for variable in variables], _METADATA)
 
 
 def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> list[str]:
@@ -242,9 +242,10 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
         ints = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
-        # In their places is the same leaf for all ints, so that these are no part of the trace.
-        further = replace_slots(leaves, dict(ints), [False] * len(ints))
-        return run(layer, x, jax.tree.unflatten(treedef, further), ints)
+        # In the place of each int is a flag, which `remat` does not trace.
+        positions = [position for position, _ in ints]
+        leaves = replace_slots(leaves, positions, [False] * len(ints))
+        return run(layer, x, jax.tree.unflatten(treedef, leaves), ints)
 
     return call
 

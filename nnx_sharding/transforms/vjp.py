@@ -231,7 +231,7 @@ class _AtPoint(Differentiable[..., Any]):
             ``_Differentiate``.
         """
         call, flat = self._split((*self._bound, *primals), {})
-        plan, _ = self._plan(call, flat)
+        plan, _ = self._plan(call, flat)  # and whether it is new
         primal_form = self._primal_form(primals)
 
         def derivative_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:

@@ -283,8 +283,8 @@ class _WhileLoop(Loop):
         assert caller is not None  # a loop runs in a call
         is_for = isinstance(self._transform, _While) and self._transform.counts
         condition = _is_below if is_for else caller.fun.bind(0)  # of the user's arguments
-        # JAX returns the carry alone, so the output is noted here. It may trace the body again if
-        # types are weak, and runs the last trace.
+        # JAX returns the carry alone, so what a step did is noted here, once for each trace of the
+        # body. JAX may trace it again if types are weak, and runs the last trace.
         step_outputs: list[Any] = []
 
         def holds(carry: OutputGroup) -> jax.Array:
@@ -325,7 +325,8 @@ class _WhileLoop(Loop):
         with called_by(caller._replace(fun=checked_condition)):
             *groups, outcome = self._function(*leaves)  # new arrays, and what was done to objects
         # A loop takes nothing but the bool from its condition, so changes would be lost.
-        changed = {*outcome.values, *outcome.metadata, *outcome.statics}  # indices of objects
+        # The indices of Variables, static objects and modules that it changed.
+        changed = {*outcome.values, *outcome.metadata, *outcome.statics}
         changed |= {change.node for change in outcome.nodes}
         raise_listed(
             ValueError,
