@@ -1,4 +1,9 @@
-"""Tables of memory and cost by module of the user's model; attribution.py fills them."""
+"""Tables of memory and cost by module of the user's model; attribution.py fills them.
+
+A row is a module and a pass, forward or backward: what one device computes, sends and holds for the
+module itself, without the modules in it. The *peak* is the step of the schedule with the most bytes
+in use. Its bytes have *kinds*, such as parameters and activations (`MemoryUse`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a program computes, and how much memory it reads and writes: the estimates of XLA."""
+"""What a program computes, and how much memory it reads and writes: the estimates of XLA.
+
+They are sums over a program. Before it is compiled, that is the program of all devices together;
+afterwards that of one device. `work.py` counts what XLA does not, such as the runs of loops.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The figures of accelerators: at their peak, from their vendors, or measured."""
+"""The figures of accelerators: at their peak, from their vendors, or measured.
+
+Each figure has a *source*, the page that it is from. Links between devices form a torus of two or
+three dimensions, as those of TPUs, or connect all devices of a *domain*, as NVLink in a node of
+GPUs. Outside of that, devices send over a network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The memory that a compiled program takes on one device."""
+"""The memory that a compiled program takes on one device, by the sums that JAX reports.
+
+What of it is needed when, `buffers.py` reads; which modules hold it, `by_module.py` shows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A compiled program in one object that can be printed, saved and compared."""
+"""A compiled program in one object that can be printed, saved and compared.
+
+A `ProgramReport` has a part for each subject: arguments, memory, cost, collectives, roofline. Each
+draws itself where it is printed: `_pictures` yields what `print` and notebooks show, texts, tables
+and other parts. A part that is not known is None, and ``why_unread`` says why.
+"""
 
 from __future__ import annotations
 

@@ -218,7 +218,10 @@ def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding |
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Returns each array of the model with its new value; integers that would wrap are an error."""
+    """Returns each array of the model with its new value; integers that would wrap are an error.
+
+    ``values`` are what was read, by name; it is emptied, so that memory is free for what comes.
+    """
     converted, wrapping = [], []
     for target in targets:
         leaf = target.array.leaf

@@ -445,7 +445,10 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
 
 
 def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> list[list[str]]:
-    """Returns the names of the tensors in each file."""
+    """Returns the names of the tensors in each file, in order.
+
+    A file has at most ``max_shard_size`` bytes of tensors, or a single tensor.
+    """
     groups: list[list[str]] = [[]]
     total = 0
     for name, tensor in tensors.items():

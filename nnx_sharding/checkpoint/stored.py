@@ -257,7 +257,12 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
     """Describes the arrays of a checkpoint by name, before any is read.
 
     Those that Orbax stored come first, in the order of its tree; then those without elements, which
-    only the manifest has. The metadata are Orbax's, of a type that it does not export.
+    only the manifest has (`manifest_of` makes it).
+
+    Args:
+      caller: the function that the user called, for messages.
+      folder: the folder of the checkpoint.
+      metadata: Orbax's description of it, of a type that it does not export.
     """
     manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})  # Orbax alone writes none
     version = manifest.get("version", _VERSION)
@@ -267,6 +272,7 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
             f"reads {_VERSION}."
         )
     checksums_by_name, key_dtypes = manifest.get("checksums", {}), manifest.get("keys", {})
+    # By name, what has the shape and dtype of each array.
     leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
     stored = {tuple(str(path_key(key)) for key in path): leaf for path, leaf in leaves}
     empty = {
@@ -283,7 +289,7 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
         entries[name] = Entry(
             StoredArray(path_string(plain_name), shape, dtype),
             plain_name,
-            position if name in stored else None,
+            position=position if name in stored else None,
             is_number=isinstance(leaf, ocp.metadata.ScalarMetadata),
             checksum=checksums_by_name.get(joined),
         )

@@ -306,7 +306,10 @@ class Comparison:
         return [f"{text}\n    {remedy}", *differing]
 
     def _mask_pairs(self) -> Iterator[_MaskPair]:
-        """Yields the masks of each dropout on each two devices, in the order of execution."""
+        """Yields the masks of each dropout on each two devices, in the order of execution.
+
+        A mask says which elements are kept. It is a site of its own, next to the dropout's input.
+        """
         for (number, backward), masks in sorted(self._on_mesh.values.items()):
             site = self._on_mesh.sites[number]
             if backward or site.side != "mask":
