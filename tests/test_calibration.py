@@ -44,7 +44,7 @@ def test_one_device(tmp_path):
 
 @pytest.mark.parametrize("rate, side", [(1e9, 256), (2e11, 1024), (7e14, 4096)])
 def test_slow_devices_multiply_small_matrices(monkeypatch, rate, side):
-    monkeypatch.setattr(calibration, "_flops", lambda *_: rate)
+    monkeypatch.setattr(calibration, "_measure_flops", lambda *_: rate)
     clock, mesh = calibration._Clock(40.0), jax.make_mesh((8,), ("device",))
     assert calibration._side_in_time(clock, mesh, jnp.float32) == side
 

@@ -270,7 +270,15 @@ def with_optimizer(
     activations: ActivationSharding = FOLLOWING,
     remarks: Remarks = NO_REMARKS,
 ) -> StateSharding:
-    """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow."""
+    """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow.
+
+    Args:
+      specs: the specs of the model, by path.
+      parameters: those of the model.
+      optimizer: the optimizer, abstract or not; None without one.
+      activations: how activations are sharded.
+      remarks: what reports say of the specs.
+    """
     if optimizer is not None:
         state = optimizer_specs(optimizer, from_paths(specs), parameters)
         specs = union(specs, state)

@@ -335,19 +335,22 @@ def remarks_on(
         return name
 
     remarks = Remarks({**notes}, {path: chosen_by(path) for path in specs})
-    for path, variable, *_ in parameters if base is not None else ():
-        assert base is not None
-        number, before = base.find(path, variable)
+    if base is None:
+        return remarks
+    for path, variable, *_ in parameters:
+        number, before = base.find(path, variable)  # the filter that decides, and its sharding
         if number is None:
             continue
         was_sharded = not isinstance(before, PartitionSpec) or any(map(axes_of, before.partitions))
         is_kept = specs[path] == before
-        earlier, note = (getattr(base.filters[number], x, "") for x in ("strategy", "note"))
+        # Filters of strategies have these attributes; those of the user have not.
+        earlier = getattr(base.filters[number], "strategy", "")
+        earlier_note = getattr(base.filters[number], "note", "")
         own_note = notes.get(path)
-        if note and own_note is None and (was_sharded or is_kept):
-            remarks.notes[path] = note
-        elif note and not was_sharded and own_note != note:
-            why_whole = f"{earlier or 'base'} leaves it whole: {note}"
+        if earlier_note and own_note is None and (was_sharded or is_kept):
+            remarks.notes[path] = earlier_note
+        elif earlier_note and not was_sharded and own_note != earlier_note:
+            why_whole = f"{earlier or 'base'} leaves it whole: {earlier_note}"
             remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
         if was_sharded:
             earlier = earlier or base.names[number]

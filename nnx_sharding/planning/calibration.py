@@ -93,7 +93,7 @@ def calibrate(
     side = side or _side_in_time(clock, mesh, dtype)
     made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
     sources = dict.fromkeys(("flops", "memory_bandwidth"), made_with)
-    flops = _flops(clock, mesh, side, dtype)
+    flops = _measure_flops(clock, mesh, side, dtype)
     large = _ones_on_each(mesh, (max(4 * side**2, 2**22),), jnp.float32)  # larger than any cache
     add_seconds = clock.median_seconds(jax.jit(lambda x: x + 1), large)  # reads and writes all
     memory_bandwidth = 2 * large.nbytes / mesh.size / add_seconds
@@ -168,8 +168,9 @@ def _mean_seconds(fun: Callable[..., Any], args: Sequence[Any], *, calls: int) -
 def _side_in_time(clock: _Clock, mesh: Mesh, dtype: Any) -> int:
     """Returns the largest side with which a training step takes an eighth of a share."""
     side = _LARGEST_SIDE
-    step_seconds = _STEP_FLOPS / _flops(clock, mesh, _SMALLEST_SIDE, dtype)  # times side ** 3
-    while side > _SMALLEST_SIDE and step_seconds * side**3 > clock.share / 8:
+    # A step has `_STEP_FLOPS` times side ** 3 flops.
+    seconds_per_cube = _STEP_FLOPS / _measure_flops(clock, mesh, _SMALLEST_SIDE, dtype)
+    while side > _SMALLEST_SIDE and seconds_per_cube * side**3 > clock.share / 8:
         side //= 2
     return side
 
@@ -179,7 +180,7 @@ def _ones_on_each(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.ones((mesh.size, *shape), dtype, device=NamedSharding(mesh, P("device")))
 
 
-def _flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
+def _measure_flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
     """Returns the flops per second that each device reaches in products of square matrices."""
 
     def chain(x: jax.Array) -> jax.Array:
@@ -259,8 +260,9 @@ def _time_steps(
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, grads)
 
     # Sharded weights are gathered, and their gradients scattered; whole ones are all-reduced.
-    for i, (width, spec) in enumerate(((side, P("device")), (side, P()), (side // 2, P()))):
-        if i and not clock.has_time:
+    variants = ((side, P("device")), (side, P()), (side // 2, P()))  # width, spec of the weights
+    for i, (width, spec) in enumerate(variants):
+        if i > 0 and not clock.has_time:
             return
         shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("device"))  # weights, rows
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])
