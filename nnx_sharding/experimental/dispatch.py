@@ -219,7 +219,15 @@ def _wrong_shapes(
 def _losses(
     logits: jax.Array | None, tokens: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the balance loss and the z-loss, from logits of shape (groups, tokens, experts)."""
+    """Returns the balance loss and the z-loss; None without logits.
+
+    The balance loss is the number of experts times ``Σ_e f_e p_e``, where expert e has the share f
+    of the choices and the mean probability p. It is 1 if both are equal for all experts.
+
+    Args:
+      logits: (groups, tokens, experts).
+      tokens: how often each expert was chosen, (experts,).
+    """
     if logits is None:
         return None, None
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -225,6 +225,7 @@ def balanced_order(length: int, shards: int) -> np.ndarray:
     """
     if length % (2 * shards):
         raise ValueError(f"balanced_order: 2 × {shards} shards do not divide {length} positions.")
+    # (half, shard, positions of a chunk): chunk i, and counted from the end of the second half.
     chunks = np.arange(length, dtype=np.int32).reshape(2, shards, -1)
     return np.concatenate([chunks[0], chunks[1, ::-1]], axis=1).ravel()
 

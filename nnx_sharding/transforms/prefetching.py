@@ -278,16 +278,17 @@ class _Loop:
         Returns:
           What is carried to the next layer and changed, and what is stacked.
         """
+        # The constants are what the jaxpr captures, then what is carried unchanged.
         num_captured = len(self._jaxpr.consts)
         captured = inputs.constants[:num_captured]
         unchanged = iter(inputs.constants[num_captured:])
         changed = iter(inputs.carry)
         carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
         step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
-        out = step(*carry, *inputs.ready, *inputs.rest)  # the next carry, then what is stacked
-        pairs = zip(out, self._is_changed, strict=False)
-        new_carry = [x for x, is_changed in pairs if is_changed]
-        return new_carry, out[self._num_carried :]
+        out = step(*carry, *inputs.ready, *inputs.rest)
+        next_carry, results = out[: self._num_carried], out[self._num_carried :]
+        pairs = zip(next_carry, self._is_changed, strict=True)
+        return [x for x, is_changed in pairs if is_changed], results
 
     def _run(
         self, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays, *, keep: bool

@@ -150,7 +150,8 @@ def jvp(
 
     modes = Modes(graph, graph_updates)
     derivative = _differentiate("jvp", f, has_aux, modes, primals, differentiate)
-    return derivative.output, derivative.outputs.build(derivative.function), *derivative.aux
+    output_tangents = derivative.function  # for `jvp`, a list of arrays
+    return derivative.output, derivative.outputs.build(output_tangents), *derivative.aux
 
 
 @_compat.api_boundary
