@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,7 @@ NODES: dict[str, Callable[[], Any]] = {
     "dict": nnx.Dict,
 }
 VARIABLES = (nnx.Param, nnx.BatchStat, Tag)
+OLD_FLAX = tuple(map(int, flax.__version__.split(".")[:3])) < (0, 12, 12)
 VALUES = ("array", "pair", "ref", "hijax", "hijax pair", "hijax ref")
 KEYS = ("a", "b", "c", "d")
 STATICS = (0, 1, 1.0, True, False, None, "one", (1, "two"), -0.0, 0.0)
@@ -337,8 +339,11 @@ def _change_kind(objects: list[Any], results: list[Any], a: int, b: int, c: int)
 
 
 def _set_metadata(objects: list[Any], results: list[Any], a: int, b: int, c: int) -> None:
-    if (variable := _choose(_variables(objects), a)) is not None:
-        variable.set_metadata(mark=STATICS[b % len(STATICS)])
+    variable = _choose(_variables(objects), a)
+    # Flax 0.12.8 raises an ImmutableVariableError for a hijax Variable with a ref.
+    if variable is None or (OLD_FLAX and variable.hijax and is_ref(variable.get_raw_value())):
+        return
+    variable.set_metadata(mark=STATICS[b % len(STATICS)])
 
 
 def _set_static(objects: list[Any], results: list[Any], a: int, b: int, c: int) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.partition import abstract_init, from_logical, init, sharded_init
+from nnx_sharding.partition import abstract_init, from_logical, fsdp, init, sharded_init
 from nnx_sharding.partition.variables import from_paths
 from nnx_sharding.transforms.lifted import lift
 from zoo import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
@@ -109,8 +109,8 @@ class ShardedInitTest(parameterized.TestCase):
         size = 512 * 512 * 4
         compiled = []
 
-        def spy(*arguments):
-            lifted = lift(*arguments)
+        def spy(*arguments, **modes):
+            lifted = lift(*arguments, **modes)
             compiled.append(lifted.lower().compile())
             return lifted
 
@@ -135,6 +135,12 @@ class ShardedInitTest(parameterized.TestCase):
             self.assertEqual(model.up.kernel.get_metadata()["out_sharding"], ("a", "b"))
             self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh24(kind), P("a", "b")))
             self.assertEqual(model.up.bias.sharding.spec, P())
+
+    def test_a_strategy_that_was_not_given_the_optimizer(self):
+        mesh = mesh_of((8,), ("data",))
+        sharding = fsdp(trained()[0], mesh=mesh, min_size=0)
+        with self.assertRaisesRegex(ValueError, r"optimizer: pass it .*optimizer=optimizer\)"):
+            sharded_init(trained, sharding, mesh)
 
     @parameterized.parameters(KINDS)
     def test_a_model_and_its_optimizer(self, kind):

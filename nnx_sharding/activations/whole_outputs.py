@@ -129,6 +129,7 @@ class _GatheredOutput(NamedTuple):
 
     Attributes:
       name: the expression for the module, such as ``model``.
+      type_name: the name of its class.
       array: the output.
       over: the axes over which it is gathered, in words.
       sharded: its spec without the gather; None if it is not known.
@@ -137,6 +138,7 @@ class _GatheredOutput(NamedTuple):
     """
 
     name: str
+    type_name: str
     array: jax.Array
     over: str
     sharded: PartitionSpec | None
@@ -224,6 +226,7 @@ class WholeOutputs:
         if gathered:
             output = _GatheredOutput(
                 name=name,
+                type_name=type(model).__name__,
                 array=x,
                 over=", ".join(map(repr, gathered)),
                 sharded=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered)),
@@ -256,6 +259,7 @@ class WholeOutputs:
         declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
         output = _GatheredOutput(
             name=f"{frame.tag.accessor}.{method}",
+            type_name=type(frame.module).__name__,
             array=x,
             over=", ".join(map(repr, names)),
             sharded=sharded,
@@ -336,6 +340,8 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
 def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> None:
     """Warns of columns that are used outside of modules."""
     whole = _short(jax.typeof(used[0].array).sharding.spec)
+    # By the class: a path would also be that of other models in the arguments.
+    entry = f"{{{used[0].type_name}: {whole}}}"
     _warn(
         transform,
         "operations outside of modules get whole arrays, so what these modules return is gathered "
@@ -343,8 +349,8 @@ def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> Non
         [x.line(says_spec=False) for x in used],
         "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
         "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
-        f"so: activation_shardings={{'^$': {whole}}}; of a module that returns several arrays, in "
-        "a tuple for these.",
+        f"so: activation_shardings={entry}; of a module that returns several arrays, in a tuple "
+        "for these.",
         anchor="gathered-output",
     )
 

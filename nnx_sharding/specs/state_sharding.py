@@ -224,6 +224,11 @@ def filter_remedy(
         )
     remedy = "call the strategy again for this model"
     types = list(dict.fromkeys(map(type, subjects)))
+    if types and all(issubclass(variable_type, nnx.OptState) for variable_type in types):
+        return (
+            "They are state of an optimizer: pass it to the strategy, as in fsdp(model, mesh=mesh, "
+            "optimizer=optimizer)."
+        )
     # A filter for parameters would replace the shardings of all others.
     if all(issubclass(t, nnx.Variable) and not issubclass(t, nnx.Param) for t in types):
         entries = ", ".join(f"{variable_type.__name__}: P()" for variable_type in types)
