@@ -685,6 +685,16 @@ def other_carry(carry, x):
 
 
 class ErrorTest(parameterized.TestCase):
+    def test_stacked_keys_that_are_not_mapped(self):
+        """JAX says that there are several keys; the note says which ones, and what to do."""
+        make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs)))
+        axes = StateAxes({nnx.Param: 0, ...: None})
+        with self.assertRaisesRegex(ValueError, "accepts a single key") as caught:
+            OURS.vmap(lambda m, x: m(x), in_axes=(axes, 0))(make(nnx.Rngs(0)), X[:3])
+        [note] = [note for note in caught.exception.__notes__ if "stacked" in note]
+        self.assertRegex(note, r"m\.rngs\.key.*key<fry>\[3\]")
+        self.assertIn("StateAxes({nnx.RngState: 0", note)
+
     @parameterized.parameters(
         (TypeError, "in_axes: expected an axis, got 'a'", lambda: OURS.vmap(in_axes="a")),
         (TypeError, r"out_axes\[1\]: .* got 1.5", lambda: OURS.scan(out_axes=(Carry, 1.5))),

@@ -106,6 +106,11 @@ def is_mesh_error(error: BaseException) -> bool:
     return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
 
 
+def is_of_stacked_key(error: BaseException) -> bool:
+    """Whether several random keys were used as one."""
+    return "accepts a single key" in str(error)
+
+
 def is_memory_error(error: BaseException) -> bool:
     """Whether JAX refuses to compute with arrays in different memories."""
     return "memory_space of all inputs" in str(error)

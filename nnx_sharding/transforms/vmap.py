@@ -23,9 +23,11 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..core.constrain import type_spec
+from ..core.memory import is_keys
 from ..core.plan import Plan
+from ..core.problems import array_line
 from ..core.signature import Roles
-from ..errors import raise_listed
+from ..errors import message, raise_listed
 from ..specs.fitting import spec_axes
 from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, call_on_slots, type_text
@@ -134,7 +136,11 @@ class _Vmap(Mapped):
                 if axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
             }
             if not captured:  # the direct way, on which errors of JAX name the arguments
-                return jax.vmap(function, in_axes, **options)(*leaves)
+                try:
+                    return jax.vmap(function, in_axes, **options)(*leaves)
+                except Exception as error:
+                    _explain_stacked_keys(error, plan, leaves)
+                    raise
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
             axes = tuple(in_axes[slot] for slot in slots)
             mapped = functools.partial(jax.vmap, in_axes=axes, **options)
@@ -172,3 +178,18 @@ class _Vmap(Mapped):
             "in jax.lax.pmean with axis_name.",
             anchor="differs-between-elements",
         )
+
+
+def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -> None:
+    """Adds to an error of JAX about several keys in place of one which ones are not mapped."""
+    if not _compat.is_of_stacked_key(error):
+        return
+    lines = [
+        array_line(name, leaf)
+        for name, leaf, axis in zip(plan.names, leaves, plan.specs, strict=True)
+        if axis.index is None and is_keys(leaf) and leaf.ndim
+    ]
+    if lines:
+        head = "vmap: these random keys are stacked, but each element gets all of them:"
+        remedy = "Map them, as in StateAxes({nnx.RngState: 0, nnx.Param: 0, ...: None})."
+        error.add_note(message(head, lines, remedy))
