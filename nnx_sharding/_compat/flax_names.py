@@ -540,7 +540,11 @@ SLOTS = {
 
 
 def are_current(states: Iterable[Any]) -> bool:
-    """Whether all of these trace states, of Variables or modules, belong to the current trace."""
+    """Whether all of these trace states, of Variables or modules, belong to the current trace.
+
+    A module keeps the state in an object of Flax, a Variable as it is. Both lead to JAX's weak
+    reference to the trace, of which there is one for each trace: so `is` compares traces.
+    """
     current = jax.extend.core.get_opaque_trace_state()._trace_ref
     for state in states:
         trace = state._trace_state if type(state) is pytreelib.PytreeState else state

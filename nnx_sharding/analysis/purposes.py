@@ -78,15 +78,18 @@ class _Purposes:
         Args:
           module: the program.
           used: the arguments that it takes, without those that it does not use.
-          updated: as for :func:`uses_of`.
+          updated: for each array of the result the path of the Variable that it updates, or None.
         """
         self._module = module
         self._variables = _Variables(row for row in used if row.variable is not None)
-        # Parameters have the names that JAX gave them, such as ``model['up'].value``; paths are
-        # better, but only known if the compiler has kept the parameters in their order.
+        # The program's parameters, which are its inputs, by number. They have the names that JAX
+        # gave them, such as ``model['up'].value``, or else the compiler's, ``p.3``.
         arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
+        # Paths are better. They are known if the inputs have the types of the arguments in their
+        # order; else `inputs_of` returns nothing.
         if inputs_of(module, used):
             arguments |= {number: row.path for number, row in enumerate(used)}
+        # Finds the arguments that a value is computed from, by moves alone.
         self._origins = Origins(module, arguments, self._variables.paths)
         # Name of an instruction whose result is returned → the paths that it updates.
         self._updated_by = _returned_by(module, updated)

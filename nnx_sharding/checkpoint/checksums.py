@@ -43,15 +43,20 @@ def checksums(arrays: Sequence[Value]) -> list[int | None]:
 
 
 def _sum(x: Value) -> jax.Array | np.uint32 | None:
-    """Returns the checksum of one array, which may still be computed when this returns."""
+    """Returns the checksum of one array, which may still be computed when this returns.
+
+    Large arrays, and those of which this process holds only a part, are summed where they are,
+    others on the host. None if this process holds no part.
+    """
     if isinstance(x, jax.Array):
         if x.is_fully_replicated:  # one copy is enough
             x = _local(x)
         if x is None:
             return None
         if x.nbytes > _SMALL or not x.is_fully_addressable:
+            # On several CPU devices it waits: sums of several arrays at once may deadlock there.
             [device_total] = finish_on_cpu([_on_devices(x)])
-            return _local(device_total)
+            return _local(device_total)  # each device has the total
     words = _words(np.atleast_1d(x), np).reshape(-1)
     host_total = np.uint32(0)
     with np.errstate(over="ignore"):  # it is a sum modulo 2**32

@@ -226,13 +226,20 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 
 
 def _has_compared_type(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
-    """Whether JAX compares the type of an array, on this mesh, with the declared spec.
+    """Whether JAX refuses an argument whose type differs from the declared spec.
 
-    Outside of a trace, it gives an array that is on no mesh the declared one. If it gets shardings
-    as an option, it does so with any array that is not committed.
+    JAX moves some arrays to the declared sharding in place of comparing their types: outside of a
+    trace those on no mesh; and in a transform that passes declared shardings to ``jax.jit``, as
+    ours of that name does, also those that are not committed to devices.
+
+    Args:
+      transform: the transform that is called.
+      leaf: the argument.
+      mesh: the mesh in its type, which may be empty.
     """
-    is_typed = not mesh.empty or isinstance(leaf, jax.core.Tracer)
-    return is_typed and (not transform.passes_shardings or is_committed(leaf))
+    is_on_a_mesh = not mesh.empty or isinstance(leaf, jax.core.Tracer)
+    is_moved = transform.passes_shardings and not is_committed(leaf)
+    return is_on_a_mesh and not is_moved
 
 
 def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:

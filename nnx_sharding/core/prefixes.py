@@ -52,7 +52,10 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
-        """Returns the number of a filter, as the base does, and the sharding for a path.
+        """Returns the sharding for a path, and the number of a filter that has matched.
+
+        The number says which filters are unused, for a warning. All filters here are the same
+        function, one for each sharding, so any number will do for one that is not listed.
 
         The user's function may raise an error of its own.
         """

@@ -210,12 +210,16 @@ class RecordedStep:
     def _record(self, x: jax.Array, axes: tuple[Any, ...], key: tuple[int, bool]) -> None:
         """Adds a callback to the program that keeps an array of each device in ``values[key]``.
 
-        Along ``axes``, which are Manual, devices have arrays of their own.
+        Args:
+          x: the array.
+          axes: the Manual axes, along which each device has an array of its own; along all others,
+            the callback gets the whole array once.
+          key: the number of the site, and whether this is its gradient.
         """
 
         def keep(x: Any, *indices: Any) -> None:
             device = tuple(map(int, indices))
-            # Asked for in each call: each call of the step has values of its own.
+            # `self._values` is another dict in each call of the step, which this program outlives.
             self._values[key][device].append(np.array(x))
 
         jax.debug.callback(keep, x, *map(jax.lax.axis_index, axes))

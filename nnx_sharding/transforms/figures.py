@@ -240,15 +240,19 @@ class Figures:
 
     @functools.cached_property
     def _collective_reasons(self) -> CollectiveReasons:
-        """Answers `why` for collectives: knows the program, and the values of the user's lines."""
-        # By line and operation, such as ("model.py:12", "dot_general"): the shapes that its values
-        # have before they are partitioned.
+        """Answers `why` for collectives: knows the program, and the values of the user's lines.
+
+        A collective moves parts of a value. Which value that was is known by the shape that it has
+        as a whole, from the trace, at the line and operation that the compiler notes.
+        """
+        # ("model.py:12", "dot_general") → the whole shapes of what this makes in the trace.
         whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
         for value in self._made:
             if value.line is not None:
                 file, line = value.line
                 whole_shapes[f"{file_title(file)}:{line}", value.operation].add(value.shape)
         axis_sizes = {} if self._mesh is None else MeshDescription.of(self._mesh).axes
+        # What a gathered parameter is declared as, the reasons of arguments say.
         return CollectiveReasons(
             self.module, self._module_paths, axis_sizes, whole_shapes, self._why_argument
         )

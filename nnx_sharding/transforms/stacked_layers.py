@@ -175,7 +175,10 @@ def loop_of_calls(
 def loop(
     step: Callable[..., object], in_axes: object, out_axes: object, length: int, unroll: int | bool
 ) -> Callable[..., Any]:
-    """Returns a ``scan`` of a step over layers, which may share Variables.
+    """Returns a ``scan`` of a step over layers, with the options that layers need.
+
+    Each iteration gets one layer. Layers may share Variables, which ``scan`` by itself refuses in
+    tree mode: ``LAYER_OPTIONS`` choose graph mode, whatever Flax's default is.
 
     Args:
       step: the function of each layer.
@@ -223,7 +226,14 @@ def _call_with_ints(
 ) -> Any:
     """Calls a layer with further ``(args, kwargs)``, in which ints are put into their places.
 
-    ``ints`` has pairs: the position among the leaves of the further arguments, and the number.
+    The function that ``remat`` gets: what is not static in its arguments, it traces, and a layer
+    may need an int as a shape. Graph objects are leaves, as `_recomputed_call` counts positions.
+
+    Args:
+      layer: the layer.
+      x: what the layer before has returned.
+      further: the other arguments, with a placeholder for each int.
+      ints: for each int its position among the leaves of ``further``, and the number; static.
     """
     leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
     for position, number in ints:
