@@ -228,14 +228,9 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _has_compared_type(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
     """Whether JAX refuses an argument whose type differs from the declared spec.
 
-    JAX moves some arrays to the declared sharding in place of comparing their types: outside of a
-    trace those on no mesh; and in a transform that passes declared shardings to ``jax.jit``, as
-    ours of that name does, also those that are not committed to devices.
-
-    Args:
-      transform: the transform that is called.
-      leaf: the argument.
-      mesh: the mesh in its type, which may be empty.
+    JAX moves some to the declared sharding in place of comparing: outside of a trace those on no
+    mesh, and where a transform passes shardings to ``jax.jit``, also those that are not committed
+    to devices. ``mesh`` is the one in the type of the argument, which may be empty.
     """
     is_on_a_mesh = not mesh.empty or isinstance(leaf, jax.core.Tracer)
     is_moved = transform.passes_shardings and not is_committed(leaf)
