@@ -13,9 +13,16 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 
-from nnx_sharding import accumulate_gradients, jit, shard_map, stack
+from nnx_sharding import (
+    accumulate_gradients,
+    jit,
+    shard_map,
+    stack,
+    value_and_grad,
+    vmap,
+)
 from nnx_sharding.checkpoint import save
-from nnx_sharding.partition import fsdp, pipeline
+from nnx_sharding.partition import fsdp, override, pipeline, replicated
 from nnx_sharding.testing import assert_same, replay
 from nnx_sharding.testing.rounding import rounded
 from zoo import P, mesh_of
@@ -321,6 +328,35 @@ class ToleranceTest(parameterized.TestCase):
         for wrapped in (jit(forward), jax.jit(forward)):
             with pytest.raises(TypeError, match="pass it without jit"):
                 assert_same(wrapped, Block(), X, shardings=None, mesh=MESH)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_elements_of_a_vmap_are_recorded_in_any_order(kind, is_inside):
+    """An ensemble over a mesh axis; the fault is in its elements, or after them."""
+
+    class Element(nnx.Linear):
+        def __call__(self, x):
+            axis_size = jax.sharding.get_abstract_mesh().shape["model"]
+            return super().__call__(x) * (axis_size if is_inside else 1)
+
+    make = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: Element(16, 4, rngs=rngs)))
+    mesh = mesh_of((2, 4), AXES, kind)
+
+    def mean_square(ensemble, x):
+        y = vmap(lambda element, x: element(x), in_axes=(0, None))(ensemble, x)
+        return (y**2).mean()
+
+    def step(ensemble, x):
+        axis_size = jax.sharding.get_abstract_mesh().shape["model"]
+        loss, gradients = value_and_grad(mean_square)(ensemble, x)
+        return loss * axis_size, gradients
+
+    place = "ensemble \\(Element\\) is the first module" if is_inside else "outside of modules:"
+    model = make(nnx.Rngs(0))
+    shardings = override(replicated(model), {...: P("model")}), P("data")
+    with pytest.raises(AssertionError, match=place):
+        assert_same(step, model, X, shardings=shardings, mesh=mesh, steps=1)
 
 
 class PipelineTest(parameterized.TestCase):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -244,18 +244,41 @@ class Comparison:
         runs = [expected[0], *shards.values()]  # of one device, and of each of the mesh
         if len({*map(len, runs)}) > 1:
             return None
-        axis_sizes = [index + 1 for index in max(shards)]
+        errors = self._errors(key, *runs, axis_sizes=[index + 1 for index in max(shards)])
+        if errors and any(error.is_wrong for error in errors) and len(shards) == 1:
+            # The elements of a `vmap` are recorded in an order of their own on each mesh.
+            values = _closest(*runs)
+            errors_of_elements = self._errors(key, expected[0], values, axis_sizes=[])
+            if not any(error.is_wrong for error in errors_of_elements or errors):
+                errors = errors_of_elements
+        # The first wrong one, if any.
+        return max(errors, key=lambda error: error.is_wrong) if errors else None
+
+    def _errors(
+        self,
+        key: tuple[int, bool],
+        expected: Sequence[np.ndarray[Any, Any]],
+        *shards: Sequence[np.ndarray[Any, Any]],
+        axis_sizes: Sequence[int],
+    ) -> list[_Error]:
+        """Returns the error of each value of a site; empty if one of them is unknown.
+
+        Args:
+          key: the number of the site, and whether these are its gradients.
+          expected: its values on one device.
+          *shards: those of each device of the mesh.
+          axis_sizes: the sizes of the Manual axes along which these have values of their own.
+        """
         errors = []
-        for index, (x, *parts) in enumerate(zip(*runs, strict=True)):
+        for index, (x, *parts) in enumerate(zip(expected, *shards, strict=True)):
             stacked = np.array([*map(numbers, parts)])  # (devices, shape of a shard…)
             # (size of each Manual axis…, shape of a shard…)
             by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
             distance = distance_of_shards(numbers(x), by_axis)
             if distance is None:
-                return None
-            errors.append(_Error(distance, self._limit(x, (number, backward, index))))
-        # The first wrong one, if any.
-        return max(errors, key=lambda error: error.is_wrong, default=None)
+                return []
+            errors.append(_Error(distance, self._limit(x, (*key, index))))
+        return errors
 
     def has_masks(self) -> bool:
         """Whether a dropout drew a mask on each device."""
@@ -323,6 +346,17 @@ class Comparison:
                     masks=(np.array(masks[device]), np.array(masks[other])),
                     has_equal_inputs=np.array_equal(inputs[device], inputs[other]),
                 )
+
+
+def _closest(
+    expected: Sequence[np.ndarray[Any, Any]], found: Sequence[np.ndarray[Any, Any]]
+) -> list[np.ndarray[Any, Any]]:
+    """Returns for each expected value the closest of those found; each is used once."""
+    remaining, chosen = [*found], []
+    for x in expected:
+        distances = [largest_difference(numbers(x), numbers(y)) for y in remaining]
+        chosen.append(remaining.pop(int(np.argmin(np.nan_to_num(distances, nan=np.inf)))))
+    return chosen
 
 
 def _shards_of(array: jax.Array) -> list[_Shard]:
