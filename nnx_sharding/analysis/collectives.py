@@ -595,13 +595,12 @@ def _with_operation(
 def _continuations(module: Module) -> set[str]:
     """Returns the names of collectives that only carry on one that was started before.
 
-    The TPU compiler writes an asynchronous collective into several fusions with one channel, of
-    which the first starts it.
+    The TPU compiler writes an asynchronous collective as several fusions. Each has a copy of it,
+    all with one channel; the fusion that starts it also has an "AsyncCollectiveStart".
     """
-    starts: dict[str, str | None] = {}  # name of the collective → its channel
+    starts: dict[str, str | None] = {}  # name of the copy → its channel
     others: dict[str, str | None] = {}
-    for computation in module.computations:
-        # What the compiler writes into the text of the first fusion, and of all of them.
+    for computation in module.computations:  # a fusion is a computation
         is_start = any("AsyncCollectiveStart" in op.rest for op in computation.instructions)
         for instruction in computation.instructions:
             if "async_collective_fusion_config" in instruction.rest:

@@ -89,13 +89,13 @@ class PlaceFinder:
     def place_of(self, instruction: Instruction) -> Place | None:
         """Finds the place of an instruction by its name, or by rules 1 to 3 of this file.
 
-        Returns None if these find none; then :meth:`place_around` its computation counts.
+        Returns None if these find none; then :meth:`place_around` its computation counts: for what
+        is fused into one kernel, the place of the fusion.
         """
         name = instruction.name
         if name not in self._places:
             place = self._place_by_names(instruction)
-            home = self._module.homes.get(name)
-            # What is fused has the place of the fusion.
+            home = self._module.homes.get(name)  # the computation that it is in
             if place is None and home is not None and not self._module.runs[home].is_fused:
                 place = self._place_nearby(Value(home, name))
             self._places[name] = place

@@ -117,7 +117,7 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
-        # The cache is asked after this, so a hit was reported for a program that moved arguments.
+        # JAX asks its cache after lowering, so a hit before was of a program that moved arguments.
         plan.reported.pop(_compat.CACHE_HIT, None)
     if event == _compat.COMPILATION:
         _after_compilation(plan, caller)
@@ -125,12 +125,12 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
 
 def _after_compilation(plan: Plan, caller: Caller) -> None:
     """Tells the log and the observer of a call that its program has just been compiled."""
-    _warn_of_cache(plan, caller.leaves)
+    _warn_of_cache(plan, caller.leaves)  # where programs from JAX's persistent cache are wrong
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
     plan.reported.clear()  # for the next compilation, for arrays of other shapes
-    # JAX runs the program next, unless it was compiled ahead of time, for no function. It consumes
-    # donated arrays: a signal before the new ones are written back would lose the model.
+    # JAX runs the program next, and consumes donated arrays: a signal before the new ones are
+    # written back would lose the model. What is only compiled, by `lower`, has no function to run.
     if plan.donated and caller.fun is not None:
         defer_signals()
     if caller.observer is not None:

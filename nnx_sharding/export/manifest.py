@@ -211,7 +211,8 @@ def _tree(
     """Returns the tree of a part of a structure, and takes the slots of its arrays from ``slots``.
 
     The part is an array (``LEAF``), a pytree (``Container``), the index of a module or Variable, or
-    a static value.
+    a static value. A Variable has the tree of its value, a module that of an ``nnx.State``, with
+    a tree for each path in it.
     """
     if child is LEAF:
         return array(next(slots))
@@ -220,7 +221,7 @@ def _tree(
         return _container(child.treedef, iter(parts))
     if not isinstance(child, int):  # a static value
         return None
-    items = []
+    items = []  # the path of each Variable and array below, and its tree
     for location in structure.walk(child, iter(())):
         entry = None if location.object_index is None else structure.entries[location.object_index]
         value = entry.value if isinstance(entry, VariableEntry) else LEAF

@@ -335,7 +335,7 @@ def _check_names(stacks: _Stacks, rows: Sequence[str]) -> None:
 
 
 def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:
-    """Finds the Variables that several layers hold."""
+    """Finds the Variables that several layers hold: shared in a Stack, or in several blocks."""
     blocks = [block for x in stacks.values() if isinstance(x, nnx.List) for block in x]
     # Each block lists a Variable once, however often it holds it.
     holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
