@@ -11,7 +11,7 @@ All S stages run at once, as ``vmap`` over the stages: what each stage has for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -34,8 +34,7 @@ class TracedStages:
         """Traces the layers of a loss."""
         loss, call = parts.loss, parts.loss.call
         assert call.loop is not None
-        is_remat, self._axis = call.loop.is_remat, call.loop.axis
-        output_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+        self._axis = call.loop.axis
         self._targets = sorted({*parts.fixed_with_gradients, *parts.x_with_gradients})
         # What all stages have in common has no dimension of the stages.
         shared = {*loss.others}.difference(parts.varying)
@@ -44,32 +43,12 @@ class TracedStages:
         for i in {*types} - {*loss.layers} - shared:
             types[i] = as_type(types[i], call.loop.stages)  # those of layers are (S, …) already
         self._inputs = sorted(types)  # as JAX flattens a dict
-
-        def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
-            """Returns what the layers of one stage return and write, and all residuals."""
-
-            def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
-                """Runs the layers as a function of the targets; returns what has gradients first.
-
-                Each stage returns what the next one gets, so a result has the name of what it
-                takes the place of, and a gradient if that has one.
-                """
-                merged = arrays | chosen
-                lists = [[merged[i] for i in part] for part in (loss.layers, loss.x, loss.others)]
-                results, written_by_slot = call.call_layers(*lists)
-                out = dict(zip(loss.x, results, strict=True))
-                written = {output_of_slot[slot]: x for slot, x in written_by_slot.items()}
-                return {i: out[i] for i in parts.x_with_gradients}, (out, written)
-
-            run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
-            chosen = {i: arrays[i] for i in self._targets}
-            _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
-            residuals, self._transpose = jax.tree.flatten(transpose)
-            return out, written, residuals
-
         # All stages are traced at once: a `shard_map` in a layer has to know of the `vmap`.
-        in_axes = {i: None if i in shared else 0 for i in types}
-        of_all_stages = jax.vmap(forward, in_axes=(in_axes,), spmd_axis_name=self._axis)
+        of_all_stages = jax.vmap(
+            self._forward_of_one_stage(parts),
+            in_axes=({i: None if i in shared else 0 for i in types},),
+            spmd_axis_name=self._axis,
+        )
         with_callbacks, results = jax.make_jaxpr(of_all_stages, return_shape=True)(types)
         closed = without_callbacks(with_callbacks, "a layer")
         # The same tree with the position of each result among the outputs of this trace.
@@ -94,6 +73,41 @@ class TracedStages:
         forward_outputs = [*self._out.values(), *self._written.values(), *kept.values()]
         self._run_forward = Part(with_callbacks, forward_outputs)
         self._recompute = Part(closed, {*residuals}.difference(kept.values()))
+
+    def _forward_of_one_stage(
+        self, parts: LossParts
+    ) -> Callable[[ByPosition], tuple[ByPosition, ByPosition, list[Any]]]:
+        """Returns a function of what the layers of one stage get, (D, …) for their own arrays.
+
+        It returns what they return and write, and all residuals. When it is traced, it stores the
+        transpose of the layers as a tree, whose leaves are the residuals.
+        """
+        loss, call = parts.loss, parts.loss.call
+        assert call.loop is not None
+        is_remat = call.loop.is_remat
+        output_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+
+        def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
+            def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
+                """Runs the layers as a function of the targets; returns what has gradients first.
+
+                Each stage returns what the next one gets, so a result has the name of what it
+                takes the place of, and a gradient if that has one.
+                """
+                merged = arrays | chosen
+                lists = [[merged[i] for i in part] for part in (loss.layers, loss.x, loss.others)]
+                results, written_by_slot = call.call_layers(*lists)
+                out = dict(zip(loss.x, results, strict=True))
+                written = {output_of_slot[slot]: x for slot, x in written_by_slot.items()}
+                return {i: out[i] for i in parts.x_with_gradients}, (out, written)
+
+            run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
+            chosen = {i: arrays[i] for i in self._targets}
+            _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
+            residuals, self._transpose = jax.tree.flatten(transpose)
+            return out, written, residuals
+
+        return forward
 
     def _by_number(self, arrays: Mapping[int, Any]) -> ByPosition:
         """Returns inputs by their positions in the trace of the stages."""
