@@ -833,10 +833,21 @@ class NestingTest(parameterized.TestCase):
             gradient = value_and_grad(loss)
             return jit(lambda *a: gradient(*a), mesh=mesh, in_shardings=(sharding, rows))(model, x)
 
-        with self.assertRaisesRegex(ValueError, "check_vma=False"):
+        # The gradient of a ring is a rule of its own, of which JAX compares the types.
+        text = "manual axis types" if name == "ring_attention" else "check_vma=False"
+        with self.assertRaisesRegex(ValueError, text):
             gradients(check_vma=True)
+        if name != "pipeline":  # JAX cannot map over the stages there
+            forward_of_rows = shard_map(
+                call, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}
+            )
+            options = {"mesh": mesh, "in_shardings": (sharding, rows)}
+            y = jit(lambda *a: forward_of_rows(*a), **options)(model, x)
+            with jax.set_mesh(mesh_of((1, 1), ("data", "other"), kind)):
+                expected = jax.device_get(jit(lambda *a: call(*a))(make(), x))
+            assert_close(jax.device_get(y), expected, atol=1e-5)
         with jax.set_mesh(mesh_of((1, 1), ("data", "other"), kind)):
-            expected = jax.device_get(jit(value_and_grad(mean_square))(model, x))
+            expected = jax.device_get(jit(value_and_grad(mean_square))(make(), np.asarray(x)))
         assert_close(jax.device_get(gradients(check_vma=False)), expected, atol=1e-5)
 
     def test_update_in_the_inner_one(self):

@@ -7,15 +7,19 @@ From other modules:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
 from ..errors import WrongGradientWarning, message, warn_or_raise
 from ..specs.fitting import axes_of_type
 from .convolutions import Replacements, is_grouped
+
+T = TypeVar("T")
 
 
 def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
@@ -54,27 +58,40 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
 
 
-def refuse_lost_variation(leaves: Iterable[Any], *, name: str) -> None:
-    """Refuses a map without ``check_vma`` of arrays that vary over Manual axes around it.
+def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
+    """Returns what goes into a map without ``check_vma``; its gradients are an error if it varies.
 
-    JAX gives its results a type that does not vary over them, so that an outer map which checks
-    that counts gradients wrongly, or takes one device's result for that of all.
+    That is over Manual axes around the map. JAX gives the results a type that does not vary over
+    them, so that an outer map which checks that counts gradients wrongly. Values are right.
 
     Args:
-      leaves: the arrays that go into the map.
+      tree: a pytree of arrays.
       name: of the function that maps, in messages.
-
-    Raises:
-      ValueError: some of them vary.
     """
-    axes = frozenset[Any]().union(*map(_compat.varying_axes, leaves))
-    if axes:
-        over = " and ".join(map(repr, sorted(axes, key=str)))
-        raise ValueError(
-            f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. "
-            f"JAX forgets there that results vary over {over}: gradients would be wrong. Pass "
-            "check_vma=False to the outer shard_map, too."
-        )
+
+    def mark(x: Any) -> Any:
+        axes = _compat.varying_axes(x)
+        return _refuse_gradient(name, tuple(sorted(axes, key=str)), x) if axes else x
+
+    return jax.tree.map(mark, tree)  # type: ignore[no-any-return]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    """Returns an array; JAX asks for the derivative only where something differentiates it."""
+    return x
+
+
+@_refuse_gradient.defjvp
+def _raise_no_gradient(
+    name: str, axes: tuple[Any, ...], primals: object, tangents: object
+) -> NoReturn:
+    over = " and ".join(map(repr, axes))
+    raise ValueError(
+        f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. JAX "
+        f"forgets there that results vary over {over}: gradients would be wrong. Pass "
+        "check_vma=False to the outer shard_map, too."
+    )
 
 
 _REDUCED = "reduced operand of a product"

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _compat
 from ..activations.trace_keys import current_batch_axes
 from ..core.constrain import given_mesh, mesh_in_trace, retype, type_spec
-from ..core.known_faults import refuse_lost_variation
+from ..core.known_faults import refuse_gradients_of_varying
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, suggestion
 
@@ -300,7 +300,7 @@ class _Dispatch(NamedTuple):
         """Returns ``fun(*args)``, run on the shards of each device along the axes of the groups."""
         if self.mesh is None:
             return fun(*args)
-        refuse_lost_variation(jax.tree.leaves(args), name="dispatch_to_experts")
+        args = refuse_gradients_of_varying(args, name="dispatch_to_experts")
         mesh, explicit = mesh_in_trace(self.mesh), self.explicit_axes()
         if explicit:
             # `shard_map` has no Explicit axes left inside, and takes arguments whose types already

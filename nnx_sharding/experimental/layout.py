@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..core.constrain import mesh_in_trace, retype, type_mesh, type_spec
-from ..core.known_faults import refuse_lost_variation
+from ..core.known_faults import refuse_gradients_of_varying
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries
 from .blocks import AttentionArrays, Dropout, TokenInfo, Visibility
 
@@ -115,7 +115,7 @@ class Layout(NamedTuple):
         )
 
         def typed_run(*args: Any) -> Any:
-            refuse_lost_variation(jax.tree.leaves(args), name="attention over a sharded sequence")
+            args = refuse_gradients_of_varying(args, name="attention over a sharded sequence")
             return run(*jax.tree.map(self.typed, args, in_specs))
 
         return typed_run

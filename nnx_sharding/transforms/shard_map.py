@@ -32,7 +32,7 @@ from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
 from ..core.constrain import mesh_in_trace, type_as
 from ..core.declared import is_committed
-from ..core.known_faults import refuse_lost_variation
+from ..core.known_faults import refuse_gradients_of_varying
 from ..core.plan import Plan
 from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line, check_mesh, check_options
@@ -267,7 +267,7 @@ class _ShardMap(Sharded):
 
         def inline(*leaves: object) -> Any:
             if not self.check_vma:
-                refuse_lost_variation(leaves, name=self.name)
+                leaves = refuse_gradients_of_varying(leaves, name=self.name)
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             # An empty set stays empty: it means all axes.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
