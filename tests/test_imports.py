@@ -98,7 +98,7 @@ def test_the_rest_of_the_core_does_not_import_the_guard():
 def test_files_of_the_core_are_short():
     core = {name: path for name, path in FILES.items() if package_of(name) == "nnx_sharding.core"}
     lengths = {name: len(path.read_text().splitlines()) for name, path in core.items()}
-    assert [(name, length) for name, length in lengths.items() if length > 350] == []
+    assert [(name, length) for name, length in lengths.items() if length > 400] == []
 
 
 def test_private_names_of_jax_are_in_one_package():
