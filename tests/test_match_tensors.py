@@ -357,6 +357,25 @@ def test_two_numbers_of_the_same_word(tmp_path):
         np.testing.assert_array_equal(kernel, tensors[name.format(i, j)].T)
 
 
+# Tensors, and a model whose arrays each get one of them, or all of them stacked.
+UNUSUAL_NAMES = {
+    "only a word that others have around them": ({"model": linear(4, 3)}, shaped(model=(4, 3))),
+    "only a number": (numbered("{}", 2, 4, 3), nnx.List([zeros(4, 3), zeros(4, 3)])),
+    "the third of three numbers is stacked": (
+        numbered("layers.0.experts.0.stages.{}.up.bias", 2, 4),
+        shaped(layers__0__experts__0__stages__up__bias=(2, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL_NAMES)
+def test_unusual_names(tmp_path, case):
+    tensors, model = UNUSUAL_NAMES[case]
+    model, _ = loaded(written(tmp_path, tensors), model)
+    filled = np.concatenate([x.reshape(-1) for x in jax.tree.leaves(nnx.state(model))])
+    np.testing.assert_array_equal(filled, np.concatenate([x.reshape(-1) for x in tensors.values()]))
+
+
 class TestTiedEmbedding:
     def test_in_the_file(self, tmp_path):
         tensors = published.decoder_tensors(tied=True)
@@ -424,6 +443,14 @@ def test_refuses(tmp_path, reason):
     with pytest.raises(CheckpointError, match=message) as caught:
         match_tensors(nnx.eval_shape(Llama), folder)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_tensors_of_different_shapes_are_not_stacked(tmp_path):
+    tensors = {f"layers.{i}.up.weight": linear(4 + i, 8) for i in range(2)}
+    model = shaped(layers__up__kernel=(2, 8, 4))
+    message = r"Of another shape:\n  layers.0.up.weight, shape \(4, 8\) of 2: layers/up/kernel"
+    with pytest.raises(CheckpointError, match=message):
+        match_tensors(model, written(tmp_path, tensors))
 
 
 def test_one_error_has_all_problems(tmp_path):
@@ -581,6 +608,7 @@ def test_onto_a_mesh(tmp_path):
         ("{'a': print(1)}", "line 1: print"),
         ("{'a': Tensor('b', 'c -> d')}", "on one side only"),
         ("{'a':\n __import__('os')}", "line 2: __import__"),
+        ("{'a': Tensor('b', **{'c': 1})}", "line 1: Tensor"),
         ("{'a'", "has no rules"),
         ("'a'", "has no rules, but 'a'"),
         ("{'a': 1}", "expected paths"),

@@ -7,6 +7,14 @@ tensor with others: in a dimension for these, one after the other, or head by he
 
 All ways that fit are returned, for the caller to decide, or not to. The numbers themselves say
 nothing: whether rows are ordered for one rotary embedding or another, nobody can see from shapes.
+
+A *form* is the dimensions of a tensor, written as in a rule: ``"(h d) in"`` is a matrix with the
+heads, each of d rows, one after the other. The names of axes are those of `_FORMS`:
+
+    out, in   the features that a layer returns and takes    e         experts
+    h, d      heads, and the features of each                x, y, z   the window of a convolution
+    k, g      heads of keys, and the queries of each         one       of size 1 in the tensor
+    part, p   the parts of a fused side                      a, b      any others
 """
 
 from __future__ import annotations
@@ -18,13 +26,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from .tensor_layouts import names_in
+from .tensor_layouts import Dimensions, names_in
 from .tensor_rules import Tensor
 
 Shape: TypeAlias = tuple[int, ...]
 Order: TypeAlias = Literal["out in", "in out"]  # of the matrices in a file
 
-# Dimensions of tensors, and those of arrays. The first ones are what kernels of Flax have.
+# Dimensions of tensors in a file of the order "out in" → the dimensions that arrays may have. The
+# first of these are what kernels of Flax have.
 _FORMS = {
     "out": ("out",),
     "(h d)": ("h d",),
@@ -44,10 +53,12 @@ _FORMS = {
 
 
 class Convention(NamedTuple):
-    """What is known of dimensions without their sizes."""
+    """What the names of a tensor and its array say of the dimensions."""
 
-    order: Literal["in, out", "as the tensor"] | None  # the usual one of such an array
-    heads: Literal["in", "out"] | None  # the dimension of the tensor that an array may split
+    # The usual order of such an array: a kernel is "in, out", an embedding "as the tensor".
+    order: Literal["in, out", "as the tensor"] | None
+    # The features that are heads, so the array may split them; None if nothing is known.
+    heads: Literal["in", "out"] | None
 
 
 class FusedPart(NamedTuple):
@@ -78,15 +89,20 @@ class Candidate(NamedTuple):
     @property
     def is_transposed(self) -> bool:
         """Whether the dimensions of the tensor are in another order in the array."""
-        left, right = self.tensor.sides(0)  # for each dimension the names of its axes
+        left, right = self._sides()
         firsts = [names[0] for names in left]
         order = [firsts.index(names[0]) for names in right if names[0] in firsts]
         return order != sorted(order)
 
     @property
     def operation(self) -> str:
-        """What it does, without the names of axes: two forms may do the same."""
-        left, right = self.tensor.sides(0)
+        """Text that is equal for two candidates that do the same with other names of axes.
+
+        ``"out in -> in out"`` and ``"a b -> b a"`` are both ``"([[0], [1], [1], [0]], [], [])"``.
+        """
+        left, right = self._sides()
+        # Axes are numbered in the order of the tensor. Those that it lacks, such as {0} and
+        # "part", keep their names. They may be in `put`, but not in `take`.
         number = {axis: i for i, axis in enumerate(names_in(left))}
         sides = [[number.get(axis, axis) for axis in names] for names in (*left, *right)]
         taken = [(number[axis], part) for axis, part in self.tensor.take.items()]
@@ -94,28 +110,34 @@ class Candidate(NamedTuple):
         return repr((sides, taken, put))
 
     def rule(self, path: str) -> Tensor:
-        """Returns what does this to an array at a path."""
+        """Returns the rule that does this for the array at a path."""
         tensor = self.tensor
-        left, right = tensor.sides(0)
+        left, right = self._sides()
         if left == right and not tensor.put and not tensor.take:
-            return Tensor(path)
+            return Tensor(path)  # the array is the tensor, which needs no names of axes
         return Tensor(path, tensor.dimensions, take=tensor.take, put=tensor.put, **tensor.sizes)
 
     def described(self) -> str:
-        """Says in a few words what it does."""
+        """Says in a few words what it does, for the table of matches."""
         tensor = self.tensor
         texts = ["(out, in) to (in, out)"] if self.is_transposed else []
-        if "(" in str(tensor.dimensions):
+        if "(" in str(tensor.dimensions):  # "(h d) in -> in h d": one dimension of several axes
             texts.append("split into heads")
         if self.stacked_at:
             texts.append(f"stacked in dimension {', '.join(map(str, self.stacked_at))}")
+        # Index 0 of "one", an axis of size 1, is all of the tensor.
         if tensor.put or tensor.take.keys() - {"one"}:
+            # Which part it is, the names of tensors and arrays have told, as of q in qkv.
             texts.append(f"a part of {'an array' if tensor.put else 'a tensor'}, by its name")
         return ", ".join(texts)
 
+    def _sides(self) -> tuple[Dimensions, Dimensions]:
+        """Returns the axes of each dimension of the tensor, and of each one of the array."""
+        return self.tensor.sides(0)  # any rank: candidates always have `dimensions`
+
 
 class _Layout(NamedTuple):
-    """How dimensions become others: the arguments of a ``Tensor``."""
+    """How the dimensions of a tensor become those of an array: the arguments of a ``Tensor``."""
 
     left: str  # the dimensions of the tensor: ``(h d) in``
     axes: list[str]  # the dimensions of the array: ``["in", "h", "d"]``
@@ -136,48 +158,54 @@ def candidates(
     """Returns all ways in which a tensor of this shape can fill an array of the shape ``target``.
 
     Args:
-      shape: of the tensor.
+      shape: the shape of the tensor.
       target: the shape of the array.
-      order: of the matrices in the file.
+      order: the order of the matrices in the file.
       convention: what names say of the dimensions.
       stacks: what is a dimension on one of the sides only.
       fused: which part of the other side it is; None if nothing is fused.
     """
-    in_array = {stack.axis: stack.size for stack in stacks if stack.tensor_index is None}
-    in_tensor = [stack for stack in stacks if stack.tensor_index is not None]
+    # What only the array has as a dimension, and what only the tensor has.
+    array_stacks = {stack.axis: stack.size for stack in stacks if stack.tensor_index is None}
+    tensor_stacks = [stack for stack in stacks if stack.tensor_index is not None]
+    known_sizes = {**array_stacks}  # of axes of the array
+    if fused:
+        known_sizes["part"] = len(fused.shapes)  # if the array has a dimension for the parts
     found: dict[str, Candidate] = {}  # by what is done, as two forms may do the same
     for form, array_forms in _FORMS.items():
-        dimensions = _in_order(form, order)
+        dimensions = _in_order(form, order)  # "(h d) in" → ["(h d)", "in"]
         if not _may_split_heads(dimensions, convention):
             continue
         # A tensor has what it stacks in front.
-        left = " ".join([*(stack.axis for stack in in_tensor), *dimensions])
+        left = " ".join([*(stack.axis for stack in tensor_stacks), *dimensions])
         for array_form in array_forms:
-            is_usual = {
-                "in, out": _is_in_out(array_form.split()),
-                "as the tensor": array_form == " ".join(dimensions),
-                None: False,
-            }[convention.order]
-            for axes in _inserted(array_form.split(), [*in_array]):
+            if convention.order == "in, out":
+                is_usual = _is_in_out(array_form.split())
+            else:
+                is_usual = convention.order == "as the tensor" and array_form.split() == dimensions
+            # An array may have what it stacks in any dimension.
+            for axes in _inserted(array_form.split(), [*array_stacks]):
                 for layout in _layouts(left, axes, target, fused):
-                    known_sizes = in_array | ({"part": len(fused.shapes)} if fused else {})
-                    tensor = _tensor(layout, target, known_sizes, in_tensor)
-                    if tensor is not None and _fits(tensor, shape, target):
-                        stacked_at = tuple(layout.axes.index(axis) for axis in in_array)
-                        way = Candidate(tensor, is_usual, stacked_at)
-                        if is_usual or way.operation not in found:
-                            found[way.operation] = way
+                    tensor = _tensor(layout, target, known_sizes, tensor_stacks)
+                    if tensor is None or not _fits(tensor, shape, target):
+                        continue
+                    stacked_at = tuple(layout.axes.index(axis) for axis in array_stacks)
+                    way = Candidate(tensor, is_usual, stacked_at)
+                    # If two forms do the same, it is usual if it is so for one of them.
+                    if is_usual or way.operation not in found:
+                        found[way.operation] = way
     return tuple(found.values())
 
 
 def _in_order(form: str, order: Order) -> list[str]:
     """Returns the dimensions of a tensor of this form in a file with matrices in this order.
 
-    ``out (h d)`` is ``["out", "(h d)"]``, or reversed.
+    ``"out (h d)"`` gives ``["out", "(h d)"]``, or for the order "in out", ``["(h d)", "out"]``.
     """
     dimensions = re.findall(r"\(.*?\)|\w+", form)
-    is_matrix = len(dimensions) > 1 and dimensions[-1] not in "abx"
-    if order == "in out" and is_matrix:
+    # The last two are a matrix, but for convolutions, whose last dimension is x, and for "one a b".
+    is_matrix = len(dimensions) > 1 and dimensions[-1] not in ("a", "b", "x")
+    if order == "in out" and is_matrix:  # experts, the "e" of "e out in", stay in front
         dimensions[-2:] = reversed(dimensions[-2:])
     return dimensions
 
@@ -197,23 +225,29 @@ def _is_in_out(axes: list[str]) -> bool:
 
 
 def _tensor(
-    layout: _Layout, target: Shape, known_sizes: Mapping[str, int], in_tensor: Sequence[Stacked]
+    layout: _Layout,
+    target: Shape,
+    known_sizes: Mapping[str, int],
+    tensor_stacks: Sequence[Stacked],
 ) -> Tensor | None:
-    """Returns what places a tensor by a layout; None if an array of this shape cannot have that.
+    """Returns the rule of a layout, such as ``Tensor("", "(h d) in -> in h d")``.
+
+    It has no path, since the same rule serves all arrays of this shape. It is None if an array of
+    this shape cannot have the layout: the number of axes differs, or a size that is known.
 
     Args:
-      layout: the dimensions.
+      layout: the dimensions of both sides, and which parts of them belong together.
       target: the shape of the array.
       known_sizes: the sizes of some of the array's axes.
-      in_tensor: what is stacked in the tensor.
+      tensor_stacks: what is stacked in the tensor: the array has one index of each.
     """
     if len(layout.axes) != len(target):
         return None
-    sizes = zip(layout.axes, target, strict=True)
-    if any(known_sizes.get(axis, size) != size for axis, size in sizes):
-        return None
-    indices = {stack.axis: stack.tensor_index or 0 for stack in in_tensor}
-    stack_sizes = {stack.axis: stack.size for stack in in_tensor}
+    for axis, size in zip(layout.axes, target, strict=True):
+        if known_sizes.get(axis, size) != size:
+            return None
+    indices = {x.axis: x.tensor_index for x in tensor_stacks if x.tensor_index is not None}
+    stack_sizes = {stack.axis: stack.size for stack in tensor_stacks}
     return Tensor(
         "",
         f"{layout.left} -> {' '.join(layout.axes)}",
@@ -224,21 +258,29 @@ def _tensor(
 
 
 def _fits(tensor: Tensor, shape: Shape, target: Shape) -> bool:
-    """Whether a tensor of this shape, at the first index of what is stacked, has a place."""
+    """Whether a tensor of this shape fits into an array of the shape ``target`` by the rule."""
+    # Of what is stacked, each ``{i}`` of the dimensions, the first index shows whether it fits.
+    numbers = [int(number) for number in re.findall(r"{(\d+)}", str(tensor.dimensions))]
+    groups = ["0"] * (1 + max(numbers, default=-1))
     try:
-        return tensor.place("", ["0"] * len(target), target).tensor_shape == shape
+        return tensor.place("", groups, target).tensor_shape == shape
     except ValueError:
         return False
 
 
 def _inserted(axes: list[str], labels: list[str]) -> Iterator[list[str]]:
-    """Yields the axes with these labels among them, in all places."""
+    """Yields the axes with these labels among them, in all places: each label may be in any.
+
+    For ``["in", "out"]`` and ``["{0}"]`` it yields ``["{0}", "in", "out"]``,
+    ``["in", "{0}", "out"]`` and ``["in", "out", "{0}"]``.
+    """
     rank = len(axes) + len(labels)
-    for places in itertools.permutations(range(rank), len(labels)):
-        row = [*axes]
+    for places in itertools.permutations(range(rank), len(labels)):  # the final place of each label
+        result = [*axes]
+        # From the left, because a label that is inserted later must not move one that is there.
         for place, label in sorted(zip(places, labels, strict=True)):
-            row.insert(place, label)
-        yield row
+            result.insert(place, label)
+        yield result
 
 
 def _layouts(
@@ -247,29 +289,36 @@ def _layouts(
     """Yields the ways to place one part if a side is fused; else the layout without parts.
 
     Args:
-      left: the dimensions of the tensor.
-      axes: those of the array, without one for parts.
+      left: the dimensions of the tensor, such as ``"(h d) in"``.
+      axes: the dimensions of the array without one for parts, such as ``["in", "h", "d"]``.
       target: the shape of the array.
-      fused: which part it is.
+      fused: which part of the other side it is; None if nothing is fused.
     """
     names = re.findall(r"\w+", left)
-    outer = next(axis for axis in ("out", "h", "k", "one") if axis in names)  # has rows of parts
-    if outer == "one":  # a dimension of the tensor that arrays do not have
+    if "one" in names:  # "one a": an axis of size 1 in the tensor that arrays do not have
         yield _Layout(left, axes, take={"one": 0}, sizes={"one": 1})
-    elif fused is None:
+        return
+    if fused is None:
         yield _Layout(left, axes)
-    elif not fused.is_tensor_fused and len(axes) != len(target):  # a dimension for the parts
+        return
+    # The axis along which parts follow each other: the rows of a matrix, or its heads.
+    outer = next(axis for axis in ("out", "h", "k") if axis in names)
+    if fused.is_tensor_fused:
+        if len(axes) == len(target):
+            size = target[axes.index(outer)]
+            yield from _layouts_in_tensor(left, axes, outer, size, fused)
+    elif len(axes) != len(target):  # the array has a dimension for the parts
         for with_part in _inserted(axes, ["part"]):
             yield _Layout(left, with_part, put={"part": fused.number})
-    elif len(axes) == len(target):
+    else:
+        # The array has the parts one after the other. If each were a single row, its dimension
+        # would be one for parts, as above. In each head, a part is no range of a dimension.
         size = target[axes.index(outer)]
-        if fused.is_tensor_fused:
-            yield from _layouts_in_tensor(left, axes, outer, size, fused)
-        elif size != len(fused.shapes) and not fused.by_head:
-            # Parts have as many rows as numbers, in proportion.
-            counts = [math.prod(shape) for shape in fused.shapes]
-            start = size * sum(counts[: fused.number]) // sum(counts)
-            stop = size * sum(counts[: fused.number + 1]) // sum(counts)
+        if size != len(fused.shapes) and not fused.by_head:
+            # Of the rows, each part has a share, in proportion to its elements.
+            elements = [math.prod(shape) for shape in fused.shapes]
+            start = size * sum(elements[: fused.number]) // sum(elements)
+            stop = size * sum(elements[: fused.number + 1]) // sum(elements)
             if start < stop:
                 yield _Layout(left, axes, put={outer: slice(start, stop)})
 
@@ -279,31 +328,44 @@ def _layouts_in_tensor(
 ) -> Iterator[_Layout]:
     """Yields the layouts of an array that is a part of a tensor, in its rows or in each head.
 
+    In a tensor of 8 heads of queries q, 2 of keys k and 2 of values v, each head of d rows, the
+    order may be one of these:
+
+        one after the other    q q q q q q q q  k k  v v
+        by head of keys        q q q q k v  q q q q k v
+
+    The array of queries takes the heads 0:8 of 12 of the first. Of the second, which is
+    ``"(h p d) in"`` with h = 2 and p = 6, it takes the slice 0:4 of p, and keys take the index 4.
+
     Args:
-      left: the dimensions of the tensor, without one for parts.
-      axes: those of the array.
-      outer: the outermost axis of the rows.
-      size: that of this axis in the array.
+      left: the dimensions of the tensor, without one for parts, such as ``"(h d) in"``.
+      axes: the dimensions of the array, such as ``["in", "h", "d"]``.
+      outer: the axis along which parts follow each other: ``"out"``, ``"h"`` or ``"k"``.
+      size: the size of this axis in the array: 8 for queries.
       fused: which part the array is.
     """
-    counts = [math.prod(shape) for shape in fused.shapes]  # of numbers, by part
-    own, before, least = counts[fused.number], sum(counts[: fused.number]), min(counts)
-    # With fewer heads of keys and values than of queries.
-    is_grouped = len({*counts}) > 1
-    # Parts one after the other, with as many rows as numbers, in proportion.
+    # The numbers of elements. Those of q, k and v are 8, 2 and 2 times those of a head.
+    elements = [math.prod(shape) for shape in fused.shapes]
+    own, total, smallest = elements[fused.number], sum(elements), min(elements)
+    before = sum(elements[: fused.number])
+    # Whether there are fewer heads of keys and values than of queries.
+    is_grouped = len({*elements}) > 1
+    # Parts one after the other. By `own` elements per `size`, the array starts at the quotient.
     if (is_grouped or not fused.by_head) and own and size * before % own == 0:
         start = size * before // own
         rows = slice(start, start + size)
-        yield _Layout(left, axes, take={outer: rows}, sizes={outer: size * sum(counts) // own})
+        yield _Layout(left, axes, take={outer: rows}, sizes={outer: size * total // own})
     # The first row of each part, the second of each, and so on.
     if fused.may_alternate and outer == "out":
         alternating = left.replace("out", "(out p)")
-        yield _Layout(alternating, axes, take={"p": fused.number}, sizes={"p": len(counts)})
-    # Each head of keys with its queries and values; with one, this would be the first layout.
-    has_one_head = is_grouped and size * least == own
-    if fused.by_head and outer == "h" and least and not has_one_head:
-        first, num_heads = before // least, own // least  # of this part, in each head of keys
-        by_head, sizes = left.replace("h d", "h p d"), {"p": sum(counts) // least}
+        yield _Layout(alternating, axes, take={"p": fused.number}, sizes={"p": len(elements)})
+    # By head of keys, which are the smallest part. If there is only one such head, all parts
+    # follow each other, which is the first layout.
+    has_one_head = is_grouped and size * smallest == own
+    if fused.by_head and outer == "h" and smallest and not has_one_head:
+        # In each head of keys, where the part begins, how many heads it has, and all parts have.
+        first, num_heads, num_all_heads = before // smallest, own // smallest, total // smallest
+        by_head, sizes = left.replace("h d", "h p d"), {"p": num_all_heads}
         if num_heads == 1:
             yield _Layout(by_head, axes, take={"p": first}, sizes=sizes)
         else:

@@ -19,10 +19,14 @@ file's, or the rules have to be edited.
 
 From other modules:
 
-    Group      tensors, or arrays, whose names have one ``template`` and differ in their *numbers*,
-               such as of layers: ``names`` and ``shapes`` by numbers
+    Template   what names have in common that differ in their *numbers* only: its ``text`` is
+               "h.{}.q.weight", what each number counts are its ``counters`` ("layer"), and its
+               ``part`` is "q", whatever the name calls that
+    Group      the tensors, or arrays, of one template: ``names`` and ``shapes`` by numbers, such as
+               {(0,): "h.0.q.weight", (1,): "h.1.q.weight"}
     Link       a group of tensors that fill a group of arrays. ``sources`` are the numbers of the
-               tensors that fill an array, by the numbers of the array
+               tensors that fill an array, by the numbers of the array. Counters that only tensors
+               have are ``stacked``: dimensions of the array
     Candidate  one way in which a tensor can fill an array; ``is_usual`` if it is the convention
     Order      of the matrices in a file: "out in" or "in out"
 """
@@ -52,7 +56,7 @@ from .tensor_table import Match, TensorRules, loaded_rules
 
 _MATCH = "match_tensors"
 
-# Tensors next to quantised weights, of which these are no use alone.
+# Names of the tensors that a quantised weight needs beside it, such as its scales.
 _OF_QUANTISED = re.compile(
     r".*(weight_scale(_inv)?|qweight|qzeros|g_idx|SCB|absmax|quant_map|_(blocks|scales))"
 )
@@ -114,36 +118,38 @@ def match_tensors(
     known = read_rules(_MATCH, given)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
     with tensor_files.open_tensors(_MATCH, path) as tensors:
-        unread = [
-            f"  {name}: {tensor.dtype}"
-            for name, tensor in tensors.items()
-            if isinstance(tensor.dtype, str) and known.targets(name) is None
-        ]
+        # 1. Leave out the tensors that have a rule already, and the arrays that these fill.
+        known_targets = {name: known.targets(name) for name in tensors}  # None without a rule
+        filled = {target.path for targets in known_targets.values() for target in targets or ()}
+        unknown = {name: x for name, x in tensors.items() if known_targets[name] is None}
+        unread = [f"  {name}: {x.dtype}" for name, x in unknown.items() if isinstance(x.dtype, str)]
         raise_listed(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
-        taken = {target.path for name in tensors for target in known.targets(name) or ()}
-        # Tensors of arrays that `only` leaves out have rules, too.
-        to_match = selected_weights(_MATCH, everything, WEIGHTS) | arrays
+
+        # 2. Match the rest. Arrays that `only` leaves out count, as their tensors need rules, too.
+        to_fill = selected_weights(_MATCH, everything, WEIGHTS) | arrays
         # An Einsum has text for the order of its dimensions, so its kernel may have any.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
         matching = _Matching(
-            {name: tensors[name].shape for name in sorted(tensors) if known.targets(name) is None},
-            {path: array.leaf.shape for path, array in to_match.items() if path not in taken},
-            in_any_order={path for path, x in to_match.items() if id(x.variable) in einsums},
+            {name: unknown[name].shape for name in sorted(unknown)},
+            {path: array.leaf.shape for path, array in to_fill.items() if path not in filled},
+            in_any_order={path for path, x in to_fill.items() if id(x.variable) in einsums},
         )
+
+        # 3. Refuse what has no match, or several.
         problems = by_kind(matching.problems({*arrays}))
         remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
-        missing = [arrays[path] for path in matching.without_tensor({*arrays})]
-        kinds = [type(array.variable) for array in missing]
-        if any(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in kinds):
+        unmatched = [type(arrays[path].variable) for path in matching.unmatched_arrays({*arrays})]
+        if any(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in unmatched):
             remedy += (
                 " Caches and other Variables that are no parameters are left out by only=nnx.Param,"
                 " here and in load_safetensors."
             )
-        if any(_OF_QUANTISED.fullmatch(name) for name in tensors):
+        if any(_OF_QUANTISED.fullmatch(name) for name in tensors):  # rules would not help
             remedy = "The file is quantised, but only numbers without scales can be loaded."
         raise_listed(CheckpointError, head, problems, remedy)
+
+        # 4. Believe the rules only if they fill each array completely, and once.
         result = TensorRules({**given, **matching.rules()}, matching.matches)
-        # Rules are believed only if they fill each array completely, and once.
         leaves = {name: array.leaf for name, array in arrays.items()}
         paths = {array.path for array in everything}
         fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, paths, cast=True)
@@ -155,11 +161,12 @@ class _Fit:
     """One array of a link, the tensors that fill it, and the ways in which they may.
 
     Attributes:
-      link: the link.
-      numbers: those of the array.
-      sources: the numbers of the tensors.
-      by_order: all ways, if matrices of the file are in this order.
-      ways: those that are possible next to other arrays (`_agree_on_order`, `_agree_on_stacks`).
+      link: the tensors and arrays that belong together; this is about one of the arrays.
+      numbers: the numbers of the array.
+      sources: the numbers of the tensors that fill it: several if they are stacked in the array.
+      by_order: for each order that matrices of the file may have, all ways in which they fit; empty
+        for stacked tensors of different shapes.
+      ways: the ways that are left after `_agree_on_order` and `_agree_on_stacks`; none before.
     """
 
     link: Link
@@ -180,7 +187,7 @@ class _Fit:
 
     @property
     def tensor_shape(self) -> Shape:
-        """The shape of the first tensor."""
+        """The shape of the first tensor, which is that of all if any way fits."""
         return self.link.tensors.shapes[self.sources[0]]
 
     @property
@@ -194,6 +201,10 @@ class _Fit:
         usual = {order for order in fitting if any(x.is_usual for x in self.by_order[order])}
         return usual or fitting
 
+    def dimension_of(self, counter: str, way: Candidate) -> int:
+        """Returns which dimension of the array a stacked counter is if it is filled in this way."""
+        return way.stacked_at[self.link.stacked.index(counter)]
+
     def chosen_way(self) -> Candidate | None:
         """Returns the only way, or the only usual one of several; None if it is ambiguous."""
         usual = [way for way in self.ways if way.is_usual]
@@ -202,12 +213,17 @@ class _Fit:
 
 
 class _Matching:
-    """Matches tensors and arrays by names, then by shapes, and collects what of both failed.
+    """Matches tensors and arrays by names, then by shapes, when it is made.
+
+    Then ``rules`` has what matched, and ``problems`` what did not.
 
     Args:
       tensors: the shapes of tensors, by name.
       arrays: the shapes of arrays, by path.
       in_any_order: the paths of kernels whose dimensions may be in any order.
+
+    Attributes:
+      matches: the rows of the table of rules.
     """
 
     def __init__(
@@ -217,31 +233,40 @@ class _Matching:
         in_any_order: Collection[str],
     ):
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
-        self._in_any_order = in_any_order
-        # By the template of tensors, then by their numbers: what they fill.
+        # The template of tensors → their numbers → the rules of the arrays that each fills.
         self._rules: dict[str, dict[Numbers, list[Tensor]]] = {}
         self._ambiguous, self._misfits = list[str](), list[str]()  # lines of the error
-        self._settled: set[str] = set()  # names and paths that have a rule, or another problem
-        self._table_keys: set[tuple[str | None, ...]] = set()  # of what has a row in the table
+        # The names of tensors and the paths of arrays that are in a rule, or in one of these lines.
+        self._settled: set[str] = set()
+        # The templates of tensors and of arrays, and the dimensions, that have a row in `matches`.
+        self._keys_of_matches: set[tuple[str, str, str | None]] = set()
         self.matches: list[Match] = []
+        # Names decide what belongs together, and then shapes how.
         links = Links(self._tensors, self._arrays)
         self._links = links.links
         self._note_ambiguous_names(links)
-        self._choose_ways()
+        self._choose_ways(in_any_order)
 
     def _note_ambiguous_names(self, links: Links) -> None:
-        """Notes arrays that several groups of tensors may fill, by their names."""
-        for array in {x.arrays.template.text: x.arrays for x in links.ambiguous}.values():
-            rivals = [pair.tensors for pair in links.ambiguous if pair.arrays is array]
-            for numbers, path in array.names.items():
-                several = " or ".join(x.names.get(numbers, x.template.text) for x in rivals)
-                self._ambiguous.append(f"  {path}: {several}")
-            self._settled |= {*array.names.values()}
-            self._settled |= {name for rival in rivals for name in rival.names.values()}
+        """Adds lines for arrays that several groups of tensors may fill, by their names."""
+        # An array's group is in `ambiguous` once for each group of tensors that may fill it.
+        rivals_of: dict[str, list[Group]] = {}  # by the template of the arrays
+        arrays_of: dict[str, Group] = {}
+        for tensors, arrays in links.ambiguous:
+            arrays_of[arrays.template.text] = arrays
+            rivals_of.setdefault(arrays.template.text, []).append(tensors)
+        for template, arrays in arrays_of.items():
+            rivals = rivals_of[template]
+            for numbers, path in arrays.names.items():
+                # If tensors and arrays are not numbered alike, the template says which are meant.
+                possible = [rival.names.get(numbers, rival.template.text) for rival in rivals]
+                self._ambiguous.append(f"  {path}: {' or '.join(possible)}")
+            for group in (arrays, *rivals):
+                self._settled |= {*group.names.values()}
 
-    def _choose_ways(self) -> None:
-        """Decides by shapes how tensors fill arrays, or notes why that is not possible."""
-        fits = [fit for link in self._links for fit in self._fits(link)]
+    def _choose_ways(self, in_any_order: Collection[str]) -> None:
+        """Adds a rule for each array of a link, or a line that says why shapes allow none."""
+        fits = [fit for link in self._links for fit in _fits(link, in_any_order)]
         _agree_on_order(fits)
         _agree_on_stacks(fits)
         for fit in fits:
@@ -251,58 +276,46 @@ class _Matching:
             if way is not None:
                 self._add_rule(fit, way)
             elif fit.ways:
-                several = " or ".join(repr(way.tensor.dimensions) for way in fit.ways)
-                self._ambiguous.append(f"  {fit.path}: {source} as {several}")
+                possible = " or ".join(repr(way.tensor.dimensions) for way in fit.ways)
+                self._ambiguous.append(f"  {fit.path}: {source} as {possible}")
             else:
-                several = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""
-                line = f"  {source}, shape {fit.tensor_shape}{several}: "
+                count = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""  # if stacked
+                line = f"  {source}, shape {fit.tensor_shape}{count}: "
                 line += f"{fit.path}, shape {fit.array_shape}"
+                # Queries, say, that are in turns with keys and values in the rows of each head. If
+                # the array has no dimension for heads, shapes do not tell how many there are.
                 if fit.link.parts and fit.link.tensors.template.part == QKV_BY_HEAD:
                     line += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
                 self._misfits.append(line)
-
-    def _fits(self, link: Link) -> Iterator[_Fit]:
-        """Yields the arrays of a link that have tensors, and all ways in which these fit."""
-        for numbers, path in link.arrays.names.items():
-            sources = link.sources.get(numbers)
-            if not sources:
-                continue
-            shapes = {link.tensors.shapes[source] for source in sources}
-            by_order: dict[Order, Sequence[Candidate]] = {}
-            for order in get_args(Order):
-                if len(shapes) == 1:  # tensors of different shapes cannot be stacked
-                    [shape] = shapes
-                    by_order[order] = candidates(
-                        shape,
-                        link.arrays.shapes[numbers],
-                        order,
-                        _convention(link, in_any_order=path in self._in_any_order),
-                        stacks=link.stacks_of(numbers),
-                        fused=link.fused_part(numbers, sources[0]),
-                    )
-            yield _Fit(link, numbers, sources, by_order)
 
     def _add_rule(self, fit: _Fit, way: Candidate) -> None:
         """Adds the rule of an array, and a row of the table for the first of its template."""
         link = fit.link
         template, path = link.tensors.template.text, link.path(fit.numbers)
         tensor = way.rule(path)
+        # A fused tensor fills several arrays, so it is in several links.
         by_numbers = self._rules.setdefault(template, {})
         for numbers in fit.sources:
             by_numbers.setdefault(numbers, []).append(tensor)
         key = template, link.arrays.template.text, tensor.dimensions
-        if key in self._table_keys:
+        if key in self._keys_of_matches:
             return
-        self._table_keys.add(key)
-        notes = [way.described(), link.note]
+        self._keys_of_matches.add(key)
+        convention = ""
         if len(fit.ways) > 1:
+            # One was usual: (in, out) for a kernel. Either this transposed the matrix, or the file
+            # has the order already. An embedding, too, stays as it is.
             usual = "a kernel is (in, out)" if way.is_transposed else "it stays as it is"
-            notes.insert(1, f"by convention, as {len(fit.ways)} ways fit: {usual}")
-        note = "; ".join(filter(None, notes))
+            convention = f"by convention, as {len(fit.ways)} ways fit: {usual}"
+        note = "; ".join(filter(None, [way.described(), convention, link.note]))
         self.matches.append(Match(template, path, fit.tensor_shape, fit.array_shape, note))
 
-    def without_tensor(self, wanted: Collection[str]) -> dict[str, Shape]:
-        """Returns the shapes of the wanted arrays that have no rule, by path."""
+    def unmatched_arrays(self, wanted: Collection[str]) -> dict[str, Shape]:
+        """Returns the shapes of the arrays that no tensor may fill, by path.
+
+        Only arrays whose paths are ``wanted`` count. Those with several tensors, or with a tensor
+        of another shape, are other problems.
+        """
         return {
             path: group.shapes[numbers]
             for group in self._arrays
@@ -323,7 +336,7 @@ class _Matching:
                     spare[name] = self._spare_tensor(name, group, numbers)
                     sizes[name] = math.prod(group.shapes[numbers])
         missing: list[str] = []
-        for path, shape in self.without_tensor(wanted).items():
+        for path, shape in self.unmatched_arrays(wanted).items():
             alike = [name for name in sizes if sizes[name] == math.prod(shape)][:3]
             hint = f"; of this size: {' or '.join(alike)}" if alike else ""
             missing.append(f"  {path}, shape {shape}{hint}")
@@ -337,36 +350,68 @@ class _Matching:
     def _spare_tensor(self, name: str, group: Group, numbers: Numbers) -> str:
         """Writes the line of a tensor without an array, with the one that took the array, if any.
 
-        ``numbers`` are those of its name, which has the template of ``group``.
+        ``numbers`` are those of its name, which has the template of ``group``. A tensor has been
+        outdone by another one if that fills the array with these numbers in the same role. This is
+        only a hint: if tensors and arrays are numbered otherwise, it is missing.
         """
         for link in self._links:
             path = link.arrays.names.get(numbers)
+            # The role is the part, such as "q", the kind, such as "weight", and whether in layers.
             if path and link.arrays.template.role == group.template.role:
                 others = [link.tensors.names[source] for source in link.sources.get(numbers, ())]
                 return f"  {name}: {path} has {', '.join(others)}"
         return f"  {name}, shape {group.shapes[numbers]}"
 
     def rules(self) -> dict[str, Rule]:
-        """Returns the rules of all tensors, in the order of the file; sorts the table likewise.
+        r"""Returns the rules of all tensors, in the order of the file; sorts the table likewise.
 
-        A template has one rule, unless its tensors differ in more than their numbers.
+        If all tensors of a template have the same rule, its pattern is ``h\.(\d+)\.up``. If layers
+        differ, as in every fourth one, each has a rule of its own, such as ``h\.(3)\.up``.
         """
         rules: dict[str, Rule] = {}
         for group in self._tensors:
             template = group.template.text
+            # PyTorch stores some tensors that are no weights; their rule None ignores them.
             if group.is_buffer and template not in self._rules:
-                rules[_pattern(template)] = None  # nothing has to be filled with it
+                rules[_pattern(template)] = None
                 continue
             by_numbers = self._rules[template]
             first = next(iter(by_numbers.values()))
             is_alike = all(tensors == first for tensors in by_numbers.values())
             for numbers, tensors in by_numbers.items():
-                rule = [x.path if x.dimensions is None else x for x in tensors]
+                # A rule is a path if nothing is rearranged, and a list for several arrays.
+                entries = [x.path if x.dimensions is None else x for x in tensors]
+                # If all are alike, each writes the same entry again.
                 pattern = _pattern(template, None if is_alike else numbers)
-                rules[pattern] = rule[0] if len(rule) == 1 else rule
+                rules[pattern] = entries[0] if len(entries) == 1 else entries
         order = {group.template.text: index for index, group in enumerate(self._tensors)}
         self.matches.sort(key=lambda match: order[match.tensor])
         return rules
+
+
+def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
+    """Yields the arrays of a link that have tensors, each with all ways in which these fit.
+
+    ``in_any_order`` are the paths of kernels whose dimensions may be in any order.
+    """
+    for numbers, path in link.arrays.names.items():
+        sources = link.sources.get(numbers)
+        if not sources:
+            continue
+        by_order: dict[Order, Sequence[Candidate]] = {}
+        shapes = {link.tensors.shapes[source] for source in sources}
+        if len(shapes) == 1:  # tensors of different shapes cannot be stacked: no way fits
+            [shape] = shapes
+            for order in get_args(Order):
+                by_order[order] = candidates(
+                    shape,
+                    link.arrays.shapes[numbers],
+                    order,
+                    _convention(link, in_any_order=path in in_any_order),
+                    stacks=link.stacks_of(numbers),
+                    fused=link.fused_part(numbers, sources[0]),  # layers of a stack are alike
+                )
+        yield _Fit(link, numbers, sources, by_order)
 
 
 def _convention(link: Link, *, in_any_order: bool) -> Convention:
@@ -374,63 +419,79 @@ def _convention(link: Link, *, in_any_order: bool) -> Convention:
 
     ``in_any_order`` says that the kernel is one of those whose dimensions may be in any order.
     """
-    leaf, part = link.arrays.template.text.rpartition("/")[2], link.tensors.template.part
+    arrays, tensors = link.arrays.template, link.tensors.template
+    leaf = arrays.text.rpartition("/")[2]  # "kernel" of "blocks/{}/up/kernel"
     order: Literal["in, out", "as the tensor"] | None = None
-    if leaf == "embedding" or link.arrays.template.part in {"embed", "pos", "cls"}:
+    # Tables of tokens, of positions and of the class token have the order (number, features) in
+    # Flax and PyTorch alike.
+    if leaf == "embedding" or arrays.part in {"embed", "pos", "cls"}:
         order = "as the tensor"
     elif leaf == "kernel" and not in_any_order:
         order = "in, out"
-    if part in {"q", "k", "v", "kv", "qkv", QKV_BY_HEAD}:
-        return Convention(order, heads="out")  # these projections return heads
-    return Convention(order, heads="in" if part == "o" else None)  # this one takes them
+    heads: Literal["in", "out"] | None = None
+    if tensors.part in {"q", "k", "v", "kv", "qkv", QKV_BY_HEAD}:
+        heads = "out"  # these projections return heads
+    elif tensors.part == "o":
+        heads = "in"  # the output projection of attention takes them
+    return Convention(order, heads)
 
 
 def _agree_on_order(fits: Sequence[_Fit]) -> None:
-    """Sets the ways of arrays to those for the order of matrices that other arrays show.
+    """Sets the ways of each array to those for the order of matrices that the file has.
 
-    Square matrices do not show it, and those outside of layers say nothing of layers.
+    Matrices that are not square show the order. Those outside of layers say nothing of layers, and
+    those of another rank nothing either.
     """
     # Whether tensors are in layers, and their rank → the orders that these show.
     shown: dict[tuple[bool, int], set[Order]] = {}
-    unclear: list[tuple[_Fit, set[Order]]] = []  # each with the orders that others like it show
+    unclear: list[tuple[_Fit, set[Order]]] = []  # each with the set of those like it in `shown`
     for fit in fits:
         key = fit.link.tensors.template.in_layer, len(fit.tensor_shape)
-        shown_by_others = shown.setdefault(key, set())
+        shown_alike = shown.setdefault(key, set())
         own = fit.orders()
         if len(own) == 1:
-            shown_by_others |= own
-            fit.ways = [way for order in own for way in fit.by_order[order]]
+            shown_alike |= own  # also in the pairs of `unclear`, which hold the same set
+            [order] = own
+            fit.ways = fit.by_order[order]
         else:
-            unclear.append((fit, shown_by_others))  # the set will have those of later ones, too
-    for fit, shown_by_others in unclear:
-        word = fit.link.tensors.template.words[-1]
-        # Without others, layers of GPT-2 and of its heirs may have either.
-        default: set[Order] = {"out in", "in out"} if word.startswith("c_") else {"out in"}
-        orders = [order for order in get_args(Order) if order in (shown_by_others or default)]
-        ways = {way.operation: way for order in orders for way in fit.by_order[order]}
-        usual = {way.operation for order in orders for way in fit.by_order[order] if way.is_usual}
-        fit.ways = [way._replace(is_usual=name in usual) for name, way in ways.items()]
+            unclear.append((fit, shown_alike))
+    for fit, shown_alike in unclear:
+        orders = shown_alike
+        if not orders:
+            # PyTorch has (out, in), but GPT-2 has (in, out) under names such as c_attn. Models that
+            # copied these names may have either.
+            word = fit.link.tensors.template.words[-1]
+            orders = {"out in", "in out"} if word.startswith("c_") else {"out in"}
+        # Two orders may offer the same way. Then it is usual if it is so in one of them.
+        ways: dict[str, Candidate] = {}  # by operation
+        usual: set[str] = set()
+        for order in get_args(Order):  # a set has no order, but messages list the ways in one
+            for way in fit.by_order.get(order, ()) if order in orders else ():
+                ways[way.operation] = way
+                if way.is_usual:
+                    usual.add(way.operation)
+        fit.ways = [way._replace(is_usual=key in usual) for key, way in ways.items()]
 
 
 def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
-    """Removes ways in which an array has its layers in another dimension than all others."""
+    """Removes ways in which an array has its layers in another dimension than all others.
+
+    If no dimension is possible for all arrays, every way stays.
+    """
+    # What arrays have as a dimension and tensors count in their names, such as "layer".
     for counter in dict.fromkeys(counter for fit in fits for counter in fit.link.stacked):
-        # Index of the fit → the dimension of the stack in each of its ways.
-        dimensions_of = {
-            index: [way.stacked_at[fit.link.stacked.index(counter)] for way in fit.ways]
-            for index, fit in enumerate(fits)
-            if counter in fit.link.stacked and fit.ways
-        }
-        common = set.intersection(*map(set, dimensions_of.values())) if dimensions_of else set()
-        for index, dimensions in dimensions_of.items() if common else ():
-            pairs = zip(fits[index].ways, dimensions, strict=True)
-            fits[index].ways = [way for way, dimension in pairs if dimension in common]
+        stacked_fits = [fit for fit in fits if counter in fit.link.stacked and fit.ways]
+        possible = [{fit.dimension_of(counter, way) for way in fit.ways} for fit in stacked_fits]
+        common = set.intersection(*possible) if possible else set()
+        if common:
+            for fit in stacked_fits:
+                fit.ways = [way for way in fit.ways if fit.dimension_of(counter, way) in common]
 
 
 def _pattern(template: str, numbers: Numbers | None = None) -> str:
     r"""Returns the regular expression for the names of a template, with a group for each number.
 
-    Without ``numbers``, the groups match any. ``h.{}.up`` becomes ``h\.(\d+)\.up``.
+    The template ``h.{}.up`` becomes ``h\.(\d+)\.up``, or with the numbers ``(3,)``, ``h\.(3)\.up``.
     """
     first, *rest = map(re.escape, template.split("{}"))
     groups = [r"(\d+)"] * len(rest) if numbers is None else [f"({number})" for number in numbers]

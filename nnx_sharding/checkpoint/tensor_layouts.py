@@ -33,13 +33,13 @@ def names_in(dimensions: Dimensions) -> list[str]:
 
 
 class Axis(NamedTuple):
-    """One axis: its size in the tensor and in the array, and the part that both have."""
+    """One axis, and the part of it that both the tensor and the array have."""
 
-    tensor_size: int
-    tensor_start: int
-    array_size: int
-    array_start: int
-    length: int
+    tensor_size: int  # 0 if the tensor lacks the axis: it is at one index of the array's
+    tensor_start: int  # where the common part begins
+    array_size: int  # 0 if the array lacks the axis
+    array_start: int  # where the common part begins
+    length: int  # of the common part
 
 
 @dataclasses.dataclass
@@ -75,16 +75,18 @@ class Placement:
     def arranged(self, tensor: Any) -> Any:
         """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis.
 
-        These are in the order of the array, and last those of which it has one index.
+        The axes are in the order of the array. Axes that the array lacks follow, each of length 1,
+        so that ``reshape`` to the shape of the region drops them.
         """
         left, right = names_in(self.left), names_in(self.right)
         shared = [name for name in right if name in left]
-        indexed = [name for name in left if name not in right]  # of length 1
+        indexed = [name for name in left if name not in right]
         axes = [self.axes[name] for name in left]
         parts = [slice(axis.tensor_start, axis.tensor_start + axis.length) for axis in axes]
-        x = tensor.reshape([axis.tensor_size for axis in axes])  # left axes, whole
-        x = x[tuple(parts)]  # left axes, of their lengths
-        return x.transpose([left.index(name) for name in (*shared, *indexed)])
+        # The shapes are those of "(h d) e -> e h d" that takes 32 of 48 heads.
+        x = tensor.reshape([axis.tensor_size for axis in axes])  # (48, d, e)
+        x = x[tuple(parts)]  # (32, d, e)
+        return x.transpose([left.index(name) for name in (*shared, *indexed)])  # (e, 32, d)
 
     @functools.cached_property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -95,11 +97,16 @@ class Placement:
 
     @functools.cached_property
     def region(self) -> list[tuple[int, int]]:
-        """The region of the array that the tensor fills: of each dimension, its outer axis."""
+        """Where the part that the tensor fills begins and ends in each dimension of the array.
+
+        Only the outermost axis of a dimension can be filled in part, as ``Tensor`` refuses others.
+        In an ``inverse``, inner axes can, too: then the region is around what is filled.
+        """
         region = []
-        for outer, *rest in self.right:
-            axis, inner = self.axes[outer], math.prod(self.axes[name].array_size for name in rest)
-            region.append((axis.array_start * inner, (axis.array_start + axis.length) * inner))
+        for outer, *inner in self.right:
+            axis = self.axes[outer]
+            stride = math.prod(self.axes[name].array_size for name in inner)
+            region.append((axis.array_start * stride, (axis.array_start + axis.length) * stride))
         return region
 
     def overlaps(self, other: Placement) -> bool:
@@ -110,8 +117,9 @@ class Placement:
     def pieces(self, wanted: Region) -> Iterator[Piece]:
         """Splits what a region of the array shares with the tensor into boxes of the tensor.
 
-        There are several where the region is no range of each axis: of the axes 3 and 4 in one
-        dimension, the elements 2 to 11 are three boxes (`_split`).
+        A box is a range of each axis of the tensor. If rows of the array consist of the axes h and
+        d, of sizes 3 and 4, the rows 2:11 need three boxes: ``h=0:1, d=2:4``, then
+        ``h=1:2, d=0:4``, and ``h=2:3, d=0:3``.
         """
         if self.is_identity:  # as for most tensors: the region is the box
             shape = [end - start for start, end in wanted]
@@ -119,54 +127,63 @@ class Placement:
                 place = tuple(slice(0, size) for size in shape)
                 yield Piece(place, Box(self.tensor_shape, wanted), shape, range(len(shape)))
             return
-        splits: list[list[_Range]] = []  # for each dimension of the array
+        # 1. Split what is shared in each dimension of the array into ranges of its axes.
+        splits: list[list[_Range]] = []
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
+            # The tensor fills first:last of the dimension, and start:end of it is wanted.
             lengths = [self.axes[name].length for name in names]
-            # Counted from where the tensor begins in the dimension, then from the wanted region.
-            split = _split(max(first, start) - first, min(last, end) - first, lengths)
-            splits.append([part.shifted(first - start) for part in split])
+            ranges = _split(max(first, start) - first, min(last, end) - first, lengths)
+            # `_split` counts from where the tensor begins, and pieces from where the region does.
+            splits.append([x.shifted(first - start) for x in ranges])
+        # 2. Each combination of such ranges, one for each dimension, is a box.
         left, right = names_in(self.left), names_in(self.right)
         shared = [name for name in left if name in right]
         order = [shared.index(name) for name in right if name in shared]
         sizes = tuple(self.axes[name].tensor_size for name in left)
-        for parts in itertools.product(*splits):  # a part of each dimension
-            ranges = itertools.chain(*(part.by_axis for part in parts))
-            by_name = dict(zip(right, ranges, strict=True))
+        for combination in itertools.product(*splits):
+            by_axis = itertools.chain(*(x.by_axis for x in combination))
+            range_of = dict(zip(right, by_axis, strict=True))
             box = []
             for name in left:
-                first, last = by_name.get(name, (0, 1))  # an axis of the tensor alone is an index
+                # Of an axis that the array lacks, it has the one index `tensor_start`.
+                first, last = range_of.get(name, (0, 1))
                 offset = self.axes[name].tensor_start
                 box.append((offset + first, offset + last))
-            place = tuple(slice(part.start, part.stop) for part in parts)
-            lengths = [by_name[name][1] - by_name[name][0] for name in shared]
+            place = tuple(slice(x.start, x.stop) for x in combination)
+            lengths = [range_of[name][1] - range_of[name][0] for name in shared]
             yield Piece(place, Box(sizes, box), lengths, order)
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where its elements are in a region of an array."""
+    """A box of a tensor, and where its elements are in a region of an array.
 
-    place: tuple[slice, ...]  # in the region
+    Axes are those that tensor and array share: in ``"(h d) e -> e h d"``, the tensor has them in
+    the order h, d, e, and the array in the order e, h, d.
+    """
+
+    place: tuple[slice, ...]  # in each dimension of the region
     box: Box
-    lengths: Sequence[int]  # of the axes that tensor and array have, in the order of the tensor
-    order: Sequence[int]  # of these axes in the array
+    lengths: Sequence[int]  # of the axes, in the order of the tensor
+    order: Sequence[int]  # the axes in the order of the array, by index in the tensor's: [2, 0, 1]
 
     def view(self, region: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Returns the values of a region of the array at this place, in the order of the tensor.
 
         It is a view, of shape ``lengths``: splitting and transposing dimensions copies nothing.
         """
-        lengths = [self.lengths[axis] for axis in self.order]  # in the order of the array
+        array_lengths = [self.lengths[axis] for axis in self.order]
         place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
-        view: np.ndarray[Any, Any] = region[place].reshape(lengths)
-        return view.transpose([self.order.index(axis) for axis in range(len(lengths))])
+        # For "(h d) e -> e h d":
+        view: np.ndarray[Any, Any] = region[place].reshape(array_lengths)  # (e, h, d)
+        return view.transpose([self.order.index(axis) for axis in range(len(self.order))])
 
 
 class _Range(NamedTuple):
-    """A range of a dimension that is a range of each of its axes."""
+    """A range ``start:stop`` of a dimension that is also a range of each of its axes."""
 
     start: int
     stop: int
-    by_axis: Region
+    by_axis: Region  # (first, last) of each axis
 
     def shifted(self, distance: int) -> _Range:
         """Returns it where ``distance`` more elements are before it in the dimension."""
@@ -176,28 +193,31 @@ class _Range(NamedTuple):
 def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
     """Splits a range of a dimension into parts that are a range of each of its axes.
 
-    With axes of the ``lengths`` 3 and 4, the elements 2 to 11 are three parts: those of the first
-    index from 2 on, all of the second one, and those of the last one below 3.
+    With axes of the ``lengths`` 3 and 4, the elements 2:11 become three parts:
+
+        _Range(2, 4, [(0, 1), (2, 4)])      the end of index 0 of the first axis
+        _Range(4, 8, [(1, 2), (0, 4)])      whole indices; several of them are one part
+        _Range(8, 11, [(2, 3), (0, 3)])     the beginning of index 2
     """
     if first >= last:
         return []
     if len(lengths) == 1:
         return [_Range(first, last, [(first, last)])]
     _, *rest = lengths
-    inner = math.prod(rest)  # the elements of one index of the first axis
+    stride = math.prod(rest)  # the number of elements at one index of the first axis
     parts: list[_Range] = []
     while first < last:
-        index = first // inner
-        if first % inner == 0 and last - first >= inner:  # whole indices
-            end_index = last // inner
-            end = end_index * inner
+        index = first // stride
+        if first % stride == 0 and last - first >= stride:  # whole indices
+            end_index = last // stride
+            end = end_index * stride
             parts.append(_Range(first, end, [(index, end_index), *((0, n) for n in rest)]))
-        else:  # a part of one index
-            begin = index * inner
-            end = min(last, begin + inner)
-            for part in _split(first - begin, end - begin, rest):
-                within_index = part._replace(by_axis=[(index, index + 1), *part.by_axis])
-                parts.append(within_index.shifted(begin))
+        else:  # a part of one index, which the other axes split further
+            begin = index * stride
+            end = min(last, begin + stride)
+            for part in _split(first - begin, end - begin, rest):  # counted from `begin`
+                with_index = part._replace(by_axis=[(index, index + 1), *part.by_axis])
+                parts.append(with_index.shifted(begin))
         first = end
     return parts
 
@@ -205,16 +225,21 @@ def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
 def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
     """Returns the shape of an array, and the region that each placement fills.
 
-    Both are by axes if all placements split the array alike, since tensors that share a dimension
-    by an inner axis fill no range of it; otherwise they are by dimensions.
+    If all placements divide the dimensions into axes of the same sizes, each axis counts as a
+    dimension here. Two tensors that have 4 heads each, in turns, fill ``[(0, 4), (0, 1)]`` and
+    ``[(0, 4), (1, 2)]`` of the shape ``[4, 2]``. They fill no ranges of a dimension of 8.
+
+    Otherwise, shape and regions are those of the array itself.
     """
 
-    def sizes_of(placement: Placement) -> list[list[int]]:  # of the axes of each dimension
+    def sizes_of(placement: Placement) -> list[list[int]]:
+        """Returns the sizes of the axes of each dimension."""
         return [[placement.axes[x].array_size for x in names] for names in placement.right]
 
     sizes = sizes_of(placements[0])
     if any(sizes_of(placement) != sizes for placement in placements):
         return [*map(math.prod, sizes)], [placement.region for placement in placements]
+    # By axes: the names may differ, but the order is that of the dimensions for all placements.
     regions = []
     for placement in placements:
         axes = [placement.axes[name] for name in names_in(placement.right)]
@@ -227,26 +252,29 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
 
     Args:
       placements: what fills the array.
-      noun: what these are, such as "tensor".
+      noun: what fills it, for the message, such as "tensor".
       once: whether it is a fault if several fill the same part.
 
     Returns:
-      Ends of lines, such as ``: no tensor for [0:8, 4:8]``; an empty one without placements.
+      Texts that the caller puts after the array's path and shape in a line of an error: at most
+      ``": no tensor for [0:8, 4:8]"`` and ``": several tensors for [0:8, 0:2]"``. Without
+      placements, it is one empty text, so that the line still appears.
     """
     if not placements:
         return [""]
-    shape, regions = boxes(placements)
+    shape, regions = boxes(placements)  # each region has (first, last) for each dimension
     if len(regions) == 1 and list(regions[0]) == [(0, size) for size in shape]:  # as most are
         return []
-    # The edges of all regions divide the array into cells, each of which has one count.
-    edges = [  # of each dimension
-        sorted({0, size, *(edge for region in regions for edge in region[axis])})
-        for axis, size in enumerate(shape)
-    ]
-    count = np.zeros([len(along) - 1 for along in edges], np.int32)
+    # The edges of all regions divide the array into cells. A cell is filled as a whole, or not.
+    edges: list[list[int]] = []  # for each dimension, where regions begin or end
+    for dimension, size in enumerate(shape):
+        inner_edges = itertools.chain(*(region[dimension] for region in regions))
+        edges.append(sorted({0, size, *inner_edges}))
+    count = np.zeros([len(positions) - 1 for positions in edges], np.int32)  # a number per cell
     for region in regions:
-        pairs = zip(edges, region, strict=True)
-        cells = [slice(along.index(first), along.index(last)) for along, (first, last) in pairs]
+        cells = []
+        for positions, (first, last) in zip(edges, region, strict=True):
+            cells.append(slice(positions.index(first), positions.index(last)))
         count[tuple(cells)] += 1
     if (count == 1).all():
         return []
@@ -254,8 +282,8 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     if once:
         faults[f"several {noun}s"] = count > 1
     texts = []
-    for what, cells_at_fault in faults.items():
-        for index in np.argwhere(cells_at_fault)[:1]:  # one place is enough for a message
-            bounds = (f"{along[i]}:{along[i + 1]}" for along, i in zip(edges, index, strict=True))
-            texts.append(f": {what} for [{', '.join(bounds)}]")
+    for fault, is_at_fault in faults.items():
+        for cell in np.argwhere(is_at_fault)[:1]:  # one place is enough for a message
+            bounds = (f"{x[i]}:{x[i + 1]}" for x, i in zip(edges, cell, strict=True))
+            texts.append(f": {fault} for [{', '.join(bounds)}]")
     return texts

@@ -7,11 +7,13 @@ arrays that these fill:
     tensors   h.{}.mlp.w1.weight    names by numbers: (0,), (1,), …
     arrays    blocks/{}/up/kernel   names by numbers: (0,), (1,), …
 
-Numbers have *counters*: here both sides count layers, so equal numbers belong together. If only the
-tensors count something, an array has all of them *stacked* in a dimension, and the reverse.
+Each number has a *counter*, the word for what it counts: here both sides count layers, so equal
+numbers belong together. If only the tensors count something, an array has all of them *stacked* in
+a dimension, and the reverse.
 
-One side may have *fused* what is apart on the other, such as queries, keys and values. Then each
-*part* has a link of its own with the fused group.
+A template has a *part*, which both sides share whatever they call it: ``q``, ``up``, ``embed``,
+``head``. One side may have *fused* parts that are apart on the other: ``qkv`` instead of ``q``,
+``k`` and ``v``. Then each of these has a link of its own with the fused group.
 """
 
 from __future__ import annotations
@@ -59,12 +61,16 @@ def grouped(shapes: Mapping[str, Shape]) -> list[Group]:
     """Groups names, which come with their shapes, by their templates."""
     groups: dict[str, Group] = {}
     for name, shape in shapes.items():
-        template, numbers = read_name(name)
+        template, numbers = read_name(name)  # "h.3.up" → the template "h.{}.up" and (3,)
         group = groups.setdefault(template.text, Group(template, {}, {}))
         group.names[numbers], group.shapes[numbers] = name, tuple(shape)
-    # What some names mean depends on which others there are.
+    # Some parts are only known once all names are: `mlp.gate` is a router next to experts that have
+    # gates, and a gate otherwise. The texts of templates stay the same.
     templates = settled([group.template for group in groups.values()])
-    return [g._replace(template=t) for g, t in zip(groups.values(), templates, strict=True)]
+    return [
+        group._replace(template=template)
+        for group, template in zip(groups.values(), templates, strict=True)
+    ]
 
 
 @dataclasses.dataclass
@@ -74,9 +80,11 @@ class Link:
     Attributes:
       tensors: the tensors.
       arrays: the arrays.
-      parts: the groups that are fused in the other side's one, in order; empty if none are.
-      part: the index in these of the group that is linked.
-      is_tensor_fused: whether the tensors have the parts; otherwise the arrays have.
+      parts: the groups that are fused in the other side's one, in order, such as those of queries,
+        keys and values; empty if none are. One of them is ``arrays`` if the tensors are fused, or
+        ``tensors`` if the arrays are.
+      part: the index of this one in ``parts``.
+      is_tensor_fused: whether each tensor has all parts; otherwise each array has.
       note: what the table of matches says of it.
     """
 
@@ -89,7 +97,7 @@ class Link:
 
     @property
     def stacked(self) -> list[str]:
-        """The counters of tensors that are dimensions of arrays."""
+        """The counters that only tensors have in their names: they are dimensions of arrays."""
         of_arrays = self.arrays.template.counters
         return [counter for counter in self.tensors.template.counters if counter not in of_arrays]
 
@@ -113,55 +121,66 @@ class Link:
         return sources
 
     def path(self, numbers: Numbers) -> str:
-        """Returns the path of an array in a rule: {0} is the first number in a tensor's name.
+        """Returns the path that a rule has for an array, whose numbers are given.
 
-        ``blocks/{0}/up/kernel``, or ``blocks/3/up/kernel`` if tensors do not count blocks.
+        It is ``blocks/{0}/up/kernel`` if tensors count blocks, too: {0} is the first number in the
+        name of a tensor. If they do not, it is ``blocks/3/up/kernel``, with the array's number.
         """
-        of_tensors = self.tensors.template.counters
-        texts = iter(
-            f"{{{of_tensors.index(counter)}}}" if counter in of_tensors else str(number)
-            for counter, number in zip(self.arrays.template.counters, numbers, strict=True)
-        )
-        return re.sub("{}", lambda _: next(texts), self.arrays.template.text)
+        tensor_counters = self.tensors.template.counters
+        texts = []  # for each {} in the template of the arrays
+        for counter, number in zip(self.arrays.template.counters, numbers, strict=True):
+            if counter in tensor_counters:
+                texts.append(f"{{{tensor_counters.index(counter)}}}")
+            else:
+                texts.append(str(number))
+        holes = iter(texts)
+        return re.sub("{}", lambda _: next(holes), self.arrays.template.text)
 
     def stacks_of(self, numbers: Numbers) -> tuple[Stacked, ...]:
-        """Returns what is a dimension of an array with these numbers, or of its tensor, only."""
-        of_tensors, of_arrays = self.tensors.template.counters, self.arrays.template.counters
-        columns = [*zip(*self.sources[numbers], strict=True)]  # by counter, a number per tensor
-        in_array = [
-            Stacked(f"{{{i}}}", size=len({*columns[i]}), tensor_index=None)
-            for i, counter in enumerate(of_tensors)
-            if counter in self.stacked
-        ]
-        in_tensor = [
-            Stacked(f"{counter}s", size=self._counts[i], tensor_index=numbers[i])
-            for i, counter in enumerate(of_arrays)
-            if counter not in of_tensors
-        ]
-        return (*in_array, *in_tensor)
+        """Returns the dimensions that only one side has, as the other side counts by names.
+
+        ``numbers`` are those of the array. If tensors ``h.0.up`` and ``h.1.up`` fill ``blocks/up``,
+        the array has the dimension ``{0}`` of size 2. If the tensor ``up`` fills ``blocks/0/up``
+        and ``blocks/1/up``, the tensor has the dimension ``layers`` of size 2.
+        """
+        tensor_counters = self.tensors.template.counters
+        array_counters = self.arrays.template.counters
+        stacks = []
+        # For each counter of tensors, the numbers of the tensors that fill the array.
+        columns = [*zip(*self.sources[numbers], strict=True)]
+        for i, counter in enumerate(tensor_counters):
+            if counter not in array_counters:
+                stacks.append(Stacked(f"{{{i}}}", size=len({*columns[i]}), tensor_index=None))
+        for i, counter in enumerate(array_counters):
+            if counter not in tensor_counters:
+                size = self._array_counts[i]
+                stacks.append(Stacked(f"{counter}s", size=size, tensor_index=numbers[i]))
+        return tuple(stacks)
 
     @functools.cached_property
-    def _counts(self) -> list[int]:
-        """How many different numbers arrays have of each counter."""
+    def _array_counts(self) -> list[int]:
+        """How many different numbers arrays have of each counter in their names."""
         return [len({*numbers}) for numbers in zip(*self.arrays.names, strict=True)]
 
     def fused_part(self, numbers: Numbers, source: Numbers) -> FusedPart | None:
-        """Returns which part of the fused side an array and its first tensor are; None if none is.
+        """Returns which part of the fused side is linked here, or None if no side is fused.
 
-        ``numbers`` are those of the array, ``source`` those of the tensor.
+        ``numbers`` are those of an array, and ``source`` those of a tensor that fills it.
         """
         if not self.parts:
             return None
+        # The parts are groups of arrays if tensors are fused, otherwise groups of tensors. The
+        # other parts of the same layer have the same numbers as the one that is linked.
         key = numbers if self.is_tensor_fused else source
-        # If one of the parts is missing, none fits: nothing has the shape (0,).
+        # If one of them is missing there, no way may fit: nothing has the shape (0,).
         shapes = tuple(group.shapes.get(key, (0,)) for group in self.parts)
-        names = self.tensors.template.part, self.arrays.template.part
+        fused_names = self.tensors.template.part, self.arrays.template.part
         return FusedPart(
             number=self.part,
             shapes=shapes,
             is_tensor_fused=self.is_tensor_fused,
-            by_head=QKV_BY_HEAD in names,
-            may_alternate=GATE_UP_OF_EITHER_ORDER in names,
+            by_head=QKV_BY_HEAD in fused_names,
+            may_alternate=GATE_UP_OF_EITHER_ORDER in fused_names,
         )
 
 
@@ -170,10 +189,6 @@ class _GroupPair(NamedTuple):
 
     tensors: Group
     arrays: Group
-
-    def fused(self, *, is_tensor_fused: bool) -> Group:
-        """Returns the side that has several parts."""
-        return self.tensors if is_tensor_fused else self.arrays
 
 
 class Links:
@@ -185,22 +200,25 @@ class Links:
 
     Attributes:
       links: tensors with the arrays that they fill.
-      ambiguous: pairs of which each array has several, so that none is a link.
+      ambiguous: pairs that are no links, because several groups of tensors may fill the arrays.
     """
 
     def __init__(self, tensors: Sequence[Group], arrays: Sequence[Group]):
         self._tensors, self._arrays = tensors, arrays
         self.links: list[Link] = []
         self.ambiguous: list[_GroupPair] = []
+        # 1. Equal parts of a model, such as "q" and "q".
         for part in dict.fromkeys(group.template.part for group in arrays):
             clear, ambiguous = self._pairs(part, part)
             self.links += [Link(pair.tensors, pair.arrays) for pair in clear]
             self.ambiguous += ambiguous
-        for fused, members in FUSED.items():  # such as "qkv" and ("q", "k", "v")
+        # 2. Of what has no link yet, fused parts: "qkv" and ("q", "k", "v"), on either side.
+        for fused, members in FUSED.items():
             self._link_fused(fused, members, is_tensor_fused=False)
             self._link_fused(fused, members, is_tensor_fused=True)
+        # 3. Without a head in the file, the embedding is the head, too, although it has a link.
         if not any(group.template.part == "head" for group in tensors):
-            clear, _ = self._pairs("embed", "head", again=True)
+            clear, _ = self._pairs("embed", "head", may_have_link=True)
             note = "tied: the file has no head, so it is the embedding"
             self.links += [Link(pair.tensors, pair.arrays, note=note) for pair in clear]
 
@@ -214,35 +232,37 @@ class Links:
           members: the parts of the several, such as ``("q", "k", "v")``.
           is_tensor_fused: whether the tensors have the fused part.
         """
-        pairs: list[_GroupPair] = []
+        # The template of the fused group → its pairs, in the order of `members`. As clear pairs
+        # share no group, these are one for each member at most.
+        pairs_of: dict[str, list[_GroupPair]] = {}
         for member in members:
             tensor_part, array_part = (fused, member) if is_tensor_fused else (member, fused)
-            pairs += self._pairs(tensor_part, array_part).clear
-        by_fused: dict[str, list[_GroupPair]] = {}  # by the template of the fused group
-        for group_pair in pairs:
-            template = group_pair.fused(is_tensor_fused=is_tensor_fused).template
-            by_fused.setdefault(template.text, []).append(group_pair)
-        for _, own in sorted(by_fused.items()):
-            if len(own) == len(members):
-                parts = [pair.arrays if is_tensor_fused else pair.tensors for pair in own]
-                self.links += [
-                    Link(pair.tensors, pair.arrays, parts, index, is_tensor_fused)
-                    for index, pair in enumerate(own)
-                ]
+            for clear_pair in self._pairs(tensor_part, array_part).clear:
+                group = clear_pair.tensors if is_tensor_fused else clear_pair.arrays
+                pairs_of.setdefault(group.template.text, []).append(clear_pair)
+        for _, pairs in sorted(pairs_of.items()):
+            if len(pairs) != len(members):
+                continue
+            parts = [pair.arrays if is_tensor_fused else pair.tensors for pair in pairs]
+            for index, (tensors, arrays) in enumerate(pairs):
+                self.links.append(Link(tensors, arrays, parts, index, is_tensor_fused))
 
-    def _pairs(self, tensor_part: str, array_part: str, *, again: bool = False) -> _Pairs:
+    def _pairs(self, tensor_part: str, array_part: str, *, may_have_link: bool = False) -> _Pairs:
         """Pairs tensors and arrays that have no link, by the parts of a model that they are.
+
+        Both must also have the same *place*: in layers or not, and weight or bias.
 
         Args:
           tensor_part: the part that tensors are, such as ``q``.
           array_part: the part that arrays are.
-          again: whether tensors may have a link.
+          may_have_link: whether the tensors may have a link already, as an embedding that is also
+            the head.
         """
         linked = {id(x) for link in self.links for x in (link.tensors, link.arrays)}
         tensors = [
             group
             for group in self._tensors
-            if group.template.part == tensor_part and (again or id(group) not in linked)
+            if group.template.part == tensor_part and (may_have_link or id(group) not in linked)
         ]
         arrays = [
             group
@@ -253,6 +273,7 @@ class Links:
         for place in dict.fromkeys(group.template.place for group in arrays):
             left = {group.template: group for group in tensors if group.template.place == place}
             right = {group.template: group for group in arrays if group.template.place == place}
+            # Of several that could be pairs, equal words decide, then equal surroundings.
             clear, possible = pair([*left], [*right])
             pairs.clear.extend(_GroupPair(left[x], right[y]) for x, y in clear)
             pairs.ambiguous.extend(_GroupPair(left[x], right[y]) for x, y in possible)
@@ -260,7 +281,10 @@ class Links:
 
 
 class _Pairs(NamedTuple):
-    """Tensors and arrays that mean the same by their names."""
+    """Tensors and arrays that mean the same by their names.
+
+    No group is in several pairs that are clear. A group may be in several that are ambiguous.
+    """
 
     clear: list[_GroupPair]
-    ambiguous: list[_GroupPair]  # those that are possible among others
+    ambiguous: list[_GroupPair]

@@ -6,6 +6,9 @@ tensors; saving, or in a ``transfer`` with ``reverse``, tensors are filled by ar
 
 First the rules give pairs of a tensor and an array, each with a *placement*: which part of the
 tensor is which part of the array. Then the pairs are sorted by goal, and what is missing is listed.
+
+``rules.targets(name)`` are the arrays that a tensor belongs to. It is empty if the rule says to
+ignore the tensor (None), and None if no rule matches the name.
 """
 
 from __future__ import annotations
@@ -49,28 +52,30 @@ def fill_by_rules(
     Raises:
       CheckpointError: something does not fit; it lists all of that.
     """
-    sources, goals = (arrays, tensors) if reverse else (tensors, arrays)
     source_noun, goal_noun = nouns
-    pairs = []
+    # 1. What the rules name together.
+    pairs: list[_Pair] = []
     for name, tensor in tensors.items():
         for target in rules.targets(name) or ():
             if target.path in arrays:
                 source, goal = (target.path, name) if reverse else (name, target.path)
                 placement, problem = _place(name, tensor, target, arrays[target.path])
                 pairs.append(_Pair(source, goal, placement, problem))
-    # In reverse, a tensor with the rule None needs nothing that fills it.
+    sources: Mapping[str, AnyArray] = arrays if reverse else tensors
+    goals: Mapping[str, AnyArray] = tensors if reverse else arrays
+    # 2. What fills each goal. In reverse, a tensor that the rules ignore needs nothing.
     filled: Filled = {name: [] for name in goals if not (reverse and rules.targets(name) == [])}
     for source, goal, placement, _ in pairs:
         if placement is not None:
             filled[goal].append((placement.inverse(source) if reverse else placement, source))
-    # What has a problem with its shape is not listed as incomplete, too.
+    # 3. What is wrong, by the kind of the problem. If the only tensor of an array has another
+    # shape, the array is not listed as incomplete as well.
     misfits = {x.goal for x in pairs if x.problem and (reverse or not filled[x.goal])}
-    incomplete = [
-        f"  {name}, shape {goals[name].shape}{gap}"
-        for name, parts in filled.items()
-        if name not in misfits
-        for gap in gaps([placement for placement, _ in parts], source_noun)
-    ]
+    incomplete = []
+    for name, parts in filled.items():
+        if name not in misfits:
+            for gap in gaps([placement for placement, _ in parts], source_noun):
+                incomplete.append(f"  {name}, shape {goals[name].shape}{gap}")
     dtypes = [
         f"  {source}: {sources[source].dtype}, {goal}: {goals[goal].dtype}"
         for source, goal, _, problem in pairs
@@ -125,7 +130,9 @@ def _unknown_names(
     ``arrays`` are the paths of all arrays. In ``reverse``, arrays fill tensors.
     """
     tensors = [*tensors]
-    near = suggestions(len(tensors))  # near(name, names): a hint at the name that was meant
+    # `near(path, paths)` is a hint at the path that was meant, or empty text if there are so many
+    # tensors that it would take too long to compare all.
+    near = suggestions(len(tensors))
     for name in tensors:
         targets = rules.targets(name)
         if targets is None and not reverse:  # in reverse, a tensor that nothing fills is missing
@@ -138,12 +145,18 @@ def _unknown_names(
 def _unused_parts(
     pairs: Sequence[_Pair], arrays: Mapping[str, AnyArray], noun: str
 ) -> Iterator[str]:
-    """Yields lines about the arrays, by path, of which a part is in no tensor.
+    """Yields lines about arrays that fill tensors, if a part of an array is in none of these.
 
-    ``noun`` is the word for what the array should be in.
+    Args:
+      pairs: the arrays, as sources, with the tensors that the rules name.
+      arrays: all arrays that should be in tensors, by path.
+      noun: what the message calls a tensor.
     """
     misfits = {pair.source for pair in pairs if pair.placement is None}  # listed already
-    for path in (path for path in arrays if path not in misfits):
+    for path, array in arrays.items():
+        if path in misfits:
+            continue
         placed = [x.placement for x in pairs if x.source == path and x.placement is not None]
+        # Several tensors may have the same part. A gap is ": no tensor for [0:8, 4:8]".
         for gap in gaps(placed, noun, once=False):
-            yield f"  {path}, shape {arrays[path].shape}{gap}"
+            yield f"  {path}, shape {array.shape}{gap}"

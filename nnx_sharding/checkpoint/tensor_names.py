@@ -7,8 +7,11 @@ A name is read from its end: its *kind* (weight, bias), its *part* (``q``, by a 
 otherwise the last word), its numbers (which layer, which expert), and the words around it. Names
 that differ only in their numbers are one *template*, ``model.layers.{}.self_attn.q_proj.weight``.
 
-``pair`` finds which templates of two sides mean the same: equal parts and kinds. If several do,
-equal words decide, then equal surroundings. Where this does not decide, nothing is paired.
+``pair`` finds which templates of two sides mean the same: equal parts and kinds, in layers or not,
+which together are the *role*. If several have the same role, equal words decide, then the words
+around the part (`Template.context`). Where this does not decide, nothing is paired.
+
+*Towers* are the halves of a model that have parts of the same names, such as encoder and decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 # The words of one concept, one way of writing them each, before the tables below are used.
@@ -134,31 +138,44 @@ def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
 
 @functools.lru_cache(4096)  # a model has few templates, but each for all layers and experts
 def _template(text: str) -> Template:
-    """Reads what a name with {} for each number means."""
+    """Reads what a name with {} for each number means.
+
+    ``model.layers.{}.LayerNorm.weight`` has the words ``("layers", "norm")``, the counter
+    ``layer``, the part ``norm`` and the kind ``weight``.
+    """
     words, counters = list[str](), list[str]()
+    # At dots and slashes, and between a word and its number: `layers_{}` is `layers` and `{}`.
     for segment in re.split(r"[./]|_(?={})", text):
         if segment != "{}":
             words.append(segment)
             continue
         container = words[-1] if words else ""
         counter = "layer" if container in _LAYERS else container.removesuffix("s")
-        # In T5, `block.3.layer.1` is the second part of a block.
+        # In T5, `block.3.layer.1` is the second part of a block: counters need different names.
         counters.append(f"{counter}{len(counters)}" if counter in counters else counter)
-    kind = _take_kind(words)
-    words = [spelled for word in words if (spelled := _spelled(word)) not in _WRAPPERS]
+    words, kind = _without_kind(words or [""])  # the names in a list of arrays are numbers only
+    spelled = [_spelled(word) for word in words]
+    # A name always has a word, if only "model".
+    words = [word for word in spelled if word not in _WRAPPERS] or spelled[-1:]
+    # Only words around a layer tell that `output` is the attention's or the MLP's, not the head.
     in_layer = not _LAYERS.isdisjoint(words)
     part = _part(words, _IN_LAYERS if in_layer else _ELSEWHERE)
     return Template(text, tuple(words), tuple(counters), in_layer, part, kind)
 
 
-def _take_kind(words: list[str]) -> str:
-    """Removes the words at the end that only say what kind of array it is; returns the kind."""
+def _without_kind(words: list[str]) -> tuple[list[str], str]:
+    """Returns the words before those that only say what kind of array it is, and the kind.
+
+    For ``["mlp", "up", "bias"]`` it is ``(["mlp", "up"], "bias")``. A name without such words, such
+    as ``pos_embed``, is a weight, and one word always stays, as that is the part.
+    """
+    *words, last = words
+    joined = re.fullmatch(r"(\w+)_(weight|bias)", last)  # in_proj_bias of PyTorch
+    words += joined.groups() if joined else [last]
     kind = "weight"
-    if joined := re.fullmatch(r"(\w+)_(weight|bias)", words[-1]):  # in_proj_bias
-        words[-1:] = joined.groups()
     while len(words) > 1 and words[-1] in _KINDS:
-        kind = _KINDS[words.pop()]
-    return kind
+        kind = _KINDS[words.pop()]  # of `embedding.weight`, both are kinds, and the first counts
+    return words, kind
 
 
 def _spelled(word: str) -> str:
@@ -179,13 +196,17 @@ def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
 
 
 def settled(templates: Sequence[Template]) -> list[Template]:
-    """Decides parts whose meaning depends on what else there is; ``templates`` are of one side.
+    """Decides parts whose meaning depends on the other templates of the same side.
 
-    ``mlp.gate`` is a router where there are experts with gates, and else a gate.
+    In a model with experts, ``mlp.gate`` is a router, which chooses them. In a model without, it is
+    the gate of the MLP.
     """
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
-    modules = {(t.words[:-1], t.part) for t in templates}
-    experts = {(t.part, t.kind) for t in templates if t.is_in_expert}
+    parts_of_modules = {(t.words[:-1], t.part) for t in templates}  # (("layers", "mlp"), "up")
+    has_experts = any(t.is_in_expert for t in templates)
+    experts_have_biases = any(
+        t.is_in_expert and (t.part, t.kind) == ("gate_up", "bias") for t in templates
+    )
 
     def has(template: Template, *others: str) -> bool:
         """Whether layers of the template's half of the model have one of these parts."""
@@ -194,18 +215,22 @@ def settled(templates: Sequence[Template]) -> list[Template]:
     result = []
     for template in templates:
         part = template.part
-        if part == "gate or router":  # `mlp.gate` chooses experts next to `experts.0.gate_proj`
-            has_others = has(template, "gate", "gate_up") or any(t.is_in_expert for t in templates)
+        if part == "gate or router":
+            # A router is outside of experts, in a model that has experts or other gates.
+            may_be_router = has_experts or has(template, "gate", "gate_up")
+            # But `mlp.gate` next to `mlp.up` is its gate, unless `mlp.gate_proj` is that.
             module = template.words[:-1]
-            is_beside_up = (module, "up") in modules and (module, "gate") not in modules
-            is_router = has_others and not template.is_in_expert and not is_beside_up
+            has_up = (module, "up") in parts_of_modules
+            is_gate_of_up = has_up and (module, "gate") not in parts_of_modules
+            is_router = may_be_router and not template.is_in_expert and not is_gate_of_up
             part = "router" if is_router else "gate"
-        elif part == "gate_up" and template.is_in_expert and (part, "bias") in experts:
-            part = GATE_UP_OF_EITHER_ORDER
-        elif template.words[-1] == "w1" and not has(template, "up"):  # two matrices, w1 and w2
-            part = "up"
+        elif part == "gate_up" and template.is_in_expert and experts_have_biases:
+            part = GATE_UP_OF_EITHER_ORDER  # as in gpt-oss
+        elif template.words[-1] == "w1" and not has(template, "up"):
+            part = "up"  # `w1` and `w2` alone; with `w3`, which is "up", `w1` is the gate
         elif part == "norm_attn_after" and not has(template, "norm_mlp"):
-            part = "norm_mlp"  # it is before the MLP, as in Llama; Gemma has both
+            # `post_attention_layernorm` is the one before the MLP in Llama. Gemma has both.
+            part = "norm_mlp"
         result.append(template._replace(part=part))
     return result
 
@@ -214,27 +239,26 @@ Pairs: TypeAlias = list[tuple[Template, Template]]
 
 
 def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
-    """Pairs the tensors and the arrays of one role.
+    """Pairs the templates of tensors and of arrays that all have one role, such as "q" weights.
+
+    Templates are a pair if they are the only ones on their sides with the same words, such as
+    ``("layers", "cross_attn", "q")``. If the words differ, the same context will do, such as
+    ``{"cross_attn"}``. If one template is left on each side, nothing else can be meant.
 
     Returns:
-      The pairs that are clear; then, of what is left, all that are possible.
+      The pairs; then, of the templates that are left, all pairs that are possible.
     """
     left, right = [*tensors], [*arrays]  # what has no pair yet
     pairs: Pairs = []
-
-    def pair_by(key: Callable[[Template], object]) -> None:
-        """Pairs what is the only one with a key on both sides."""
-        for value in dict.fromkeys(map(key, left)):
-            tensors_with, arrays_with = (
-                [template for template in side if key(template) == value] for side in (left, right)
-            )
-            if len(tensors_with) == len(arrays_with) == 1:
-                pairs.append((tensors_with[0], arrays_with[0]))
-                left.remove(tensors_with[0])
-                right.remove(arrays_with[0])
-
-    pair_by(lambda template: template.words)
-    pair_by(lambda template: template.context)
+    for key in attrgetter("words"), attrgetter("context"):
+        for value in dict.fromkeys(map(key, left)):  # a copy, as `left` changes
+            tensors_with_key = [template for template in left if key(template) == value]
+            arrays_with_key = [template for template in right if key(template) == value]
+            if len(tensors_with_key) == len(arrays_with_key) == 1:
+                [tensor], [array] = tensors_with_key, arrays_with_key
+                pairs.append((tensor, array))
+                left.remove(tensor)
+                right.remove(array)
     if len(left) == len(right) == 1 and _are_compatible(left[0], right[0]):
         return [*pairs, (left[0], right[0])], []
     possible = [pair for pair in itertools.product(left, right) if _are_compatible(*pair)]

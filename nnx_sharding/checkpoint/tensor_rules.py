@@ -78,50 +78,64 @@ class Tensor:
         put: Mapping[str, slice | int] | None = None,
         **sizes: int,
     ):
-        vars(self).update(path=path, dimensions=dimensions)  # as the class is frozen
+        fields = vars(self)  # a frozen class refuses `self.path = path`
+        fields.update(path=path, dimensions=dimensions)
         for name, axes in (("take", take), ("put", put), ("sizes", sizes)):
-            vars(self)[name] = {axis: _plain(part) for axis, part in (axes or {}).items()}
-        for reason in self._faults():
-            raise ValueError(f"Tensor({path!r}, {dimensions!r}): {reason}.")
+            # Integers of NumPy become ints, so that `TensorRules.save` can write them as text.
+            fields[name] = {axis: _plain(part) for axis, part in (axes or {}).items()}
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise ValueError(f"Tensor({path!r}, {dimensions!r}): {fault}.")
 
     def __hash__(self) -> int:
         return hash((self.path, self.dimensions))  # all else is in dicts
 
     def _faults(self) -> Iterator[str]:
-        """Says what is wrong; anything after the first of these may not make sense."""
+        """Yields what is wrong, as ends of error messages.
+
+        The constructor stops at the first one, so each check relies on those before it: the axes
+        are only read if ``dimensions`` has the right form, for example.
+        """
         take, put, sizes = self.take, self.put, self.sizes
         if self.dimensions is None:
             if take or put or sizes:
                 yield "take, put and sizes need names of axes, as in 'out in -> in out'"
             return
-        sides = self.dimensions.split("->")
-        one = rf"(?:{_NAME}|{_INDEX})"
-        # Names, indices such as {0}, and names in parentheses.
-        form = rf"\s*(?:(?:{one}|\((?:\s*{_NAME})+\s*\))\s*)*"
-        if len(sides) != 2 or not all(re.fullmatch(form, side) for side in sides):
+        texts = self.dimensions.split("->")
+        dimension = rf"(?:{_NAME}|{_INDEX}|\((?:\s*{_NAME})+\s*\))"  # e, {0} or (h d)
+        form = rf"\s*(?:{dimension}\s*)*"
+        if len(texts) != 2 or not all(re.fullmatch(form, text) for text in texts):
             yield "expected dimensions such as '(h d) e -> e h d'"
-        left, right = (names_in(side) for side in self.sides(0))
+        # The rank only matters without `dimensions`.
+        tensor_dimensions, array_dimensions = self.sides(rank=0)
+        left, right = names_in(tensor_dimensions), names_in(array_dimensions)
         if any(len(set(names)) < len(names) for names in (left, right)):
             yield "an axis is named twice on one side"
-        if re.search(_INDEX, sides[0]):
+        if re.search(_INDEX, texts[0]):
             yield "an index such as {0} belongs to the dimensions of the array, after '->'"
-        # Axes that only one side has: the other one is at an index of them.
-        of_tensor = {name for name in left if isinstance(take.get(name), int)}
-        of_array = {n for n in right if isinstance(put.get(n), int) or n.startswith("{")}
-        if different := (set(left) - of_tensor) ^ (set(right) - of_array):
+        # An axis with an index is on one side only, as the other one is at this index of it.
+        indexed_left = {axis for axis in left if isinstance(take.get(axis), int)}
+        indexed_right = {axis for axis in right if isinstance(put.get(axis), int)}
+        indexed_right |= {axis for axis in right if axis.startswith("{")}
+        # All other axes have to be on both sides.
+        if different := (set(left) - indexed_left) ^ (set(right) - indexed_right):
             yield f"on one side only: {', '.join(sorted(different))}"
-        if unknown := [n for n in {**take, **sizes} if n not in left]:
+        if unknown := [axis for axis in {**take, **sizes} if axis not in left]:
             yield f"the tensor has no axis {', '.join(unknown)}"
-        if unknown := [n for n in put if n not in right]:
+        if unknown := [axis for axis in put if axis not in right]:
             yield f"the array has no axis {', '.join(unknown)}"
-        if unsized := [n for n in take if n not in sizes]:
+        if unsized := [axis for axis in take if axis not in sizes]:
             yield f"give the size in the tensor of {', '.join(unsized)}"
-        if any(name in put for group in self.sides(0)[1] for name in group[1:]):
+        # A part of an inner axis is no range of the dimension, as `Placement.region` needs it.
+        if any(axis in put for axes in array_dimensions for axis in axes[1:]):
             yield "only the first axis of a dimension can be in put"
         yield from self._faults_of_numbers()
 
     def _faults_of_numbers(self) -> Iterator[str]:
-        """Says which sizes and positions are none: bytes beyond an axis are of other tensors."""
+        """Yields which sizes, indices and slices are invalid, after all names have been checked.
+
+        A part beyond the end of an axis is refused because its bytes belong to other tensors.
+        """
         for axis, size in self.sizes.items():
             if type(size) is not int or size < 1:
                 yield f"expected a size of 1 or more for {axis}, got {size!r}"
@@ -132,39 +146,56 @@ class Tensor:
                     f"{axis}, got {part!r}"
                 )
         for axis, part in self.take.items():
-            if _bounds(part)[1] > self.sizes[axis]:
+            _, stop = _start_and_stop(part)
+            if stop > self.sizes[axis]:  # `_faults` has refused a `take` without a size
                 yield f"{axis} has the size {self.sizes[axis]}, and take is {part!r}"
         for axis, part in self.put.items():
-            start, stop = _bounds(part)
-            first, last = _bounds(self.take.get(axis, slice(0, self.sizes.get(axis, stop - start))))
-            if stop - start != last - first:
-                yield f"{axis}: {last - first} of the tensor do not fit into {part!r}"
+            # How much of the axis the tensor has to offer, and how much the array has room for.
+            if axis in self.take:
+                first, last = _start_and_stop(self.take[axis])
+                offered = last - first
+            elif axis in self.sizes:
+                offered = self.sizes[axis]
+            else:
+                continue  # without a size, the tensor's axis is as long as `put`
+            start, stop = _start_and_stop(part)
+            if stop - start != offered:
+                yield f"{axis}: {offered} of the tensor do not fit into {part!r}"
 
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
-        """Returns the axes of each dimension of the tensor, and of an array of this rank."""
-        if self.dimensions is None:
-            names, _ = _same_axes((0,) * rank)
-            return names, names
-        left, right = (
-            [re.findall(_NAME, word) or [word] for word in re.findall(r"\(.*?\)|[^\s()]+", side)]
-            for side in self.dimensions.split("->")
-        )
-        return left, right
+        """Returns the axes of each dimension of the tensor, and of each dimension of the array.
 
-    def place(self, name: str, groups: Sequence[str], shape: Sequence[int]) -> Placement:
-        """Returns the place of a tensor in an array of this shape; a ValueError if it has none.
-
-        ``groups`` are those of the pattern that matched the name of the tensor.
+        For ``"(h d) e -> {0} e h d"``, these are ``[["h", "d"], ["e"]]`` and
+        ``[["{0}"], ["e"], ["h"], ["d"]]``. If ``dimensions`` is None, both are
+        ``[["axis0"], ["axis1"], …]``, one for each dimension of an array of this rank.
         """
         if self.dimensions is None:
-            dimensions, same = _same_axes(tuple(shape))
-            return Placement(name, dimensions, dimensions, same)
+            names = [[f"axis{i}"] for i in range(rank)]
+            return names, names
+        tensor_text, array_text = self.dimensions.split("->")
+        return _axes_by_dimension(tensor_text), _axes_by_dimension(array_text)
+
+    def place(self, name: str, groups: Sequence[str], shape: Sequence[int]) -> Placement:
+        """Returns the place of a tensor in an array.
+
+        Args:
+          name: the name of the tensor.
+          groups: what the groups of the pattern matched in this name, such as ``["3"]``.
+          shape: the shape of the array.
+
+        Raises:
+          ValueError: no tensor of this rule has a place in an array of this shape.
+        """
+        if self.dimensions is None:
+            dimensions, _ = self.sides(len(shape))
+            return Placement(name, dimensions, dimensions, _whole_axes(tuple(shape)))
         left, right = self.sides(len(shape))
         if len(right) != len(shape):
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
         axes: dict[str, Axis] = {}
         for names, size in zip(right, shape, strict=True):
-            known = {axis: self._known(axis) for axis in names}
+            # One axis of a dimension may have any size: it gets what the others leave.
+            known = {axis: self._size_by_rule(axis) for axis in names}
             product = math.prod(n for n in known.values() if n is not None)
             free = [axis for axis, n in known.items() if n is None]
             if len(free) > 1:
@@ -175,53 +206,79 @@ class Tensor:
             for axis in names:
                 axes[axis] = self._axis(axis, known[axis] or size // product, groups)
         for axis in names_in(left):
-            if axis not in axes:
-                # The array lacks this axis: `take` has an index of it.
-                axes[axis] = Axis(self.sizes[axis], _bounds(self.take[axis])[0], 0, 0, 1)
+            if axis not in axes:  # the array lacks this axis: `take` has an index of it
+                index, _ = _start_and_stop(self.take[axis])
+                axes[axis] = Axis(
+                    tensor_size=self.sizes[axis],
+                    tensor_start=index,
+                    array_size=0,
+                    array_start=0,
+                    length=1,
+                )
         return Placement(name, left, right, axes)
 
-    def _known(self, axis: str) -> int | None:
-        """Returns the size of an axis in the array, if it is known without the array.
+    def _size_by_rule(self, axis: str) -> int | None:
+        """Returns the size of an axis of the array, or None if only the array can tell it.
 
-        It is not where the tensor is a part of the array, or one index of it, such as ``{0}``.
+        The rule cannot tell it if the tensor fills only a part of the axis (``put``) or one index
+        of it (``put`` or ``{0}``), or if ``sizes`` leaves it out.
         """
         if axis in self.put or axis.startswith("{"):
             return None
-        if axis in self.take:
-            first, last = _bounds(self.take[axis])
-            return last - first
+        if axis in self.take:  # a slice: of an axis that `take` indexes, the array has nothing
+            start, stop = _start_and_stop(self.take[axis])
+            return stop - start
         return self.sizes.get(axis)
 
     def _axis(self, axis: str, size: int, groups: Sequence[str]) -> Axis:
-        """Returns an axis of this size in the array, with the part of it that the tensor fills.
+        """Returns an axis of the array, with the part of it that the tensor fills.
 
-        ``groups`` are what the pattern matched: the index of an axis called ``{0}`` is the first.
+        Args:
+          axis: the name of the axis, such as ``h``, or ``{0}`` for an index.
+          size: the size of the axis in the array.
+          groups: what the groups of the pattern matched. ``groups[0]`` is the index in ``{0}``.
+
+        Raises:
+          ValueError: the part is beyond the end of the axis, or a group has not matched an index.
         """
-        index = self.put.get(axis)
-        if axis.startswith("{"):  # what a group of the pattern matched
+        filled: slice | int = self.put.get(axis, slice(0, size))
+        if axis.startswith("{"):
             text = groups[int(axis[1:-1])]
             if not text.isdecimal():
                 raise ValueError(f"{axis} is {text!r}, which is no index of 0 or more")
-            index = int(text)
-        start, end = (0, size) if index is None else _bounds(index)
-        # The size is that of the model's array, so it is new here; the rest was checked before.
-        if end > size:
+            filled = int(text)
+        start, stop = _start_and_stop(filled)
+        # `_faults` could not check this, because only the array tells this size.
+        if stop > size:
             raise ValueError(
-                f"{axis} has the size {size} in the array, and the tensor is {start}:{end}"
+                f"{axis} has the size {size} in the array, and the tensor is {start}:{stop}"
             )
-        length = end - start
-        if isinstance(index, int):  # the tensor lacks this axis
-            return Axis(0, 0, size, start, length)
-        begin = _bounds(self.take[axis])[0] if axis in self.take else 0
-        total = self.sizes[axis] if axis in self.take else length
-        return Axis(total, begin, size, start, length)
+        length = tensor_size = stop - start
+        tensor_start = 0
+        if isinstance(filled, int):  # the tensor lacks this axis
+            tensor_size = 0
+        elif axis in self.take:  # the tensor has more of this axis than the array
+            tensor_size = self.sizes[axis]
+            tensor_start, _ = _start_and_stop(self.take[axis])
+        return Axis(tensor_size, tensor_start, array_size=size, array_start=start, length=length)
+
+
+def _axes_by_dimension(text: str) -> Dimensions:
+    """Returns the axes of each dimension: ``"(h d) {0}"`` is ``[["h", "d"], ["{0}"]]``."""
+    words = re.findall(r"\(.*?\)|[^\s()]+", text)  # "(h d)" and "{0}"
+    # An index such as "{0}" has no name in it, so it is the name of its axis itself.
+    return [re.findall(_NAME, word) or [word] for word in words]
 
 
 @functools.cache  # most tensors of a model have few different shapes
-def _same_axes(shape: tuple[int, ...]) -> tuple[Dimensions, Mapping[str, Axis]]:
-    """Returns the axes of a tensor that is an array of this shape."""
-    axes = {f"axis{i}": Axis(size, 0, size, 0, size) for i, size in enumerate(shape)}
-    return [[name] for name in axes], axes
+def _whole_axes(shape: tuple[int, ...]) -> Mapping[str, Axis]:
+    """Returns the axes, by the names of ``Tensor.sides``, of a tensor that is the whole array."""
+    return {
+        f"axis{i}": Axis(
+            tensor_size=size, tensor_start=0, array_size=size, array_start=0, length=size
+        )
+        for i, size in enumerate(shape)
+    }
 
 
 def _plain(part: Any) -> Any:
@@ -240,25 +297,21 @@ def _is_part(part: Any) -> bool:
     return is_whole and 0 <= part.start < part.stop
 
 
-def _bounds(part: slice | int) -> tuple[int, int]:
-    """Returns where a part of an axis, or one index of it, begins and ends."""
+def _start_and_stop(part: slice | int) -> tuple[int, int]:
+    """Returns where a part of an axis starts and stops; ``(3, 4)`` for the index 3."""
     return (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
 
 
 # What a tensor becomes: an array by its path, one in another layout, several, or nothing.
 Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
 
-# The parts of a pattern from which names can be made: groups, escaped and plain characters.
-_PART = re.compile(r"(\((?:[^()\\]|\\.)*\))|\\(\W)|([\w\-/.:])")
-_GROUP = re.compile(r"\((?:\?P<\w+>)?((?!\?).*)\)", re.DOTALL)  # one that captures, and its pattern
-
 
 class Target(NamedTuple):
-    """An array that a tensor belongs to, with the groups of the pattern."""
+    """An array that a tensor belongs to."""
 
-    tensor: Tensor
-    path: str
-    groups: Sequence[str]
+    tensor: Tensor  # the rule
+    path: str  # of the array
+    groups: Sequence[str]  # what the groups of the rule's pattern matched in the tensor's name
 
 
 class Rules(NamedTuple):
@@ -277,14 +330,15 @@ class Rules(NamedTuple):
 
 def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
     """Compiles the rules that a user wrote; an error lists all that cannot be understood."""
-    pairs, wrong, kinds = [], [], []
+    pairs, wrong_types, wrong = [], [], []  # the last two have lines of errors
     for text, rule in rules.items():
-        several: Any = rule if isinstance(rule, list | tuple) else [rule]
-        several = [] if rule is None else several
-        if not all(isinstance(each, str | Tensor) for each in several):
-            kinds.append(f"  {text!r}: {rule!r}")
+        entries: Any = rule if isinstance(rule, list | tuple) else [rule]
+        if rule is None:  # these tensors are ignored: they fill nothing, and are not missed
+            entries = []
+        if not all(isinstance(entry, str | Tensor) for entry in entries):
+            wrong_types.append(f"  {text!r}: {rule!r}")
             continue
-        tensors = [Tensor(each) if isinstance(each, str) else each for each in several]
+        tensors = [Tensor(entry) if isinstance(entry, str) else entry for entry in entries]
         try:
             pattern = re.compile(text)
             for tensor in tensors:
@@ -294,21 +348,27 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
             wrong.append(f"  {text!r}: {error}")
             continue
         pairs.append((pattern, tensors))
-    raise_listed(TypeError, f"{caller}: expected paths, Tensors or None in rules, got:", kinds)
+    head = f"{caller}: expected paths, Tensors or None in rules, got:"
+    raise_listed(TypeError, head, wrong_types)
     raise_listed(ValueError, f"{caller}: these rules cannot be understood:", wrong)
     return Rules(pairs)
 
 
 def places_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
-    """Returns where the tensors that an array is written to are in it; a ValueError if none are."""
+    """Returns the tensors that an array is written to, each with its place in the array.
+
+    Raises:
+      ValueError: no rule has this path, or no names can be made by the rules that have it.
+    """
     places: list[Placement] = []
-    first_of_rules: list[Placement] = []  # of each rule, the place of its first tensor
+    firsts: list[Placement] = []  # for each Tensor in the rules that is written, its first place
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
             placements = list(_places_by_rule(rules, pattern, tensor, path, shape))
-            # If the same array can be read from several names, the first is written.
-            if placements and not any(placements[0].overlaps(other) for other in first_of_rules):
-                first_of_rules.append(placements[0])
+            # If an array can be read from one of several names, only the first name is written.
+            # Tensors of a stack fill all indices in order, so two such stacks share their first.
+            if placements and not any(placements[0].overlaps(first) for first in firsts):
+                firsts.append(placements[0])
                 places += placements
     if not places:
         raise ValueError("no rule has this path")
@@ -318,7 +378,11 @@ def places_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Place
 def _places_by_rule(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
-    """Yields the places of all tensors that one rule makes of an array: none if it is of others.
+    r"""Yields the places of all tensors that one rule makes of an array.
+
+    The rule ``h\.(\d+)\.e\.(\d+)`` → ``Tensor("blocks/{0}/experts", "out in -> {1} in out")``
+    makes of the array ``blocks/3/experts``, of shape (2, in, out), the tensors ``h.3.e.0`` and
+    ``h.3.e.1``. Nothing is yielded if the path is none of the rule.
 
     Args:
       rules: all rules.
@@ -330,19 +394,29 @@ def _places_by_rule(
     match = _path_pattern(pattern, tensor.path).fullmatch(path)
     if match is None:
         return
-    # Number of a group in the pattern → what it has to match: from the path, ``{"group0": "3"}``.
-    known = {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
-    # A dimension such as ``{1}`` has a tensor for each index: group 1 is each of these.
-    # Without as many dimensions as the array has, `place` raises the error.
-    dimensions = zip(tensor.sides(len(shape))[1], shape, strict=False)
-    stacked = {int(axes[0][1:-1]): size for axes, size in dimensions if axes[0].startswith("{")}
-    for indices in itertools.product(*map(range, stacked.values())):
-        groups = known | dict(zip(stacked, map(str, indices), strict=True))
+    # The groups that the path tells, by number: {0: "3"} of the match {"group0": "3"}.
+    from_path = {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
+    # The groups that count tensors along a dimension of the array: {1: 2}, as {1} has the size 2.
+    stack_sizes: dict[int, int] = {}
+    _, array_dimensions = tensor.sides(len(shape))
+    # Not strict, because `place` refuses another number of dimensions, with a better message.
+    for axes, size in zip(array_dimensions, shape, strict=False):
+        if axes[0].startswith("{"):
+            stack_sizes[int(axes[0][1:-1])] = size
+    for indices in itertools.product(*map(range, stack_sizes.values())):
+        groups = from_path | dict(zip(stack_sizes, map(str, indices), strict=True))
         name = _name(pattern, groups)
+        # An earlier rule may match this name, too: then the array could not be read again.
         targets = rules.targets(name) or []
         if not any(target.tensor == tensor and target.path == path for target in targets):
             raise ValueError(f"its tensor would be {name}, which the rules read into another array")
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
+
+
+# The parts of a pattern from which names can be made. Of `h\.(\d+)`: `h`, `\.` and `(\d+)`.
+_PART = re.compile(r"(?P<group>\((?:[^()\\]|\\.)*\))|\\(?P<escaped>\W)|(?P<character>[\w\-/.:])")
+# What a group that captures has inside: `\d+` of `(\d+)` and of `(?P<layer>\d+)`.
+_GROUP = re.compile(r"\((?:\?P<\w+>)?(?P<inside>(?!\?).*)\)", re.DOTALL)
 
 
 @functools.lru_cache(maxsize=1024)  # each rule is compared with each array
@@ -350,10 +424,13 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
     r"""Makes a pattern for the paths of the arrays that a rule gives to what ``pattern`` matches.
 
     Of ``h\.(\d+)\.up`` and the template ``blocks/{0}/up`` it makes ``blocks/(?P<group0>\d+)/up``.
-    A number that comes again has to match the same text.
+    A number that comes again has to match the same text: the second ``{0}`` is ``(?P=group0)``.
     """
-    groups = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
-    inside = [group[1] for group in groups if group]  # of each group of the pattern: ``\d+``
+    inside = []  # what each group of the pattern matches: `\d+`
+    for part in _PART.finditer(pattern.pattern):
+        if part["group"] and (group := _GROUP.fullmatch(part["group"])):
+            inside.append(group["inside"])
+    # All but the places of numbers is matched as it is.
     escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     seen: set[int] = set()
 
@@ -362,23 +439,35 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
         if number in seen:
             return f"(?P=group{number})"
         seen.add(number)
-        return f"(?P<group{number}>{inside[number] if number < len(inside) else '.+'})"
+        # Of nested groups, only the innermost are in `inside`; `_name` refuses them later.
+        text = inside[number] if number < len(inside) else ".+"
+        return f"(?P<group{number}>{text})"
 
     return re.compile(re.sub(r"{(\d+)}", group_of_number, escaped))
 
 
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
-    """Returns the name that a pattern matches with these groups, by their numbers.
+    r"""Returns the name that a pattern matches with these groups, by their numbers.
+
+    Of ``h\.(\d+)\.up`` and ``{0: "3"}``, it is ``h.3.up``.
 
     Raises:
       ValueError: the pattern is more than a name with groups, or ``groups`` lacks one.
     """
-    parts = [part for part, *_ in _PART.findall(pattern.pattern) if part]
-    is_plain = all(map(_GROUP.fullmatch, parts)) and not _PART.sub("", pattern.pattern)
-    if not is_plain or set(groups) != set(range(pattern.groups)):
+    regex = pattern.pattern
+    group_texts = [part["group"] for part in _PART.finditer(regex) if part["group"]]
+    # Many names match `(?:a|b)`, which captures nothing, and `x+`, whose `+` is no part.
+    has_one_name = all(map(_GROUP.fullmatch, group_texts)) and not _PART.sub("", regex)
+    if not has_one_name or set(groups) != set(range(pattern.groups)):
         raise ValueError(
-            f"no name can be made of {pattern.pattern!r}: it is not a name with groups, or a group "
+            f"no name can be made of {regex!r}: it is not a name with groups, or a group "
             "is neither in the path nor among the dimensions"
         )
-    numbers = itertools.count()
-    return _PART.sub(lambda m: groups[next(numbers)] if m[1] else m[2] or m[3], pattern.pattern)
+    numbers = itertools.count()  # of groups, in the order of their appearance
+
+    def text_of(part: re.Match[str]) -> str:
+        if part["group"]:
+            return groups[next(numbers)]
+        return part["escaped"] or part["character"]
+
+    return _PART.sub(text_of, regex)

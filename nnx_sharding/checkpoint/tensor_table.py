@@ -55,19 +55,17 @@ class TensorRules(dict[str, Rule]):
         self.table = MatchTable(matches)
 
     def __repr__(self) -> str:
-        notes: dict[str, str] = {}
+        notes: dict[str, list[str]] = {}  # by the template of tensors
         for match in self.table:
             if match.note:
-                before = f"{notes[match.tensor]}; " if match.tensor in notes else ""
-                notes[match.tensor] = before + match.note
+                notes.setdefault(match.tensor, []).append(match.note)
         lines = ["{"]
-        last = ""
+        last_note = ""
         for pattern, rule in self.items():
-            # The templates of rules for some of the layers only differ in their groups.
-            note = notes.get(re.sub(r"\\(.)", r"\1", re.sub(r"\([^()]*\)", "{}", pattern)), "")
-            if note and note != last:
+            note = "; ".join(notes.get(_template(pattern), []))
+            if note and note != last_note:  # once for all rules in a row that it is about
                 lines.append(f"    # {note}")
-            last = note
+            last_note = note
             lines.append(f"    {_raw(pattern)}: {_text(rule)},")
         return "\n".join([*lines, "}"])
 
@@ -106,29 +104,41 @@ def loaded_rules(rules: Mapping[str, Rule] | str | os.PathLike[str]) -> Mapping[
     return TensorRules.load(rules) if isinstance(rules, str | os.PathLike) else rules
 
 
+def _template(pattern: str) -> str:
+    r"""Returns the names that a pattern matches, with {} for each group.
+
+    ``h\.(\d+)\.up`` and ``h\.(3)\.up``, the rule of one layer, both become ``h.{}.up``.
+    """
+    with_holes = re.sub(r"\([^()]*\)", "{}", pattern)  # h\.{}\.up
+    return re.sub(r"\\(.)", r"\1", with_holes)  # without backslashes
+
+
 def _text(rule: Rule) -> str:
-    """Returns the text of a rule, in double quotes."""
+    """Returns the text of a rule in Python: ``Tensor("up", "o i -> i o", take={"o": 3}, o=8)``."""
     if rule is None:
         return "None"
     if isinstance(rule, str):
         return _quoted(rule)
     if not isinstance(rule, Tensor):
         return f"[{', '.join(map(_text, rule))}]"
-    words = [_quoted(rule.path)]
+    arguments = [_quoted(rule.path)]
     if rule.dimensions is not None:
-        words.append(_quoted(rule.dimensions))
-    for name, parts in (("take", rule.take), ("put", rule.put)):
-        inner = (f"{_quoted(axis)}: {_part(part)}" for axis, part in parts.items())
-        words += [f"{name}={{{', '.join(inner)}}}"] if parts else []
-    words += [f"{axis}={size}" for axis, size in rule.sizes.items()]
-    return f"Tensor({', '.join(words)})"
+        arguments.append(_quoted(rule.dimensions))
+    for name, part_of_axis in (("take", rule.take), ("put", rule.put)):
+        if part_of_axis:  # an index or a slice for each axis
+            items = [f"{_quoted(axis)}: {_part(part)}" for axis, part in part_of_axis.items()]
+            arguments.append(name + "={" + ", ".join(items) + "}")
+    arguments += [f"{axis}={size}" for axis, size in rule.sizes.items()]
+    return f"Tensor({', '.join(arguments)})"
 
 
 def _part(part: slice | int) -> str:
+    """Returns the text of an index, or of a slice, whose step is always 1."""
     return f"slice({part.start}, {part.stop})" if isinstance(part, slice) else str(part)
 
 
 def _quoted(text: str) -> str:
+    """Returns text in double quotes, if it needs no escapes in them."""
     return f'"{text}"' if text.isprintable() and not {'"', "\\"} & {*text} else repr(text)
 
 
@@ -141,15 +151,21 @@ _CALLS = {"Tensor": Tensor, "slice": slice}
 
 
 def _value(node: ast.expr) -> Any:
-    """Returns what an expression of constants, lists, dicts and the known calls is."""
+    """Returns what an expression of constants, lists, dicts and the known calls is.
+
+    Raises:
+      ValueError: it is another expression. The text names it, with its line.
+      TypeError: a known call has wrong arguments, such as ``Tensor()``.
+    """
     match node:
         case ast.Constant(value=value):
             return value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values) if None not in keys:
+        case ast.Dict(keys=keys, values=values) if None not in keys:  # `{**x}` has the key None
             return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _CALLS:
-            named = {keyword.arg: _value(keyword.value) for keyword in keywords if keyword.arg}
-            return _CALLS[name](*map(_value, args), **named)
+            named = {x.arg: _value(x.value) for x in keywords if x.arg is not None}
+            if len(named) == len(keywords):  # the keyword of `Tensor(**x)` has no name
+                return _CALLS[name](*map(_value, args), **named)
     raise ValueError(f"line {node.lineno}: {ast.unparse(node)}")
