@@ -116,12 +116,16 @@ def warnings_collected() -> Iterator[list[tuple[type[ShardingWarning], str]]]:
 
 @contextlib.contextmanager
 def each_warning_once() -> Iterator[None]:
-    """Gives each warning of the block once, at its end: for work that traces a step many times."""
+    """Gives each warning of the block once, at its end: for work that traces a step many times.
+
+    Also if the block raises an error, since a warning may say why.
+    """
     collected: list[tuple[type[ShardingWarning], str]] = []
+    token = _COLLECTED.set(collected)
     try:
-        with warnings_collected() as collected:
-            yield
+        yield
     finally:
+        _COLLECTED.reset(token)  # so that what follows is not collected, too
         for category, text in dict.fromkeys(collected):
             warn_or_raise(category, text, strict=False)
 
@@ -146,19 +150,28 @@ def message(head: str, items: Iterable[str], remedy: str = "") -> str:
 
 
 def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
-    """Returns the lines of a list; too many are merged if they differ in numbers, then cut."""
+    """Returns the lines of a list; too many are merged if they differ in numbers, then cut.
+
+    Args:
+      items: the texts, of one or more lines each.
+      most: the greatest number of lines. Of twenty items of one line, the result has 15 and
+        ``… and 5 more``.
+    """
     texts = [*items]
-    blocks = [*map(_wrapped, texts)]
-    if sum(map(len, blocks)) > most:
-        blocks = [*map(_wrapped, merged(texts))]
-    if sum(map(len, blocks)) > most:
-        ends = itertools.accumulate(map(len, blocks))
-        # Whole items as long as they fit, the last of them cut if even the first is too long.
-        kept = max(1, sum(end < most for end in ends))
+    items_lines = [_wrapped(text) for text in texts]  # the lines of each item
+    if sum(map(len, items_lines)) > most:
+        items_lines = [_wrapped(text) for text in merged(texts)]
+    if sum(map(len, items_lines)) > most:
+        # Whole items, as long as they leave one line for "… more". If not even the first item does,
+        # its first lines.
+        ends = itertools.accumulate(map(len, items_lines))  # the lines up to the end of each item
+        num_kept = max(1, sum(end < most for end in ends))
+        num_more = len(items_lines) - num_kept
         indent = " " * (len(texts[0]) - len(texts[0].lstrip()))
-        more = [f"{indent}… and {len(blocks) - kept} more"] if kept < len(blocks) else ["…"]
-        blocks = [*blocks[: kept - 1], blocks[kept - 1][: most - 1], more]
-    return [*itertools.chain.from_iterable(blocks)]
+        more = f"{indent}… and {num_more} more" if num_more else "…"
+        lines = [*itertools.chain.from_iterable(items_lines[:num_kept])]
+        return [*lines[: most - 1], more]
+    return [*itertools.chain.from_iterable(items_lines)]
 
 
 def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
@@ -169,26 +182,36 @@ def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def merged(texts: Iterable[str]) -> list[str]:
-    """Merges texts that differ only in the numbers in their paths into the first, with a count."""
+    """Merges texts that differ only in the numbers in their paths into the first, with a count.
+
+    ``blocks[0].up: not divisible``, and the same for ``blocks[1].up`` and ``blocks[2].up``, become
+    ``blocks[0].up: not divisible (and 2 more, to blocks[2].up)``.
+    """
     alike: dict[str, list[str]] = {}  # by the text, with the same number everywhere in its path
     for text in texts:
-        path, details = _PATH.match(text).groups()  # type: ignore[union-attr]
+        path = _path_in(text)
+        details = text.removeprefix(path)
         alike.setdefault(re.sub(r"\d+", "0", path) + details, []).append(text)
     result = []
     for first, *others in alike.values():
         line, *below = first.split("\n")
         if others:
-            last = _PATH.match(others[-1])[1].strip()  # type: ignore[index]
-            line = f"{line} (and {len(others)} more, to {last})"
+            last_path = _path_in(others[-1]).strip()
+            line = f"{line} (and {len(others)} more, to {last_path})"
         result.append("\n".join([line, *below]))
     return result
 
 
-_PATH = re.compile(r"([^:,]*)(.*)", re.DOTALL)  # what an item is about, and the rest
+def _path_in(text: str) -> str:
+    """Returns what an item is about: the text before the first colon or comma.
+
+    ``"  model.up"`` for ``"  model.up, shape (6,), P('a'): not divisible"``.
+    """
+    return re.split("[:,]", text, maxsplit=1)[0]
 
 
 def _wrapped(text: str) -> list[str]:
-    """Returns the lines of a text, those that are too long in several."""
+    """Returns the lines of a text, each line that is too long as up to three lines."""
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)

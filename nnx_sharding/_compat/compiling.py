@@ -46,7 +46,7 @@ _READ = (
 @contextlib.contextmanager
 def without_compiler_warnings() -> Iterator[None]:
     """Within the block, XLA logs errors only, in all threads."""
-    if _set_log_level is None:
+    if _set_log_level is None:  # this release of JAX cannot set the level
         yield
         return
     _set_log_level(2)  # errors
@@ -57,10 +57,9 @@ def without_compiler_warnings() -> Iterator[None]:
 
 
 def _reset_log_level() -> None:
-    """Gives XLA's log the level that the user chose.
+    """Gives XLA's log the level that the user chose by JAX's option or the environment.
 
-    XLA has no function that returns the level: it is that of the user's option, or of the variable
-    of the environment, to which JAX gives the default.
+    XLA has no function that returns the level, so the one before a block cannot be kept.
     """
     option = jax.config.jax_logging_level
     variable = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1")
@@ -77,27 +76,27 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
 
     Args:
       read: returns what it finds in the log, and the rest of the log, which goes to standard error
-        after the block.
+        after the block. It must not raise, since the log would be lost.
     """
     found: list[T] = []
     try:
         sys.stderr.flush()
-        kept = os.dup(2)
+        user_stderr = os.dup(2)
     except OSError:  # there is no standard error
         yield found
         return
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
-        if _set_log_level is not None:
+        if _set_log_level is not None:  # None if this release of JAX cannot set the level
             _set_log_level(1)  # warnings, which the user may have switched off
         try:
             yield found
         finally:
             if _set_log_level is not None:
-                _reset_log_level()
+                _reset_log_level()  # to the user's
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(user_stderr, 2)
+            os.close(user_stderr)
             file.seek(0)
             new, rest = read(file.read().decode(errors="replace"))
             found += new
@@ -105,12 +104,20 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
-    """Returns what ``stage.compile(options)`` does, compiled elsewhere: it cannot run."""
-    arguments = stage._lowering.compile_args
+    """Returns what ``stage.compile(options)`` returns, compiled elsewhere: it cannot run.
+
+    Args:
+      stage: what JAX has lowered. No other thread may compile it at the same time.
+      options: the options of the compiler.
+      compile: compiles a module elsewhere, as ``Compile`` above says.
+    """
+    arguments = stage._lowering.compile_args  # what JAX passes on when the stage is compiled
     backend = arguments["backend"]
     arguments["backend"] = _Backend(backend, compile)
     try:
-        return stage.compile(dict(options or {}))  # with options JAX does not keep the result
+        # Without options, the stage would keep the result, and return it to the user, who wants to
+        # run it. With options, even none of them, JAX does not keep it.
+        return stage.compile(dict(options or {}))
     finally:
         arguments["backend"] = backend
 
@@ -119,13 +126,17 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
 def without_cache(stage: Any) -> Iterator[None]:
     """Within the block, JAX's persistent cache neither has nor gets what a stage compiles to.
 
-    Its keys leave out ``xla_dump_to``, and a program that it has is not written anywhere.
+    For a caller that sets ``xla_dump_to``, by which the compiler writes files about a program. The
+    keys of the cache leave this option out, and for a program from the cache no compiler runs.
     """
-    arguments = stage._lowering.compile_args
+    arguments = stage._lowering.compile_args  # what JAX passes on when the stage is compiled
     backend = arguments["backend"]
-    arguments["backend"] = _Uncached(backend)  # whose keys no cached program has
+    # So that nothing is read: the version of the backend is a part of each key, and this one's is
+    # a new random one.
+    arguments["backend"] = _Uncached(backend)
     try:
-        with _min_compile_time(math.inf):  # nothing takes long enough to be written
+        # So that nothing is written: JAX writes only what takes longer than this to compile.
+        with _min_compile_time(math.inf):
             yield
     finally:
         arguments["backend"] = backend
@@ -147,7 +158,7 @@ class _Client:
 
 
 class _Uncached(_Client):
-    """A client whose programs are in no cache."""
+    """A client whose programs are in no cache, because its version is a new random one."""
 
     def __init__(self, backend: Any):
         super().__init__(backend, str(uuid.uuid4()))
@@ -158,7 +169,12 @@ class _Uncached(_Client):
 
 
 class _Backend(_Client):
-    """A client that compiles elsewhere; the cache has no program to run for this one."""
+    """A client that compiles elsewhere, for figures about a program that will not run.
+
+    JAX calls its methods when it compiles a stage, or reads a program from its persistent cache.
+    What they return, JAX takes for an executable of XLA. The cache keeps it, under keys with a
+    version that no client with programs to run has.
+    """
 
     def __init__(self, backend: Any, compile: Compile):
         super().__init__(backend, "figures only")
@@ -167,18 +183,32 @@ class _Backend(_Client):
     def compile_and_load(
         self, module: Any, executable_devices: Any, compile_options: Any
     ) -> types.SimpleNamespace:
-        code = io.BytesIO()
-        module.operation.write_bytecode(code)
+        """Compiles a module elsewhere; returns an object with the figures of the executable.
+
+        Args:
+          module: the program, in MLIR.
+          executable_devices: the devices to compile for, in their order.
+          compile_options: the options of XLA's compiler.
+        """
+        bytecode = io.BytesIO()
+        module.operation.write_bytecode(bytecode)
         ids = [device.id for device in executable_devices]
-        parts = dict(self.compile_bytes(code.getvalue(), compile_options.SerializeAsString(), ids))
-        return _executable(parts)
+        # The figures by name, as `compile_module` returns them in the other process.
+        options = compile_options.SerializeAsString()
+        figures = dict(self.compile_bytes(bytecode.getvalue(), options, ids))
+        return _executable(figures)
 
     def deserialize_executable(self, data: bytes, *_: Any) -> types.SimpleNamespace:
+        """Returns from the cache what :meth:`compile_and_load` has returned before."""
         return _executable(pickle.loads(data))
 
 
 def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
-    """Returns what JAX takes for an executable: an object whose methods return the parts."""
+    """Returns what JAX takes for an executable: an object whose methods return the parts.
+
+    Args:
+      parts: the results by the names of the methods, and the sizes under ``"memory"``.
+    """
     values = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
     methods: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
     return types.SimpleNamespace(**methods, serialize=lambda: pickle.dumps(parts))
@@ -194,10 +224,14 @@ def compile_module(
       module: the program, as bytecode of MLIR.
       options: the options of the compiler, serialized.
       ids: of the devices to compile for, in their order.
+
+    Returns:
+      The results of an executable's methods, by their names, such as ``"cost_analysis"``; and
+      under ``"memory"`` the sizes of its buffers, by name.
     """
     chosen = [devices[i] for i in ids]
     client: Any = chosen[0].client
-    # A client for a topology has no devices to load a program to.
+    # A client for a topology, which this machine does not have, cannot load a program.
     only_compiles = isinstance(client, _CompileOnlyClient)
     compile = client.compile if only_compiles else client.compile_and_load
     with _make_ir_context():
@@ -206,11 +240,12 @@ def compile_module(
             executable_devices=_xla_client.DeviceList(tuple(chosen)),
             compile_options=_xla_client.CompileOptions.ParseFromString(options),
         )
-    parts = {name: getattr(executable, name)() for name in _READ}
+    results = {method: getattr(executable, method)() for method in _READ}
+    # XLA's object with the sizes cannot be sent to another process.
     memory = executable.get_compiled_memory_stats()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
-    if hasattr(executable, "get_hlo_text"):  # not of what only compiles
+    if hasattr(executable, "get_hlo_text"):
         text = executable.get_hlo_text()
-    else:
+    else:  # an executable that was compiled for a topology does not have this method
         text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
-    return {**parts, "memory": sizes, "get_hlo_text": text}
+    return {**results, "memory": sizes, "get_hlo_text": text}

@@ -89,15 +89,16 @@ def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | N
     Args:
       node: the node. In a trace, traced arrays in its attributes are marked as data.
       forms: the forms that were met while this model is flattened; new ones are added.
-      no_tracers: types that are not those of tracers, since to ask takes a third of a microsecond;
-        new ones are added. None in a trace.
+      no_tracers: types that are known not to be those of tracers, since to ask takes a third of a
+        microsecond; new ones are added. None while a trace runs: tracers are valid there.
     """
-    if no_tracers is None:
+    if no_tracers is None:  # before the node is read, since this changes its statuses
         _adopt_tracers(node)
         return _items_by_form(node, forms)
     items = _items_by_form(node, forms)
     for kind in {*map(type, items.values)} - no_tracers:
         if issubclass(kind, jax.core.Tracer):
+            # Tracers of all types, so no other kind has to be looked at.
             leaked = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
             return _abstracted(items, leaked)
         no_tracers.add(kind)
@@ -113,16 +114,17 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
 
     Args:
       node: the node.
-      forms: those that are forgotten after this walk; `_FORMS` has the others. One is added to
-        either unless Flax sees other attributes than those in the ``__dict__``.
+      forms: the forms that only this walk uses. Those that hold no objects of the user are in
+        ``_FORMS`` instead, for all walks. A new form is added to one of the two.
     """
     # Whether all attributes are in the `__dict__`. Otherwise Flax has to read the node each time.
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
     names, in_dict = tuple(attributes), list(attributes.values())
-    # Name → mark: whether the attribute is data, True or False, or what a user puts there. Without
-    # the tag of `tag_node`, on which a form does not depend.
+    # A form does not depend on the tag that `tag_node` attaches to statuses.
     statuses = _untagged(getattr(node, STATUSES, {}))
+    # Name → mark: True for data, False for static, or what a user puts there. It is the dict in
+    # Flax's mapping, whose own iterator is slow.
     mark_of: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     marks = tuple(mark_of.values())
     # All in one flat tuple, which is quicker to hash than a nested one; None ends the names. With
@@ -132,14 +134,18 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     if form is not None:
         values = list(form.pick(in_dict))  # by name → by key
         if form.statuses is not None:
-            # The node has equal ones; with the same object, structures are compared sooner.
+            # Each node has its own equal statuses. With one object for all, `==` of structures
+            # finds them identical and does not compare their marks.
             values[form.keys.index(STATUSES)] = form.statuses
         return NodeItems(form, values, in_dict)
-    has_flags = type(statuses) is HashableMapping and {bool}.issuperset(map(type, marks))
-    items = _read_items(node, names, in_dict if is_plain else None, statuses if has_flags else None)
+    has_only_flags = type(statuses) is HashableMapping and all(type(x) is bool for x in marks)
+    shared_statuses = statuses if has_only_flags else None
+    items = _read_items(node, names, in_dict if is_plain else None, shared_statuses)
+    # A form reads values from the `__dict__`, so there is none for a node that Flax shows with
+    # other attributes than these: its `in_dict` is None.
     if items.in_dict is not None:
-        # A form with other marks may hold objects of the user, so it is forgotten with this walk.
-        is_kept = has_flags and len(_FORMS) < _MAX_FORMS
+        # Marks other than flags may be objects of the user, which `_FORMS` must not keep alive.
+        is_kept = has_only_flags and len(_FORMS) < _MAX_FORMS
         known_forms = _FORMS if is_kept else forms
         known_forms[key] = items.form
     return items
@@ -149,6 +155,9 @@ def _read_items(
     node: Node, names: tuple[str, ...], in_dict: list[Any] | None, statuses: object
 ) -> NodeItems:
     """Reads a node as Flax flattens it, and makes its form.
+
+    A module with ``self.b = nnx.Param(x); self.a = 1`` has the names ``("b", "a")``. Flax sorts
+    them, so its keys are ``("a", "b")``, and the order of its form is ``(1, 0)``.
 
     Args:
       node: the node.
@@ -162,15 +171,17 @@ def _read_items(
     """
     flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
     pairs = list(flattened)
-    # Flax wraps values that it knows to be data or static; of others it depends on the value.
+    # Flax wraps values that are data, or static, in any case. It does not wrap the others: whether
+    # they are data depends on the value, and `is_data` is None.
     data_of_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
     keys = tuple(key for key, _ in pairs)
     values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
     positions = None if in_dict is None else _positions_in_dict(keys, values, names, in_dict)
+    # Without positions, nothing is read by this form, and its order has no effect.
     order = tuple(range(len(keys))) if positions is None else positions
     form = NodeForm(
         keys=keys,
-        is_data=tuple(data_of_wrapper.get(type(x)) for _, x in pairs),
+        is_data=tuple(data_of_wrapper.get(type(x)) for _, x in pairs),  # True, False or None
         metadata=metadata,
         names=names,
         order=order,
@@ -189,21 +200,21 @@ def _positions_in_dict(
     None if what Flax sees is not what is there: a class may add attributes, or hide some.
 
     Args:
-      keys: the attributes as Flax flattens the node.
-      values: their values.
+      keys: the attributes as Flax flattens the node: names, or numbers for those of an
+        ``nnx.List``, which are ``"0"``, ``"1"``… in the ``__dict__``.
+      values: their values; statuses without the tag of :func:`tag_node`.
       names: the attributes in the ``__dict__``.
       in_dict: their values.
     """
     position_of = {name: position for position, name in enumerate(names)}
-    positions = tuple(
-        position_of.get(str(key[0] if type(key) is tuple else key), -1) for key in keys
-    )
+    positions = tuple(position_of.get(str(key), -1) for key in keys)
     if sorted(positions) != list(range(len(names))):
         return None
     for key, value, position in zip(keys, values, positions, strict=True):
         in_place = in_dict[position]
-        # Statuses are compared by value: without their tag they are a new object.
-        if _untagged(in_place) != value if key == STATUSES else in_place is not value:
+        # Statuses without their tag are a new object, so only these are compared by value.
+        is_same = _untagged(in_place) == value if key == STATUSES else in_place is value
+        if not is_same:
             return None
     return positions
 
@@ -214,7 +225,11 @@ _MAX_FORMS = 4096
 
 
 class _Tagged(HashableMapping[Any, Any]):
-    """The statuses of a node with a tag: equal to those without one, not to another tag."""
+    """The statuses of a node with a tag; they have the same items and hash as without it.
+
+    Structures compare statuses. So tagging a node is no change of it: tagged and untagged statuses
+    are equal. Nodes with two different tags are different.
+    """
 
     def __init__(self, mapping: Any, tag: Any):
         super().__init__(mapping, copy=False)
@@ -239,9 +254,11 @@ def tag_node(node: Node, tag: object) -> None:
     """Attaches a tag to a node of the current trace, for :func:`tag_of`.
 
     It is in the statuses, which Flax copies into the nodes that its transforms make of this one.
+    A node that has a tag keeps it. Nodes without statuses get none.
     """
     statuses = vars(node).get(STATUSES)
-    if is_plain_pytree(node) and type(statuses) is HashableMapping:
+    if is_plain_pytree(node) and type(statuses) is HashableMapping:  # and not _Tagged
+        # A module's own `__setattr__` would check the trace, and mark the attribute.
         object.__setattr__(node, STATUSES, _Tagged(statuses._mapping, tag))
 
 
@@ -261,17 +278,17 @@ def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
       leaked: the indices of the tracers among the values.
     """
     form, values, is_data = items.form, list(items.values), list(items.form.is_data)
-    # The attributes that were static, by name, as Flax notes them in a node: whether they are data.
-    marks: dict[str, bool] = {}
+    marks: dict[str, bool] = {}  # name → True, for Flax's record of which attributes are data
     for index in leaked:
         if isinstance(values[index], jax.Array):  # not a jax.Ref
             values[index] = _shape_of(values[index])
+            # None means that Flax decides by the value, and it sees that an array is data.
             if is_data[index] is False:
                 is_data[index] = True
                 marks[str(form.keys[index])] = True
-    if marks:
+    if marks:  # Flax knew something to be static, so there are statuses
         position = form.keys.index(STATUSES)
-        values[position] = values[position].update(marks)
+        values[position] = values[position].update(marks)  # returns a new mapping
     return NodeItems(dataclasses.replace(form, is_data=tuple(is_data)), values, in_dict=None)
 
 
@@ -288,21 +305,29 @@ def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _adopt_tracers(node: Node) -> None:
-    """Marks traced arrays in attributes as data, or Flax would keep and leak them as static."""
-    statuses = getattr(node, STATUSES, None)
+    """Marks traced arrays in attributes as data, or Flax would keep and leak them as static.
+
+    Only modules that are pytrees have such marks: of others, Flax decides by the value.
+    """
+    statuses = getattr(node, STATUSES, None)  # name → whether the attribute is data
     if statuses is None or not is_pytree_type(type(node)):
         return
-    unmarked = {
+    new_marks = {
         name: True
         for name, value in vars(node).items()
         if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
     }
-    if unmarked:  # past the ``__setattr__`` of modules, which would mark it as static
-        object.__setattr__(node, STATUSES, statuses.update(unmarked))
+    if new_marks:
+        # `update` returns a new mapping. The `__setattr__` of modules would mark it as static.
+        object.__setattr__(node, STATUSES, statuses.update(new_marks))
 
 
 def is_plain_pytree(node: object) -> bool:
-    """Whether all content of a node is in its ``__dict__``, and nothing hides that."""
+    """Whether a node is an ``nnx.Pytree`` that shows all its attributes in its ``__dict__``.
+
+    These can then be read without Flax. A node of any other type is read by the function with
+    which its type was registered.
+    """
     kind = type(node)
     is_plain = _HAS_PLAIN_DICT.get(kind)
     if is_plain is None:
@@ -310,6 +335,7 @@ def is_plain_pytree(node: object) -> bool:
         descriptors = (vars(cls)["__dict__"] for cls in kind.__mro__ if "__dict__" in vars(cls))
         is_default = isinstance(next(descriptors, None), types.GetSetDescriptorType)
         is_plain = _HAS_PLAIN_DICT[kind] = nnx.Pytree in kind.__mro__ and is_default
+    # A `__getattribute__` of the class may show another dict, which `vars` then returns.
     return is_plain and vars(node) is get_dict(node)
 
 
@@ -371,7 +397,8 @@ def node_operations(
 ) -> list[Operation]:
     """Returns the operations that change the attributes of a node; none is run here.
 
-    An operation is a function with its arguments, as a tuple.
+    An operation is a tuple of a function and its arguments. All operations of an update run one
+    after the other in C, so that no signal interrupts it.
 
     Args:
       node: the node.
@@ -384,12 +411,14 @@ def node_operations(
         return [(impl.clear, node), (impl.init, node, all_attributes())]
     attributes = vars(node)  # past the ``__setattr__`` of modules, which may raise
     operations: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
-    # The state, with the trace of the node, stays that of the object.
+    # The state has the trace to which the node belongs, and that does not change.
     values = {str(key): value for key, value in changed if key != STATE}
+    # An array may replace a tracer that a failed trace left in the node. `node_items` has shown
+    # that tracer as data, but Flax's statuses may still say that the attribute is static.
     leaked = [key for key in values if isinstance(attributes.get(key), jax.core.Tracer)]
-    if leaked and STATUSES in attributes:  # `node_items` has shown them as data
-        statuses = attributes[STATUSES].update(dict.fromkeys(leaked, True))
-        values.setdefault(STATUSES, statuses)
+    if leaked and STATUSES in attributes:
+        new_statuses = attributes[STATUSES].update(dict.fromkeys(leaked, True))  # a new mapping
+        values.setdefault(STATUSES, new_statuses)
     return [*operations, (dict.update, attributes, values)]
 
 
@@ -452,8 +481,9 @@ def plain_variable(x: Any) -> Any:
     """Returns a Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
     if is_variable(x):
         return x
-    if is_concrete_hijax(x):
+    if is_concrete_hijax(x):  # it holds a plain one, flattened
         return jax.tree.unflatten(get_treedef(x), get_leaves(x))
+    # A tracer of such a Variable. It has no leaves, but methods to read it in the trace.
     variable = new_variable(x.type, x.get_metadata())
     set_value(variable, x.get_raw_value())
     return variable
@@ -464,21 +494,25 @@ def variable_operations(
 ) -> list[Operation]:
     """Returns the operations that give a Variable a value, and metadata unless they are None.
 
-    They run no Python code, in which a signal could interrupt an update, except where the Variable
-    is a traced one made with ``hijax=True``.
+    An operation is a tuple of a function and its arguments; the caller runs them later. They run no
+    Python code, in which a signal could interrupt an update, except where the Variable is a traced
+    one made with ``hijax=True``.
     """
     if is_concrete_hijax(variable):
+        # It holds a plain Variable, flattened. So an updated plain one is flattened into it.
         plain, treedef = plain_variable(variable), get_treedef(variable)
-        other = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
-        set_value(other, value)
-        leaves, new_treedef = jax.tree.flatten(other)
+        updated = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
+        set_value(updated, value)
+        leaves, new_treedef = jax.tree.flatten(updated)
         operations: list[Operation] = [(set_leaves, variable, tuple(leaves))]
-        if metadata is not None or new_treedef != treedef:  # a guard knows the old one by identity
+        # An equal treedef stays the same object: a guard compares it by identity, and a new one
+        # would make it flatten the model again.
+        if metadata is not None or new_treedef != treedef:
             operations.append((set_treedef, variable, new_treedef))
         return operations
-    if is_variable(variable):
+    if is_variable(variable):  # a plain one
         operations = [(set_value, variable, value), (set_metadata, variable, metadata)]
-    else:
+    else:  # a tracer of one made with `hijax=True`
         operations = [(variable.set_raw_value, value), (variable.set_metadata, metadata)]
     return operations if metadata is not None else operations[:1]
 
@@ -542,13 +576,14 @@ SLOTS = {
 def are_current(states: Iterable[Any]) -> bool:
     """Whether all of these trace states, of Variables or modules, belong to the current trace.
 
-    A module keeps the state in an object of Flax, a Variable as it is. Both lead to JAX's weak
-    reference to the trace, of which there is one for each trace: so `is` compares traces.
+    A Variable has a ``TraceState`` of Flax, which a module has in a ``PytreeState``. It wraps JAX's
+    opaque trace state, and that a weak reference to the trace. JAX makes this reference once for
+    each trace, so ``is`` compares the traces.
     """
-    current = jax.extend.core.get_opaque_trace_state()._trace_ref
+    current_ref = jax.extend.core.get_opaque_trace_state()._trace_ref
     for state in states:
-        trace = state._trace_state if type(state) is pytreelib.PytreeState else state
-        if trace._jax_trace._trace_ref is not current:
+        trace_state = state._trace_state if type(state) is pytreelib.PytreeState else state
+        if trace_state._jax_trace._trace_ref is not current_ref:
             return False
     return True
 
@@ -557,9 +592,11 @@ def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
     if is_variable(x):
         return bool(x._can_update)
-    if is_hijax_variable(x):  # a traced one was made in the trace, or Flax refuses to change it
+    if is_hijax_variable(x):
+        # A concrete one belongs to no trace. For a tracer of an outer trace, Flax itself raises.
         return isinstance(x, jax.core.Tracer) or trace_is_clean()
-    state = getattr(x, STATE, None)
+    state = getattr(x, STATE, None)  # a PytreeState, which modules and other Pytrees have
+    # Nodes of other types do not know their trace, so Flax lets each trace change them.
     return state is None or bool(state.trace_state.is_valid())
 
 
@@ -580,15 +617,22 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     if level is None:  # a leaf
         return None
     children = list(level[0])
+    # A named tuple may be registered with another flatten function, and then shows other children.
     is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
     if type(tree) in (tuple, list) or is_named_tuple:
         return tree if _are_same(children, tree) else None
-    if type(tree) is not dict and (type(tree) is not nnx.State or len(vars(tree)) != 1):
+    if type(tree) is nnx.State and len(vars(tree)) == 1:  # all that it has is its mapping
+        mapping = get_mapping(tree)
+    elif type(tree) is dict:
+        mapping = tree
+    else:
         return None
-    mapping: Any = tree if isinstance(tree, dict) else get_mapping(tree)
+    # A guard compares keys by `==`. Keys of other types may be equal and still be different: 1.0
+    # and 1, or objects with an `__eq__` of the user.
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
-        return None  # other keys may be equal without being the same
-    in_order = [mapping[key] for key in sorted(mapping)]  # as JAX flattens a dict
+        return None
+    # JAX has sorted the keys to flatten the dict, so they are all strings or all numbers.
+    in_order = [mapping[key] for key in sorted(mapping)]
     return mapping if _are_same(children, in_order) else None
 
 
@@ -598,6 +642,7 @@ def has_aux(kind: type, aux: object) -> bool:
 
 
 def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences hold the very same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

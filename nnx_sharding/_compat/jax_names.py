@@ -198,6 +198,7 @@ def trace_context() -> dict[str, Any]:
     return dict(zip(labels, _trace_context(), strict=True))
 
 
+# Returns what surrounding transforms such as `vmap` map: names, sizes and mesh axes.
 _axis_env: Any = private_name("jax._src.core", "get_axis_env")
 
 
@@ -208,9 +209,11 @@ def spmd_axes() -> frozenset[Any]:
 
 
 def mapped_axes() -> frozenset[Any]:
-    """Returns the mesh axes of surrounding ``vmap``: JAX puts them in front of all specs in these.
+    """Returns the mesh axes that surrounding ``vmap`` have taken.
 
-    These are the ``spmd_axis_name`` and the Explicit axes over which mapped arrays are sharded.
+    These are their ``spmd_axis_name``, and the Explicit axes over which mapped arrays are sharded.
+    JAX puts them in front of the spec of each constraint within the ``vmap``, so such a spec must
+    not name them.
     """
     env = _axis_env()
     axes: frozenset[Any] = env.spmd_axis_names | env.explicit_mesh_axis_names
@@ -225,7 +228,8 @@ def is_eager_tracer(x: object) -> bool:
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     """Returns the devices of a sharding in the order for which JAX compiles; None without any.
 
-    One on an abstract mesh has none, and those of other libraries may not show them.
+    A sharding on an abstract mesh has none. A class of sharding that another library defines may
+    not have JAX's private attribute, and then also gives None.
     """
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
     if is_named and not isinstance(sharding.mesh, Mesh):  # it would raise an error
@@ -246,13 +250,15 @@ def in_order_of(
 
     Args:
       sharding: the sharding.
-      other: one over the same devices, in the order of the program.
+      other: a sharding over the same devices, in the order of the program. Other devices are a
+        ``KeyError``.
 
     Returns:
-      The sharding; None if JAX cannot express it.
+      The sharding; None if this release of JAX cannot express it.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
+    # ids[i] is the position, on the mesh of the program, of the device that has part i.
     position = {device: i for i, device in enumerate(other.mesh.devices.flat)}
     ids = tuple(position[device] for device in sharding.mesh.devices.flat)
     mesh = Mesh(
@@ -264,7 +270,7 @@ def in_order_of(
         return jax.sharding.NamedSharding(
             mesh, sharding.spec, memory_kind=sharding.memory_kind, _logical_device_ids=ids
         )
-    except TypeError:
+    except TypeError:  # a release without this private parameter
         return None
 
 
@@ -279,7 +285,12 @@ def trace_of(x: object) -> Any:
 
 
 def _frame() -> Any:
-    """Returns what JAX keeps of the current trace; None where a release does not show it."""
+    """Returns JAX's record of the current trace; None where a release does not show it.
+
+    Its ``tracing_eqns`` are the equations so far, in the order of tracing; JAX may hold those
+    without effects by weak references. ``constvar_to_val`` has the arrays that the trace has
+    captured, by the variables that stand for them in the program.
+    """
     return getattr(current_trace(), "frame", None)
 
 
@@ -294,20 +305,22 @@ def operations_on_constants() -> dict[int, set[str]]:
     So an error about a captured array can say what was computed with it. What is done with a
     resharded array counts as done with the array itself; JAX inserts such operations.
     """
-    frame = _frame()
+    captured = getattr(_frame(), "constvar_to_val", {})  # variable of the program → array
+    equations = trace_equations()
     operations: dict[int, set[str]] = {}
-    for variable, value in getattr(frame, "constvar_to_val", {}).items():
-        ids = {id(variable)}  # of the jaxpr's variables that are this array, resharded or not
-        for entry in getattr(frame, "tracing_eqns", ()):  # in the order of tracing: once is enough
-            # JAX may hold equations without effects weakly.
-            equation: Any = entry() if isinstance(entry, weakref.ref) else entry
+    for variable, array in captured.items():
+        # The ids of the variables that stand for this array, resharded or not. One pass finds all,
+        # since an equation comes after those that have made its inputs.
+        ids = {id(variable)}
+        for equation in equations:
+            # A tracer has its variable in `val`.
             inputs = getattr(equation, "in_tracers", ())
             if ids.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
                 continue
             if str(equation.primitive) == "reshard":
                 ids |= set(map(id, equation.outvars))
             else:
-                operations.setdefault(id(value), set()).add(str(equation.primitive))
+                operations.setdefault(id(array), set()).add(str(equation.primitive))
     return operations
 
 
@@ -319,14 +332,16 @@ def trace_has_effects() -> bool:
 
 
 def trace_equations() -> list[Any]:
-    """Returns the equations of the current trace so far, for whose operands see `operand_types`.
+    """Returns the equations of the current trace so far; none where a release does not show them.
 
-    They are as JAX holds them, since equations of a jaxpr would have to be made.
+    They are JAX's own objects. Some are equations of a jaxpr, with ``invars``. The others, which
+    JAX finishes at the end of the trace, have ``in_tracers`` in their place: `operand_types` reads
+    either.
     """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
-    # JAX may hold equations without effects weakly.
-    found = (entry() if isinstance(entry, weakref.ref) else entry for entry in entries)
-    return [equation for equation in found if equation is not None]
+    equations = (entry() if isinstance(entry, weakref.ref) else entry for entry in entries)
+    # None for an equation that JAX has dropped, because nothing holds its results any more.
+    return [equation for equation in equations if equation is not None]
 
 
 def operand_types(equation: Any) -> list[Any]:
@@ -337,16 +352,19 @@ def operand_types(equation: Any) -> list[Any]:
 
 
 def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
-    """Gives equations of the current trace, from which JAX makes a jaxpr, other primitives.
+    """Gives equations of the current trace other primitives, before JAX makes a jaxpr of them.
 
-    ``replace`` returns the primitive and the parameters for an equation; None to leave it as it is.
+    Args:
+      replace: is asked for each equation, which has the attributes ``primitive``, ``params`` and
+        ``invars`` of one in a jaxpr. It returns the new primitive and parameters; None to leave the
+        equation as it is.
     """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
     for number, entry in enumerate(entries):
         equation: Any = entry() if isinstance(entry, weakref.ref) else entry
-        if equation is None:
+        if equation is None:  # JAX has dropped it, because nothing holds its results any more
             continue
-        # Some equations are final (of a jaxpr); others change until the trace ends.
+        # Some equations are final (of a jaxpr). Others have tracers instead of `invars`.
         is_final = not hasattr(equation, "in_tracers")
         replacement = replace(equation if is_final else _Equation(equation))
         if replacement is None:
@@ -377,7 +395,9 @@ def is_made_alike(x: object, y: object) -> bool:
     a transform differentiates.
     """
     pairs: list[tuple[Any, Any]] = [(x, y)]  # of arrays that have to be alike
-    seen = set[tuple[int, int]]()  # the ids of pairs that were compared
+    # The ids of pairs that were compared. All of these arrays are inputs of equations that `x` and
+    # `y` lead to, which keep them alive, so no id is used twice.
+    seen = set[tuple[int, int]]()
     while pairs:
         x, y = pairs.pop()
         if x is y or (identity(x), identity(y)) in seen:
@@ -388,8 +408,10 @@ def is_made_alike(x: object, y: object) -> bool:
             if not _is_same_constant(x, y):
                 return False
             continue
-        same_operation = _is_same_operation(x_maker, y_maker)
-        if not same_operation or _output_number(x) != _output_number(y):
+        # The same primitive with equal parameters; their inputs are compared next.
+        if not _is_same_operation(x_maker, y_maker):
+            return False
+        if _output_number(x) != _output_number(y):  # other results of equal operations
             return False
         pairs += zip(x_maker.in_tracers, y_maker.in_tracers, strict=True)
     return True
@@ -398,9 +420,10 @@ def is_made_alike(x: object, y: object) -> bool:
 def differentiated_value(x: Any) -> Any:
     """Returns the array whose value a tracer of a derivative has, such as an argument; else ``x``.
 
-    The tracer is a new object in each derivative, so what is known of the array is found by this.
+    Within ``jax.grad``, an argument is a new tracer that pairs the outer array, its ``primal``,
+    with a tangent. What is known of the outer array is found by its identity.
     """
-    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):  # one for each nested derivative
         x = x.primal
     return x
 
@@ -422,8 +445,9 @@ def constrained_by(x: object) -> jax.sharding.Sharding | None:
         sharding = params["sharding"]
     elif name == "jit":  # `core.constrain` compiles constraints, of several arrays together
         jaxpr = params["jaxpr"].jaxpr
+        # Any other `jit` is a function of the user: its outputs are what it has computed.
         if all(inner.primitive.name == "sharding_constraint" for inner in jaxpr.eqns):
-            output = jaxpr.outvars[_output_number(x)]
+            output = jaxpr.outvars[_output_number(x)]  # the variable in `jit` that `x` comes from
             makers = [inner for inner in jaxpr.eqns if output in inner.outvars]
             sharding = makers[0].params["sharding"] if makers else None
     return sharding
@@ -436,7 +460,7 @@ def _maker(x: object) -> Any:
 
 
 def _output_number(x: Any) -> int:
-    """Returns which output of its equation an array is."""
+    """Returns which output of its equation a tracer is: 0 for the first one."""
     return next(i for i, variable in enumerate(x.parent.outvars) if variable is x.val)
 
 
@@ -459,7 +483,8 @@ def _is_same_operation(first: Any, second: Any) -> bool:
 
 def _is_same_constant(x: Any, y: Any) -> bool:
     """Whether two constants of NumPy, perhaps in a trace, have the same type and values."""
-    # A tracer of a constant gives the constant by this; any other tracer itself.
+    # In a trace, JAX wraps a constant in a tracer. Its `full_lower` returns the constant; that of
+    # any other tracer returns the tracer.
     x, y = (c.full_lower() if isinstance(c, jax.core.Tracer) else c for c in (x, y))
     if x is y:
         return True
@@ -480,11 +505,12 @@ def direct_form(stage: Any) -> Any:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mesh axes along which a value in ``shard_map`` may differ; none if unknown."""
-    aval = jax.typeof(x)
-    # Newer releases have them in the manual axis type, `mat`.
-    axes: frozenset[Any] = getattr(
-        getattr(aval, "mat", None), "vur", getattr(aval, "vma", frozenset())
-    )
+    array_type = jax.typeof(x)
+    # Newer releases have them in `mat`, the "manual axis type", as `vur`. Others have them in the
+    # type of the array, as `vma`, or do not know them.
+    manual_type = getattr(array_type, "mat", None)
+    older = getattr(array_type, "vma", frozenset())
+    axes: frozenset[Any] = getattr(manual_type, "vur", older)
     return axes
 
 
@@ -518,12 +544,15 @@ def is_timeout(error: jax.errors.JaxRuntimeError) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
-    """Returns CPU devices in addition to ``jax.devices()``; None if JAX cannot make them."""
-    if _make_cpu_client is None:
+    """Returns CPU devices in addition to ``jax.devices()``; None if JAX cannot make them.
+
+    They are for meshes with more devices than this machine has.
+    """
+    if _make_cpu_client is None:  # a private function that this release does not have
         return None
     try:
         return list(_make_cpu_client(num_devices=count).devices())
-    except TypeError:
+    except TypeError:  # in this release, it has other parameters
         return None
 
 

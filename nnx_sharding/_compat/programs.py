@@ -40,7 +40,9 @@ def without_callbacks(program: Any) -> Any:
     """
     if getattr(program, "jaxpr", program) is not program:  # with constants, in older JAX
         return program.replace(jaxpr=without_callbacks(program.jaxpr))
-    equations = [_without_inner_callbacks(x) for x in program.eqns if x.outvars or not x.effects]
+    # An equation that has effects and no results is such a callback.
+    kept = [equation for equation in program.eqns if equation.outvars or not equation.effects]
+    equations = [_without_inner_callbacks(equation) for equation in kept]
     return program.replace(eqns=equations, effects=_join_effects(equations))
 
 
@@ -61,8 +63,11 @@ def _without_inner_callbacks(equation: Any) -> Any:
 
     params = {name: strip(value) for name, value in equation.params.items()}
     stripped = equation.replace(params=params)
-    before, after = (_join_effects(jaxprs_of(x)) for x in (equation, stripped))
-    return stripped.replace(effects=equation.effects - (before - after))
+    # The effects of the operation include those of its programs. Those that only a callback had
+    # are dropped, or JAX would keep the operation even if its results are not used.
+    effects_before = _join_effects(jaxprs_of(equation))
+    effects_after = _join_effects(jaxprs_of(stripped))
+    return stripped.replace(effects=equation.effects - (effects_before - effects_after))
 
 
 def jaxprs_of(equation: Any) -> Iterator[Any]:
@@ -107,8 +112,12 @@ def run_equation(
 
 
 def in_scope_of(equation: Any) -> AbstractContextManager[object]:
-    """Gives what runs within the block the names and the line of an operation that was traced."""
-    if source_info_util is None:
+    """Gives what is traced within the block the names and the line of an operation.
+
+    A name stack is what ``jax.named_scope`` and ``jit`` add to the names of operations. The one of
+    the operation comes within the current one.
+    """
+    if source_info_util is None:  # a private module that this release does not have
         return contextlib.nullcontext()
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     context: AbstractContextManager[object] = source_info_util.user_context(

@@ -85,23 +85,24 @@ def process_rows(
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
-    # Of 0 rows, which every spec divides: the number of rows is checked below.
+    # The sharding of one array along the rows. It has 0 of them, which every spec divides: whether
+    # `batch_size` can be divided is checked below.
     no_rows = jax.ShapeDtypeStruct((0,), np.bool_)
     specs = Specs(sharding)
-    [concrete] = _assigned("process_rows", "rows", no_rows, specs, mesh, trim_to_rank)
-    if not isinstance(concrete, Sharding):
+    [concrete] = _assign_specs("process_rows", "rows", no_rows, specs, mesh, trim_to_rank)
+    if not isinstance(concrete, Sharding):  # None, for which nothing is placed
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
-    parts = _parts(concrete)
-    if batch_size < 1 or batch_size % parts:
+    num_parts = _num_parts(concrete)
+    if batch_size < 1 or batch_size % num_parts:
         raise ValueError(
-            f"process_rows: {batch_size} rows cannot be divided into {parts} equal parts "
-            f"({_axes(concrete)}). Use {_next_size(batch_size, parts)} rows."
+            f"process_rows: {batch_size} rows cannot be divided into {num_parts} equal parts "
+            f"({_axes_text(concrete)}). Use {_next_size(batch_size, num_parts)} rows."
         )
     process = jax.process_index() if process is None else process
-    held = rows_by_process(concrete, int(batch_size), process_of)
-    check_process("process_rows", process, held)
-    selected = held[process]
+    held_rows = rows_by_process(concrete, int(batch_size), process_of)
+    check_process("process_rows", process, held_rows)
+    selected = held_rows[process]
     first = int(selected[0])
     end = int(selected[-1]) + 1
     # Ascending and distinct, so without gaps exactly if there are as many as from first to end.
@@ -133,7 +134,7 @@ def check_has_devices(caller: str, sharding: Sharding) -> None:
         raise ValueError(f"{caller}: {mesh} is abstract, without devices for batches.")
 
 
-def _of_rows(sharding: Sharding) -> Sharding:
+def _rows_sharding(sharding: Sharding) -> Sharding:
     """Returns the sharding of the first dimension alone."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -141,14 +142,14 @@ def _of_rows(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, with_entries(spec, spec.partitions[:1]))
 
 
-def _parts(sharding: Sharding) -> int:
+def _num_parts(sharding: Sharding) -> int:
     """Returns the number of parts into which the rows are sharded."""
     num_rows = sharding.num_devices  # which every spec divides
-    rows_of_part = int(_of_rows(sharding).shard_shape((num_rows,))[0])
+    rows_of_part = int(_rows_sharding(sharding).shard_shape((num_rows,))[0])
     return num_rows // rows_of_part
 
 
-def _axes(sharding: Sharding) -> str:
+def _axes_text(sharding: Sharding) -> str:
     """Describes what shards the rows: ``'data' (2) × 'model' (4)``."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
@@ -169,7 +170,7 @@ def rows_by_process(
         return {jax.process_index(): np.arange(size)}
     blocks: dict[int, set[tuple[int, int]]] = {}  # by process, the first row and the end of each
     # By device, the slice of its rows: a tuple, for an array of rank 1.
-    indices: Mapping[Any, tuple[slice, ...]] = _of_rows(sharding).devices_indices_map((size,))
+    indices: Mapping[Any, tuple[slice, ...]] = _rows_sharding(sharding).devices_indices_map((size,))
     for device, (row_slice,) in indices.items():
         process = device.process_index if process_of is None else process_of(device)
         start, end, _ = row_slice.indices(size)
@@ -193,15 +194,16 @@ class Leaf(NamedTuple):
     sharding: Sharding | None  # None if it is passed through
     kind: str  # dtype and shape of its array: float32[rows, 2]
     has_rows: bool  # whether its first dimension is the rows of the batch
-    # The dtype and the shape of a row, if it is a NumPy array of a dtype that JAX keeps.
-    kept: tuple[np.dtype[Any], tuple[int, ...]] | None = None
+    # The dtype and the shape of a row, if JAX does not change the dtype. A NumPy array with both
+    # can be placed as it is. None if each array has to be checked.
+    unchecked_row: tuple[np.dtype[Any], tuple[int, ...]] | None = None
 
     def needs_no_check(self, value: Any) -> bool:
         """Whether a value is passed through, or is a NumPy array that can be placed as it is."""
         if self.sharding is None:
             return True
         is_array = type(value) is np.ndarray and value.ndim > 0
-        return is_array and (value.dtype, value.shape[1:]) == self.kept
+        return is_array and (value.dtype, value.shape[1:]) == self.unchecked_row
 
     def __str__(self) -> str:
         return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
@@ -238,19 +240,22 @@ class BatchSharding:
         self._treedef: PyTreeDef
         leaves_with_path, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = _names(leaves_with_path)
-        # With errors for those that are no arrays, raised below unless they are passed through.
-        arrays = [_host_array(leaf) for _, leaf in leaves_with_path]
+        # 1. Arrays and their shardings. In place of a leaf that is no array there is a TypeError,
+        # which `_check_arrays` raises unless the spec of the leaf is None.
+        arrays = [_as_host_array(leaf) for _, leaf in leaves_with_path]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
+        # 2. What is known of each leaf, for the checks of later batches.
         self.leaves: list[Leaf] = []
         self._with_rows: list[tuple[str, Sharding]] = []
         for name, sharding, array in zip(names, shardings, arrays, strict=True):
             has_rows = sharding is not None and array.ndim > 0
-            kept = None
+            unchecked_row = None
             if has_rows and isinstance(array, np.ndarray):
+                # JAX changes 64-bit dtypes by default, and integers may be too large for 32 bits.
                 is_kept = array.dtype == jax.dtypes.canonicalize_dtype(array.dtype)
-                kept = (array.dtype, array.shape[1:]) if is_kept else None
-            self.leaves.append(Leaf(name, sharding, _kind(array), has_rows, kept))
+                unchecked_row = (array.dtype, array.shape[1:]) if is_kept else None
+            self.leaves.append(Leaf(name, sharding, _kind(array), has_rows, unchecked_row))
             if sharding is not None and has_rows:
                 self._with_rows.append((name, sharding))
         if not self._with_rows:
@@ -259,25 +264,31 @@ class BatchSharding:
                 f"{_NAME}: the batch has no array with rows: {found}. Give at least one array with "
                 "a leading dimension, and a spec for it."
             )
+        # 3. What is placed, and how the rows are sharded.
         sharded = [(i, leaf.sharding) for i, leaf in enumerate(self.leaves) if leaf.sharding]
         self._placed = [index for index, _ in sharded]
         self._shardings = [sharding for _, sharding in sharded]
-        # Of the leaf with the most shards along the rows, so that its rows fit all others.
-        shardings_of_rows = [sharding for _, sharding in self._with_rows]
-        self.rows = _of_rows(max(shardings_of_rows, key=_parts))
+        # The rows are sharded as those of the leaf with the most parts of rows. `set_size` checks
+        # that this suits the others.
+        shardings_with_rows = [sharding for _, sharding in self._with_rows]
+        self.rows = _rows_sharding(max(shardings_with_rows, key=_num_parts))
         self.size = 0
         self.own_rows: Rows = np.arange(0)
 
     def arrays(self, batch: Any) -> list[HostArray]:
         """Returns the leaves of a batch as host arrays, checked to be like those of the first one.
 
+        Leaves that are passed through are returned as they are.
+
         Raises:
           ValueError: the structure, shapes or dtypes differ; or integers do not fit JAX's.
           TypeError: a leaf is not an array, and is not passed through.
         """
         values, treedef = jax.tree.flatten(batch)
+        # Nearly all batches end here: the checks below take 5 µs for each leaf.
         if treedef == self._treedef and all(map(Leaf.needs_no_check, self.leaves, values)):
-            return values  # the checks below take 5 µs for each leaf
+            return values
+        # 1. The same structure.
         names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
             new_names = _names(jax.tree_util.tree_flatten_with_path(batch)[0])
@@ -288,15 +299,17 @@ class BatchSharding:
                 f"{_NAME}: the structure of this batch differs from that of the first one:",
                 lines or [f"  {treedef}, in the first batch {self._treedef}"],
             )
+        # 2. Arrays, except what is passed through.
         arrays = [
-            value if leaf.sharding is None else _host_array(value)
+            value if leaf.sharding is None else _as_host_array(value)
             for value, leaf in zip(values, self.leaves, strict=True)
         ]
         _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
+        # 3. Shapes and dtypes as in the first batch, and integers that JAX can hold.
         changed: list[str] = []
         too_large: list[str] = []
         for array, leaf in zip(arrays, self.leaves, strict=True):
-            if leaf.sharding is None:
+            if leaf.sharding is None:  # passed through, whatever it is
                 continue
             kind = _kind(array)
             if kind != leaf.kind:
@@ -333,6 +346,7 @@ class BatchSharding:
                 "Leave out what does not have rows, or give it the spec None, which passes it "
                 "through.",
             )
+        # There is a leaf with rows, or the first batch would have been refused.
         return next(iter(counts.values()))
 
     def set_size(self, size: int | None, loaded: int, *, is_alone: bool) -> None:
@@ -349,37 +363,38 @@ class BatchSharding:
             each.
         """
         if size is None:
-            # 6 loaded rows in 2 of 4 parts make 12. A batch with one row for each part says which
-            # parts are of this process.
-            parts = _parts(self.rows)
-            own_parts = len(rows_by_process(self.rows, parts)[jax.process_index()])
-            size = math.ceil(loaded * parts / own_parts)
+            # If this process has 2 of 4 parts of the rows and has loaded 6, there are 12 of them.
+            num_parts = _num_parts(self.rows)
+            # In a batch with one row for each part, its rows are its parts.
+            own_parts = len(rows_by_process(self.rows, num_parts)[jax.process_index()])
+            size = math.ceil(loaded * num_parts / own_parts)
         self.size = size
-        all_parts = [_parts(sharding) for _, sharding in self._with_rows]
+        # The next size that all leaves can be divided by, for the message.
+        all_parts = [_num_parts(sharding) for _, sharding in self._with_rows]
         divisible = _next_size(size, math.lcm(*all_parts))
         raise_listed(
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
             [
-                f"  {name} by {_axes(sharding)}"
+                f"  {name} by {_axes_text(sharding)}"
                 for name, sharding in self._with_rows
-                if size % _parts(sharding)
+                if size % _num_parts(sharding)
             ],
             f"Load {divisible} rows, or pass uneven='pad' with batch_size={divisible}, which pads "
             "each batch.",
         )
-        held = rows_by_process(self.rows, size)
-        self.own_rows = held[jax.process_index()]
+        held_rows = rows_by_process(self.rows, size)  # process → indices of its rows
+        self.own_rows = held_rows[jax.process_index()]
         if is_alone:  # it holds all rows of each leaf
             return
         raise_listed(
             ValueError,
             f"{_NAME}: a process would have to load different rows of these leaves than of those "
-            f"with rows sharded by {_axes(self.rows)}:",
+            f"with rows sharded by {_axes_text(self.rows)}:",
             [
-                f"  {name}, by {_axes(sharding)}"
+                f"  {name}, by {_axes_text(sharding)}"
                 for name, sharding in self._with_rows
-                if not _are_equal(held, rows_by_process(sharding, size))
+                if not _are_equal(held_rows, rows_by_process(sharding, size))
             ],
             "Shard the first dimension of all leaves alike, and replicate in the step.",
         )
@@ -391,25 +406,27 @@ class BatchSharding:
           arrays: the leaves of the batch, with all rows that this process holds.
           mask: of shape (own rows,), which of these rows were loaded and not filled in.
         """
-        placed, shardings, local = self._placed, self._shardings, list(arrays)
-        if mask is not None:
-            placed, shardings = [*placed, len(local)], [*shardings, self.rows]
-            local.append(mask)
-        own = [local[index] for index in placed]
+        leaves: list[Any] = list(arrays)
+        placed, shardings = self._placed, self._shardings  # positions among the leaves
+        if mask is not None:  # placed together with the arrays, as one more leaf with rows
+            leaves.append(mask)
+            placed, shardings = [*placed, len(arrays)], [*shardings, self.rows]
+        own = [leaves[index] for index in placed]  # each (own rows, …), or () for a number
         if jax.process_count() == 1:  # what the function below comes to, a tenth faster
             # Matching a list of shardings with two arrays takes JAX 5 to 10 µs more than one.
             are_alike = shardings.count(shardings[0]) == len(shardings)
             global_arrays = jax.device_put(own, shardings[0] if are_alike else shardings)
         else:
-            shapes = [  # the global ones: (own rows, …) → (rows, …), and () of numbers
+            shapes = [  # the global ones: (rows, …), or () for a number
                 (self.size, *array.shape[1:]) if array.ndim else () for array in own
             ]
             global_arrays = jax.make_array_from_process_local_data(shardings, own, shapes)
-        results: list[Any] = local  # what is passed through stays
         for index, array in zip(placed, global_arrays, strict=True):
-            results[index] = array
-        batch = self._treedef.unflatten(results[: len(arrays)])
-        return batch if mask is None else (batch, results[-1])  # the mask is the last one
+            leaves[index] = array  # all other leaves are passed through
+        if mask is None:
+            return self._treedef.unflatten(leaves)
+        *leaves, global_mask = leaves
+        return self._treedef.unflatten(leaves), global_mask
 
 
 def _are_equal(one: Mapping[int, Rows], other: Mapping[int, Rows]) -> bool:
@@ -425,8 +442,13 @@ def _shardings(
 ) -> list[Sharding | None]:
     """Returns the sharding of each leaf of a batch; None for a leaf that is passed through.
 
-    A sharding has to divide all dimensions except the rows, whose number `set_size` checks. Among
-    the leaves there is an error for one that is not an array, which is reported later.
+    A sharding has to divide all dimensions except the rows, whose number `set_size` checks.
+
+    Args:
+      treedef: that of the batch.
+      arrays: its leaves; a ``TypeError`` in place of each that is not an array.
+      specs: the user's specs, as a prefix of the batch.
+      mesh: the mesh of each ``PartitionSpec``; None for the one in context.
     """
     # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
     # of rows that any mesh axis divides.
@@ -434,19 +456,21 @@ def _shardings(
     num_rows = math.lcm(*num_devices, 1 if mesh is None else mesh.size)
 
     def abstract(array: HostArray | TypeError) -> jax.ShapeDtypeStruct:
-        shape = getattr(array, "shape", ())
-        if shape:
-            shape = (num_rows, *shape[1:])
-        return jax.ShapeDtypeStruct(shape, getattr(array, "dtype", bool))
+        if isinstance(array, TypeError):  # a placeholder: passed through, or refused afterwards
+            return jax.ShapeDtypeStruct((), bool)
+        shape = (num_rows, *array.shape[1:]) if array.ndim else ()
+        return jax.ShapeDtypeStruct(shape, array.dtype)
 
     def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-        return spec if leaf.shape else trim_to_rank(spec, leaf)  # a number is the same for all rows
+        # P("data") for all leaves replicates a number, which has no rows to shard. Of an array with
+        # rows, too many entries are an error.
+        return spec if leaf.shape else trim_to_rank(spec, leaf)
 
     tree = treedef.unflatten(map(abstract, arrays))
-    return _assigned(_NAME, "batch", tree, specs, mesh, adapt)
+    return _assign_specs(_NAME, "batch", tree, specs, mesh, adapt)
 
 
-def _assigned(
+def _assign_specs(
     caller: str,
     name: str,
     tree: Any,
@@ -464,9 +488,16 @@ def _assigned(
       mesh: the mesh of each ``PartitionSpec``; None for the one in context.
       adapt: takes a spec and its array, and returns the spec that has to fit.
     """
-    # ``whole``: the compiler is not there to choose the sharding of a dimension.
-    options: Any = {"caller": caller, "name": name, "whole": True, "adapt": adapt}
-    _, shardings = assign_shardings(tree, flatten(tree), specs, mesh=mesh, **options)
+    _, shardings = assign_shardings(
+        tree,
+        flatten(tree),  # the same tree, as the core describes it
+        specs,
+        mesh=mesh,
+        caller=caller,
+        name=name,
+        whole=True,  # no UNCONSTRAINED: no compiler is there to choose the sharding of a dimension
+        adapt=adapt,
+    )
     return shardings
 
 
@@ -503,7 +534,7 @@ def _check_arrays(
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
-def _host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
+def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
     """Returns a leaf of a batch as an array, which shares its memory if possible.
 
     What is no array becomes a ``TypeError`` that says why. It is returned and not raised: the spec
@@ -516,29 +547,33 @@ def _host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is a
         return leaf
     is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
     try:
-        array = np.asarray(leaf if is_of_numpy else _converted(leaf))
+        # An array of another library, such as a tensor of PyTorch, is converted.
+        array = np.asarray(leaf if is_of_numpy else _from_library(leaf))
     except TypeError as error:
         return error
-    # Objects, bytes, text, dates and time spans; also records, which JAX does not have either.
+    # JAX has no objects (O), bytes (S), text (U), dates (M) or time spans (m), and no records. The
+    # kind of records is V, but so is that of bfloat16, whose type is not `np.void`.
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
         return TypeError(f"an array of dtype {array.dtype}")
     return array
 
 
-def _converted(x: object) -> np.ndarray[Any, Any]:
-    """Returns a foreign array, such as a tensor of PyTorch, as a NumPy array.
+def _from_library(x: object) -> np.ndarray[Any, Any]:
+    """Returns an array of another library, such as a tensor of PyTorch, as a NumPy array.
 
     Raises:
-      TypeError: it is none, or gives none, such as a tensor on a GPU.
+      TypeError: it is not an array, or cannot be converted, such as a tensor on a GPU.
     """
     try:
         if hasattr(x, "__array__"):
-            with contextlib.suppress(TypeError):  # of bfloat16, which NumPy lacks: try DLPack
+            # PyTorch raises a TypeError for bfloat16, which NumPy lacks. DLPack can do it.
+            with contextlib.suppress(TypeError):
                 return np.asarray(x)
         if hasattr(x, "__dlpack__"):
-            return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
+            return np.asarray(jax.dlpack.from_dlpack(x))
     except Exception as error:  # of another library, which may raise anything
         raise TypeError(f"a {type(x).__name__} that gives no array: {error}") from error
+    # It has neither method, or only `__array__`, which raised a TypeError.
     raise TypeError(f"{show(x)} of type {type(x).__name__}")
 
 
@@ -550,15 +585,16 @@ def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> Hos
     Args:
       array: the array, of shape (at most ``rows``, …).
       rows: the number of rows of the result.
-      filler: the row, of shape (1, …), or number with which an array without rows is filled; None
-        if it has rows.
+      filler: what fills an array without rows: a row of shape (1, …), which is one of keys for an
+        array of random keys, or a number. None if the array has rows.
     """
     count = len(array)
     if count == rows:
         return array
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # NumPy has no keys, but their integers
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        # NumPy has no random keys, so the integers in them are padded: (rows,) → (rows, words).
         key_data = np.asarray(jax.random.key_data(array))
-        if isinstance(filler, jax.Array):
+        if isinstance(filler, jax.Array):  # a row of keys
             filler = np.asarray(jax.random.key_data(filler))
         padded = jnp.asarray(pad_rows(key_data, rows, filler))
         return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))

@@ -140,17 +140,19 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
         self._batches, self._options = batches, options
+        # The iterations that `close` ends; weakly, so that one ends when its loop drops it.
         self._open: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
-        self._only: BatchIterator | None = None  # the only one, of a loader that is an iterator
+        # The one iteration over a loader that is an iterator itself; None for other loaders.
+        self._only: BatchIterator | None = None
 
     def __iter__(self) -> BatchIterator:
         """Starts another pass over the loader; a loader that is an iterator has only one."""
-        if self._only is not None:
+        if self._only is not None:  # a second loop continues where the first one ended
             return self._only
         source = iter(self._batches)
         iterator = BatchIterator(source, self._options)
-        self._open.add(iterator)
-        if source is self._batches:
+        self._open.add(iterator)  # for `close`
+        if source is self._batches:  # the loader is an iterator, and cannot start again
             # A second iterator over the same source would lose batches that this one loaded ahead.
             self._only = iterator
         return iterator
@@ -223,9 +225,12 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         Raises:
           TypeError: the loader's iterator has no ``get_state`` (Grain's iterators have it).
         """
-        self._method("get_state")  # raises the error if the loader has none
+        # Not called now: the loader is ahead of the loop. Its state after each batch was kept with
+        # the batch, as `__next__` stores it. This raises the error if the loader has no state.
+        self._method("get_state")
         state: dict[str, Any] = {"batch_size": self._batch_size}
-        if isinstance(self._loader_state, bytes):  # JSON has none: another key says that it was
+        # JSON has no bytes, so these are stored as text. The key says which of the two it was.
+        if isinstance(self._loader_state, bytes):
             state["text"] = self._loader_state.decode()
         else:
             state["loader"] = self._loader_state
@@ -250,11 +255,14 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
             loader = fields["text"].encode() if "text" in fields else fields["loader"]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
-        self._feed.stop(None)  # its thread uses the loader
-        self._finalizer.detach()  # it would keep this feed; `_begin` makes both anew
+        # Wait for the thread that loads ahead: it must not use the loader while the state is set.
+        # If `set_state` raises, the iteration stays at its end.
+        self._feed.stop(None)
+        self._finalizer.detach()  # or it would keep the old feed; `_begin` makes both anew
         set_state(loader)
         self._batch_size, self._loader_state = size, loader
-        # Not left to the first batch from here on, which may be an uneven one.
+        # By default, the first batch decides on the number of rows. The next one may be uneven, so
+        # the number in the state decides.
         self._options = self._options._replace(batch_size=self._options.batch_size or size)
         self._begin(resumed=True)
 
@@ -274,6 +282,8 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
 def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
     """Returns the indices of the processes that have devices of the user's shardings, ascending.
+
+    A spec that is None needs no devices, since what it is for is passed through.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.

@@ -50,13 +50,14 @@ class Feed(Generic[T]):
           StopIteration: ``make`` raised it, its error was raised already, or the feed was stopped.
         """
         with self._change:
-            if self._depth == 0:
+            if self._depth == 0:  # no thread: make a result here, or find out that it was the last
                 self._make_one()
             elif self._thread is None and not self._over:
                 self._start()
+            # `_make_one` wakes this for a result or the end, and `stop` for being stopped.
             while not (self._ready or self._over or self._stopped):
                 self._change.wait()
-            if self._ready:
+            if self._ready:  # also after the end: what was made before an error comes first
                 self._change.notify_all()  # the thread may wait for room
                 return self._ready.popleft()
             error, self._error = self._error, None  # an error is raised once
@@ -66,13 +67,17 @@ class Feed(Generic[T]):
             del error  # its traceback holds this frame, and this frame would hold it
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread."""
+        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread.
+
+        None waits until the thread has ended, even if the loader takes forever.
+        """
         with self._change:
             self._stopped = True
             self._ready.clear()
             self._change.notify_all()
             thread = self._thread
-            if thread is None:  # no `_run` does it
+            # Nothing more is made from here on. A thread notes that itself, when `make` returns.
+            if thread is None:
                 self._end()
         # A finalizer may run in the thread itself, which cannot wait for its own end.
         if thread is not None and thread is not threading.current_thread():
@@ -103,14 +108,15 @@ class Feed(Generic[T]):
         if self._over:
             return
         try:
-            result = self._make()  # without the lock: it may take long
+            result = self._make()  # in a thread without the lock, since it may take long
         except BaseException as error:  # the consumer raises it, KeyboardInterrupt too
             with self._change:
+                # `take` raises StopIteration itself where nothing more is made.
                 self._error = None if isinstance(error, StopIteration) else error
-                self._end()
+                self._end()  # sets `_over`, and wakes the consumer
         else:
             with self._change:
-                if not self._stopped:
+                if not self._stopped:  # else nobody takes it
                     self._ready.append(result)
                     self._change.notify_all()
 

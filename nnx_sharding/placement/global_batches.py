@@ -10,7 +10,9 @@ means that none can notice that another one has ended: with several processes, w
 the others is an error, and the loaders have to yield equally many batches.
 
 `BatchSharding` (`batch_sharding.py`) knows the leaves of a batch, checks and places them; its
-``own_rows`` are the indices of the rows of a full batch that this process holds.
+``own_rows`` are the indices of the rows of a full batch that this process holds. A leaf whose
+sharding is None is *passed through*: it may be anything. A process *is alone* if no other process
+has devices of the shardings.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class GlobalBatches(Iterator[Loaded]):
 
         _source        the iterator of the loader
         _options       the options that the user gave (``BatchOptions``)
+        _x64           the user's setting of ``jax_enable_x64``, by which arrays are placed
         _count         the number of batches that the loader has yielded
         _dropped       the number of those that were left out
         _has_yielded   whether this iteration, or the one that it continues, has yielded a batch
@@ -70,7 +73,8 @@ class GlobalBatches(Iterator[Loaded]):
     def __init__(self, source: Iterator[Any], options: BatchOptions, *, resumed: bool):
         """Iterates over a loader; ``resumed`` if an earlier iteration has yielded batches."""
         self._source, self._options = source, options
-        # Read in the user's thread, since the setting may be of that thread alone.
+        # Batches may be placed in a thread of our own. There, a setting that the user made with
+        # `with jax.enable_x64(True):`, for one thread, would not apply.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
         self._count = 0
         self._dropped = 0
@@ -86,13 +90,14 @@ class GlobalBatches(Iterator[Loaded]):
             except StopIteration:
                 self._check_end()
                 raise
-            # The state belongs to this batch: the loader may change it in place for the next one.
+            # The state after this batch. A copy, since the loader may change it in place for the
+            # next one.
             get_state = getattr(self._source, "get_state", None)
             state = None if get_state is None else copy.deepcopy(get_state())
             with jax.enable_x64(self._x64):
                 value = self._shard(batch)
             self._count += 1
-            if value is not None:
+            if value is not None:  # None if the batch is dropped
                 assert self._sharding is not None
                 self._has_yielded = True
                 return Loaded(value, self._sharding.size, state)
@@ -106,15 +111,16 @@ class GlobalBatches(Iterator[Loaded]):
         if self._sharding is None:  # the first batch decides for all
             self._sharding = BatchSharding(batch, options.specs, options.mesh)
         sharding = self._sharding
-        arrays = sharding.arrays(batch)
+        arrays = sharding.arrays(batch)  # the leaves, checked to be like those of the first batch
         if options.copy:
             pairs = zip(arrays, sharding.leaves, strict=True)
+            # What is passed through is not placed, and may have no copy.
             arrays = [x if leaf.sharding is None else copied(x) for x, leaf in pairs]
         rows = sharding.count(arrays)
-        # With others, a process without rows has to run the step as well.
+        # If other processes have rows, this one has to run the step as well, with padding.
         if not rows and options.is_alone:
             return None
-        if not sharding.size:  # not known yet: this is the first batch with rows
+        if not sharding.size:  # not known yet: this is the first batch that is not left out
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
         full = len(sharding.own_rows)
         if rows > full:
@@ -129,13 +135,15 @@ class GlobalBatches(Iterator[Loaded]):
 
     def _leave_out(self, rows: int) -> None:
         """Counts a batch with too few rows that is dropped; raises an error if it must not be."""
+        # "shard_batches: batch 3 (from 0) has 5 rows, fewer than 8 in a full batch."
+        found = self._describe(rows, "fewer")
         if self._options.uneven == "error":
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
-            raise ValueError(f"{self._describe(rows, 'fewer')} {hint}.")
+            raise ValueError(f"{found} {hint}.")
         if not self._options.is_alone:
             # Where another process has a full batch, its step would wait for this one forever.
             raise ValueError(
-                f"{self._describe(rows, 'fewer')} Other processes may have all of theirs, so it "
+                f"{found} Other processes may have all of theirs, so it "
                 "cannot be dropped here alone: drop it in the loader of each process (Grain: "
                 "drop_remainder=True), or pass uneven='pad' with batch_size=..."
             )
@@ -149,24 +157,28 @@ class GlobalBatches(Iterator[Loaded]):
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves
-        # A process alone skips batches without rows, so it needs to keep nothing.
+        # Kept for a batch without rows. A process that is alone skips such batches. Each batch with
+        # rows replaces what is kept; one without rows only adds zeros if nothing is kept yet.
         if not self._options.is_alone and (rows or not self._last_rows):
-            self._last_rows = [
-                # ``pad_rows`` makes a row of zeros if there is none: (0, …) → (1, …). A copy, since
-                # the loader may write to its array again.
-                copied(pad_rows(x[-1:], 1, 0)) if leaf.has_rows else None
-                for x, leaf in zip(arrays, leaves, strict=True)
-            ]
+            self._last_rows = []
+            for array, leaf in zip(arrays, leaves, strict=True):
+                last_row = None
+                if leaf.has_rows:
+                    # (rows, …) → (1, …), of zeros if there are no rows. A copy, since the loader
+                    # may write to its array again.
+                    last_row = copied(pad_rows(array[-1:], 1, filler=0))
+                self._last_rows.append(last_row)
         fillers = self._last_rows or [None] * len(leaves)
         return [
-            pad_rows(x, full, filler) if leaf.has_rows else x
-            for x, filler, leaf in zip(arrays, fillers, leaves, strict=True)
+            pad_rows(array, full, filler) if leaf.has_rows else array
+            for array, filler, leaf in zip(arrays, fillers, leaves, strict=True)
         ]
 
     def _check_end(self) -> None:
-        """Raises an error if the loader ended, and no batch came of it: that is a mistake.
+        """Raises an error if the loader has ended and this iteration has yielded no batch.
 
-        A loader that is empty is none if this process is alone.
+        If this process is alone, an empty loader is no mistake, but one whose batches were all
+        dropped is.
         """
         if self._has_yielded:
             return
@@ -178,7 +190,7 @@ class GlobalBatches(Iterator[Loaded]):
                 "the leaves of the other processes."
             )
         if self._dropped:
-            assert self._sharding is not None
+            assert self._sharding is not None  # made for the first batch
             raise ValueError(
                 f"{_NAME}: uneven='drop' left out every batch: {self._dropped}, all with "
                 f"fewer than {self._sharding.size} rows. Pass uneven='pad', or a smaller "

@@ -91,29 +91,42 @@ def place(
         raise ValueError("place: copy=True keeps the old arrays, donate=True deletes them.")
     check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    # ``whole``: outside of a trace there is no compiler to choose the sharding of a dimension.
-    options: Any = {"on_indivisible": on_indivisible, "strict": strict, "whole": True}
-    _, shardings = assign_shardings(tree, flat, sharding, mesh=mesh, caller="place", **options)
+    _, shardings = assign_shardings(
+        tree,
+        flat,
+        sharding,
+        mesh=mesh,
+        caller="place",
+        on_indivisible=on_indivisible,
+        strict=strict,
+        whole=True,  # no UNCONSTRAINED: no compiler is there to choose the sharding of a dimension
+    )
     # Interrupted after the old arrays are deleted, the model would be left without values.
     with signals_deferred() if donate else contextlib.nullcontext():
+        # ``alias``: whether a new array may share memory with the old one.
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
             return rebuild(flat, leaves, "place")
     copies = []
     for old, new in zip(flat.leaves, leaves, strict=True):
-        # One that is placed already is the same object, which a copy must not share. A `jax.Ref`
-        # is shared, and numbers need no copy.
-        is_shared = new is old and is_shardable(old) and hasattr(old, "copy")
-        copies.append(copied(new) if is_shared else new)
+        # An array that stays where it is was returned itself, and is copied here. A `jax.Ref` is
+        # not shardable, and stays shared; Python numbers have no `copy`, and need none.
+        needs_copy = new is old and is_shardable(old) and hasattr(old, "copy")
+        copies.append(copied(new) if needs_copy else new)
     return unflatten(flat.structure, copies).root
 
 
 def trim_to_rank(spec: Any, leaf: Any) -> Any:
-    """Returns a spec without entries beyond the rank of an array; None for what is not an array."""
+    """Returns a spec without entries beyond the rank of an array; None for what is not an array.
+
+    ``P("data", "model")`` becomes ``P("data")`` for an array of shape (8,). What is no
+    ``PartitionSpec`` and has none, such as None or a ``SingleDeviceSharding``, is returned as it
+    is.
+    """
     if not is_shardable(leaf):
         return None
     if isinstance(spec, NamedSharding):
-        return spec.update(spec=trim_to_rank(spec.spec, leaf))
+        return spec.update(spec=trim_to_rank(spec.spec, leaf))  # the same mesh and memory
     if isinstance(spec, PartitionSpec):
         return with_entries(spec, spec.partitions[: len(leaf.shape)])
     return spec

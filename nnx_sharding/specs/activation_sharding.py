@@ -36,8 +36,9 @@ def is_activation_spec(x: object) -> bool:
 class CallSchedule(Protocol):
     """How a strategy runs calls of a module in another way, such as in the stages of a pipeline.
 
-    Tracing calls the methods in this order, for each call of a method that it is given for. It is
-    hashable, and equal to others that do the same, as it is part of keys of traces.
+    Tracing calls the methods in the order in which they are defined here, for each call of a method
+    of a module for which the schedule was declared. A schedule is hashable, and equal to others
+    that do the same, as it is part of keys of traces.
     """
 
     @property
@@ -70,9 +71,10 @@ class CallSchedule(Protocol):
         Args:
           module: the module.
           call: its method, bound to it.
-          mesh: the mesh that the schedule runs on.
-          batch_axes: the mesh axes that shard the first dimension of the batch.
-          axes_of_rows: returns those that are declared to shard the first dimension of an array.
+          mesh: the mesh of the traced function, on which the schedule runs.
+          batch_axes: the mesh axes that shard the first dimension of any array of the batch.
+          axes_of_rows: returns, for one array such as an argument of the call, the mesh axes that
+            are declared to shard its first dimension.
           prefetch: whether the parameters of layers are gathered one layer ahead.
         """
 
@@ -120,7 +122,7 @@ class InOutSharding:
     _leaves: tuple[Any, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises a ``TypeError`` for what cannot be a declaration."""
+        """Turns States of specs into filters; raises a ``TypeError`` for what is no declaration."""
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
             raise TypeError(
                 "InOutSharding: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
@@ -128,10 +130,13 @@ class InOutSharding:
             )
         if not isinstance(self.method, str):
             raise TypeError(f"InOutSharding: method must be a name, got {self.method!r}.")
-        for name in ("output", "input"):
+        for name in ("output", "input"):  # the class is frozen
             object.__setattr__(self, name, _with_states_as_filters(getattr(self, name)))
+        # The specs in both prefixes. Anything else that JAX finds as a leaf, such as a number, is
+        # wrong, and so is what is no spec of arrays in a StateSharding.
         leaves = jax.tree_util.tree_leaves((self.output, self.input), is_leaf=is_activation_spec)
-        # Kept for the hash: weak dictionaries ask for it when JAX may be gone, at exit.
+        # Kept for the hash. When Python exits, a weak dictionary may ask for it to delete an item,
+        # and JAX, which would flatten the prefixes again, may be gone.
         object.__setattr__(self, "_leaves", tuple(leaves))
         inside = [leaf.shardings for leaf in leaves if isinstance(leaf, StateSharding)]
         specs = [leaf for leaf in leaves if not isinstance(leaf, StateSharding)]
@@ -157,7 +162,11 @@ class InOutSharding:
 
 
 def _with_states_as_filters(specs: Any) -> Any:
-    """Returns specs with a ``StateSharding`` in place of each ``nnx.State`` of specs."""
+    """Returns specs with a ``StateSharding`` in place of each ``nnx.State`` of specs.
+
+    To JAX, a State is a pytree with a spec for each path, as a StateSharding is not. Both are to
+    choose the specs of what is in a module by its paths. Other specs stay as they are.
+    """
 
     def convert(x: object) -> object:
         return StateSharding(x) if isinstance(x, nnx.State) else x

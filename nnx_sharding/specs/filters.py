@@ -68,25 +68,33 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
       keys: the keys in all paths of the model, one of which may have been meant.
     """
     names = list(map(str, keys))
-    words = _words(filter_)
-    # Nearly every glob is a valid regular expression, too, but one for other paths.
+    words = _words(filter_)  # the keys that the filter names
+    # First, since nearly every glob is a valid regular expression, too, but one for other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
-        return f".{hint.removesuffix('.')}"
+        return f".{hint.removesuffix('.')}"  # a sentence of its own; the caller ends it
+    # The first word that is close to a key, as `; did you mean 'kernel'?`.
     suggestions = [suggestion(word, names) for word in words if word not in names]
     near = next((text for text in suggestions if text), "")
-    # Elsewhere strings are patterns for paths, so this is the commonest mistake.
+    # A string is a tag, as in Flax. In `activation_shardings` it is a pattern for paths, so users
+    # write one here, too: if its words are keys, or nearly so, that is what was meant.
     if isinstance(filter_, str) and (near or not set(names).isdisjoint(words)):
         return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
     return near
 
 
 def _words(filter_: object) -> list[str]:
-    """Returns the keys that a filter for paths names: ``blocks`` and ``up`` of ``blocks/*/up``."""
+    """Returns the keys that a filter for paths names: ``blocks`` and ``up`` of ``blocks/*/up``.
+
+    Tuples and lists of filters, ``nnx.Any`` and ``nnx.All`` name what their parts name. All other
+    filters name none.
+    """
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
     if isinstance(filter_, str | PathPattern):
         text = filter_ if isinstance(filter_, str) else filter_.text
+        # Of two letters or more: single ones are often escapes, such as `d` of `\d`.
         return re.findall(r"[A-Za-z_]\w+", text)
+    # `nnx.Any` and `nnx.All` have their parts in `predicates`.
     parts = filter_ if isinstance(filter_, tuple | list) else getattr(filter_, "predicates", ())
     return [word for part in parts for word in _words(part)]
 
@@ -109,20 +117,25 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 
 
 def subject_text(subject: object) -> str:
-    """Returns a Variable or an array as text, for messages: ``Param of shape (2,)``."""
+    """Returns a Variable or an array as text, for messages: ``Param of shape (2,)``.
+
+    A Variable that holds a pytree, and any other pytree, lists the shapes of its arrays:
+    ``State with arrays of shape (2,), (3, 2)``.
+    """
     if isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         kind = "array"
     elif _compat.is_ref(subject):
         kind = "Ref"
     else:
         kind = type(subject).__name__
-    shape = getattr(subject, "shape", None)
+    shape = getattr(subject, "shape", None)  # a Variable of one array has its shape
     if shape is not None:
         return f"{kind} of shape {shape}"
-    # A Variable of a pytree has no shape of its own, but those of its arrays.
     value = _compat.get_value(subject) if _compat.is_variable(subject) else subject
+    # Each shape once; a number has none, and shows as ().
     shapes = dict.fromkeys(str(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(value))
-    return f"{kind} with arrays of shape {', '.join(shortened(shapes))}" if shapes else kind
+    first_shapes = shortened(shapes)  # the first ten
+    return f"{kind} with arrays of shape {', '.join(first_shapes)}" if shapes else kind
 
 
 def is_opaque(predicate: object) -> bool:
@@ -180,16 +193,18 @@ class PathPattern:
 
     def __post_init__(self) -> None:
         """Compiles the pattern; an invalid one is a ``TypeError`` or a ``ValueError``."""
+        # A string, or a compiled regular expression of strings, whose `pattern` is the string.
         if not isinstance(getattr(self.pattern, "pattern", self.pattern), str):
             raise TypeError(f"{type(self).__name__} takes a string, not {self.pattern!r}.")
         try:
-            search = re.compile(self._regex()).search
+            search = re.compile(self._regex()).search  # the subclass translates its pattern
         except re.error as error:
             hint = "PathRegex is for regular expressions, PathGlob for blocks/*/kernel"
             raise ValueError(f"{self!r}: {error}. {hint}.") from None
-        object.__setattr__(self, "search", search)
+        object.__setattr__(self, "search", search)  # the class is frozen
 
     def _regex(self) -> str | re.Pattern[str]:
+        """Returns the pattern as a regular expression that is searched in a path."""
         return self.pattern
 
     @property
@@ -234,9 +249,13 @@ class PathGlob(PathPattern):
     """
 
     def _regex(self) -> str:
-        """Translates the glob to a regular expression: ``a/*/c`` to ``a/[^/]*/c``, key by key.
+        """Translates the glob to a regular expression, key by key.
+
+        ``a/*/c`` becomes ``a/[^/]*/c``, ``**/c`` becomes ``(?:.*/)?c``, and ``a/**/c`` becomes
+        ``a(?:/.*)?/c``.
 
         Raises:
+          TypeError: the pattern is a compiled regular expression.
           ValueError: a key is empty, or has ``**`` beside other characters.
         """
         if not isinstance(self.pattern, str):
@@ -244,15 +263,16 @@ class PathGlob(PathPattern):
         regex = ""
         slash = ""  # what comes before the next key: nothing before the first one
         for key in self.pattern.removesuffix("$").split("/"):
-            # Any keys with their slashes, which are before each key; at the beginning after each.
             if key == "**":
+                # Any number of keys, each with one slash. After a key, the slash is before each of
+                # them. Before the first key, it is after each, and `slash` stays empty.
                 regex += "(?:/.*)?" if slash else "(?:.*/)?"
             elif not key or "**" in key:
                 raise ValueError(f"{self!r}: write keys and `**` like a/b/**/c.")
             else:
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
-        if not slash:  # only `**`, which matches everything
+        if not slash:  # only `**`: an empty regular expression is found in every path
             return ""
         # The full path (\A to \Z), which is not empty; (?s): a dot matches line breaks, too.
         return rf"(?s)\A(?=.){regex}\Z"

@@ -102,9 +102,11 @@ def fit_sharding(
       on_indivisible: with ``"replicate"`` or ``"drop"``, what does not divide the shape is a
         correction. Dropping keeps as many first axes of each entry as divide the dimension;
         unreduced and reduced ones stay.
-      usable: the axes that may be named; None for all that are not mapped.
+      usable: the axes that the spec may name. By default all, except those over which a
+        surrounding ``shard_map`` maps.
       unconstrained: whether entries may be ``UNCONSTRAINED``.
-      lenient: whether unknown axes and entries beyond the rank are corrections, too.
+      lenient: whether axes that may not be named, and entries beyond the rank, are dropped as
+        corrections, too.
     """
     shape = None if shape is None else tuple(shape)
     pair = spec_and_mesh(sharding, mesh)
@@ -118,10 +120,13 @@ def fit_sharding(
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
         spec = with_entries(spec, pad_entries(spec, len(shape)))
-    problems = list(_unusable(spec, mesh, usable))
+    problems = list(_axis_problems(spec, mesh, usable))
     if lenient:
-        corrections += [problem for problem in problems if problem.is_about_mesh]
-        dropped = {axis for correction in corrections for axis in correction.axes}
+        # Axes that may not be named are dropped, and with them what else is wrong with these axes,
+        # such as that they are repeated.
+        refused = [problem for problem in problems if problem.is_about_mesh]
+        corrections += refused
+        dropped = {axis for problem in refused for axis in problem.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
@@ -150,17 +155,20 @@ def fit_sharding(
 
 
 def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
-    """Asks JAX whether a sharding of another kind, such as ``SingleDeviceSharding``, fits."""
+    """Asks JAX whether a sharding of another kind, such as ``SingleDeviceSharding``, fits.
+
+    What JAX cannot be asked about fits: a spec without a mesh, or any sharding without a shape.
+    """
     fit = Fit(declared=sharding, shape=shape, sharding=sharding, corrections=(), problems=())
     if isinstance(sharding, Sharding) and shape is not None:
         try:
             sharding.shard_shape(shape)
-        except ValueError as error:
+        except ValueError as error:  # which says what does not divide the shape
             return fit.refuse(str(error))
     return fit
 
 
-def _unusable(
+def _axis_problems(
     spec: PartitionSpec, mesh: AnyMesh, usable: Collection[AxisName] | None
 ) -> Iterator[Mismatch]:
     """Yields what is wrong with the axes that a spec names, whatever the shape of the array.
@@ -168,11 +176,13 @@ def _unusable(
     Args:
       spec: the spec.
       mesh: its mesh.
-      usable: the axes that may be named; None for all over which no function is mapped.
+      usable: the axes that it may name. By default all, except those over which a surrounding
+        ``shard_map`` maps: the mesh within it has them as Manual axes.
     """
-    # Within a `shard_map`, the function is mapped over the Manual axes.
-    mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
+    manual = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
+    # Over an unreduced axis, the devices hold summands of the array. The gradient for an array with
+    # a reduced axis is unreduced. JAX keeps both in types, which have Explicit axes only.
     reduced = spec.unreduced | spec.reduced
     for axis, times in Counter(spec_axes(spec)).items():
         reason = None
@@ -180,7 +190,7 @@ def _unusable(
             reason = f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}"
         elif usable is not None and axis not in usable:
             reason = f"the function is not mapped over {axis!r}, which stays automatic"
-        elif axis in mapped:
+        elif axis in manual:
             reason = f"the function is mapped over {axis!r}, which already shards its arrays"
         elif axis in auto & reduced:
             word = "unreduced" if axis in spec.unreduced else "reduced"
@@ -248,17 +258,26 @@ def _corrected(
 
 
 def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
-    """Returns all specs that :func:`fit_sharding` can make of one, by the shape of the array."""
+    """Returns all specs that :func:`fit_sharding` can make of one, by the shape of the array.
+
+    With ``"drop"``, these are ``P("data")`` and ``P(None)`` for ``P(("data", "model"))``.
+
+    Args:
+      spec: the spec.
+      action: what ``fit_sharding`` does with a spec that does not divide a shape.
+    """
     if action == "error":
         return []
     if action == "replicate":
-        return [with_entries(spec, ())]
+        return [with_entries(spec, ())]  # P(): all dimensions are replicated
+    # Each entry keeps its first axes: `_prefixes` lists all of them, then fewer and fewer.
     choices = itertools.product(*map(_prefixes, spec.partitions))
-    return [with_entries(spec, entries) for entries in choices][1:]  # the first is the spec itself
+    _unchanged, *corrected = [with_entries(spec, entries) for entries in choices]
+    return corrected
 
 
 def _prefixes(entry: object) -> list[Any]:
-    """Returns an entry, the same without its last axis, without the last two, and so on."""
+    """Returns an entry, then without its last axis, and so on: ``("a", "b")``, ``"a"``, None."""
     axes = axes_of(entry)
     return [entry, *(entry_of(axes[:count]) for count in reversed(range(len(axes))))]
 
@@ -303,9 +322,12 @@ def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
         else:
             kept = tuple(axis for axis in axes_of(entry) if axis in axes)
             entries.append(entry_of(kept))
+    # The axes over which the devices hold summands, and those over which gradients will be such.
     unreduced = spec.unreduced.intersection(axes)
     reduced = spec.reduced.intersection(axes)
-    if not unreduced:  # `update` keeps the kind of reduction, which JAX refuses without axes
+    if not unreduced:
+        # Not by `update`: that keeps `unreduced_kind`, which says how summands are combined, and
+        # JAX refuses that in a spec without unreduced axes.
         return PartitionSpec(*entries, reduced=reduced)
     kept_spec: PartitionSpec = spec.update(
         partitions=tuple(entries), unreduced=unreduced, reduced=reduced
@@ -376,11 +398,12 @@ def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
 
 
 def _typed(sharding: Spec, ndim: int) -> Any:
-    """Returns what a sharding puts into an array's type, for comparison; None if that is nothing.
+    """Returns a key for what a sharding puts into an array's type; None if that is nothing.
 
-    JAX does not distinguish meshes of Auto axes only.
+    An array's type has the mesh, and the axes of the spec that are Explicit. It has neither if the
+    mesh has no Explicit axis, so shardings on all such meshes are equal here.
     """
-    part = explicit_part(sharding)
+    part = explicit_part(sharding)  # the sharding with its Explicit axes only
     if part is None:
         return None
     # P("a") and P(("a",)) are the same, and so are specs with None at the end.
@@ -396,16 +419,23 @@ def suggestion(name: object, names: Iterable[object]) -> str:
 
 
 def suggested_spec(x: object) -> str:
-    """Returns ``: write P('data', None)`` for what was probably meant as a spec or ``Format``."""
+    """Returns what to write in place of ``x``, for the end of a message that shows ``x``.
+
+    ``: write P('data', None)`` for ``("data", None)``, which was probably meant as a spec; likewise
+    for a ``Layout`` or a ``StateSharding`` of Flax. An empty text for anything else.
+    """
     if isinstance(x, nnx.StateSharding):
         return ", which is Flax's: write nnx_sharding.StateSharding, with the same arguments"
+    # A layout alone does not say on which devices; and JAX has no name for the type of AUTO.
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
-    names = x if isinstance(x, tuple | list) else (x,)
-    flat = [name for entry in names for name in axes_of(entry)]
-    if not flat or not all(isinstance(name, str) for name in flat):
-        return ""  # a tuple of None is a prefix, not a spec
-    return f": write P({', '.join(map(repr, names))})"
+    entries = x if isinstance(x, tuple | list) else (x,)
+    axes = [axis for entry in entries for axis in axes_of(entry)]
+    if not axes:  # a tuple of None has no spec for each of several arrays
+        return ""
+    if not all(isinstance(axis, str) for axis in axes):
+        return ""
+    return f": write P({', '.join(map(repr, entries))})"
 
 
 def describe(sharding: object) -> str:

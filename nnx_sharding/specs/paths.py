@@ -30,11 +30,13 @@ class Metadata(str):
 def path_key(key: object) -> Any:
     """Returns a key of a JAX key path as NNX writes it: index, dict key, attribute name."""
     if isinstance(key, jax.tree_util.DictKey):
+        # As an `Item`, or messages would show `.up` for `["up"]`.
         return Item(key.key) if type(key.key) is str else key.key
+    # SequenceKey has an index in `idx`, FlattenedIndexKey one in `key`, and GetAttrKey a `name`.
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
-    return str(key)
+    return str(key)  # of a class that the user has registered with keys of another type
 
 
 def plain_key(key: object) -> Any:

@@ -110,9 +110,10 @@ class StateSharding:
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
-        # The search of a pattern is called directly, for speed: there may be many patterns.
+        # `find` tests each filter by its predicate. For patterns, of which there may be many, it
+        # calls `search` with the text of the path instead, and makes this text only once.
         searches = [p.search if isinstance(p, PathPattern) else None for p in predicates]
-        # Through `vars`, as the class is frozen.
+        # Through `vars`, since a frozen class refuses to set attributes.
         vars(self).update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(sharding for _, sharding in pairs),
@@ -152,25 +153,39 @@ class StateSharding:
         )
 
     def find(self, path: tuple[Any, ...], variable: object) -> tuple[int | None, Any]:
-        """Returns the index of the first filter that matches, and its sharding; else Nones."""
-        name = path_string(path)
+        """Returns the index of the first filter that matches, and its sharding; else Nones.
+
+        Args:
+          path: the keys from the argument to the Variable.
+          variable: the Variable, or the array where the argument holds a bare one.
+        """
+        path_text = path_string(path)  # ("up", "kernel") -> "up/kernel"
         for index, (predicate, search) in enumerate(self._tests):
-            # A pattern is searched in the text of the path, which is made once for all of them.
-            if predicate(path, variable) if search is None else search(name):
+            # A pattern has the `search` of its regular expression; other filters have None.
+            matches = predicate(path, variable) if search is None else search(path_text)
+            if matches:
                 return index, self.shardings[index]
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: object) -> FilterMatch:
         """Finds the first filter that matches one of the paths of a Variable.
 
-        The paths are those of :func:`candidates`, whose arguments are ``start`` and ``path``; the
-        first one with a match counts. If none has one, the result has the last path.
+        Filters see the path in the module first: ``("up",)``. Only if none matches, they see the
+        path in the tuple, list or dict that holds the module: ``(0, "up")``. If none matches that
+        either, the number and the sharding of the result are None.
+
+        Args:
+          start: the path of the module in a tuple, list or dict; empty without one.
+          path: that of the Variable in the module.
+          variable: the Variable, or the array where the argument holds a bare one.
         """
-        for candidate in candidates(start, path):
+        *first, last = candidates(start, path)
+        for candidate in first:
             index, sharding = self.find(candidate, variable)
             if index is not None:
-                break
-        return FilterMatch(path=candidate, number=index, sharding=sharding)
+                return FilterMatch(path=candidate, number=index, sharding=sharding)
+        index, sharding = self.find(last, variable)
+        return FilterMatch(path=last, number=index, sharding=sharding)
 
     def __repr__(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
@@ -223,15 +238,16 @@ def filter_remedy(
             f"or pass nnx_sharding.partition.override(sharding, {{{entries}}})."
         )
     remedy = "call the strategy again for this model"
-    types = list(dict.fromkeys(map(type, subjects)))
-    if types and all(issubclass(variable_type, nnx.OptState) for variable_type in types):
+    types = list(dict.fromkeys(map(type, subjects)))  # those of arrays are no Variables
+    if types and all(issubclass(subject_type, nnx.OptState) for subject_type in types):
         return (
             "They are state of an optimizer: pass it to the strategy, as in fsdp(model, mesh=mesh, "
             "optimizer=optimizer)."
         )
-    # A filter for parameters would replace the shardings of all others.
-    if all(issubclass(t, nnx.Variable) and not issubclass(t, nnx.Param) for t in types):
-        entries = ", ".join(f"{variable_type.__name__}: P()" for variable_type in types)
+    # An override by type is for all Variables of the type. `Param: P()` would also replace the
+    # shardings that the strategy chose for the other parameters.
+    if all(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in types):
+        entries = ", ".join(f"{subject_type.__name__}: P()" for subject_type in types)
         remedy += f", or add nnx_sharding.partition.override(sharding, {{{entries}}})"
     return (
         "The sharding lists the paths of another model, or of an earlier structure of this one: "
@@ -242,13 +258,17 @@ def filter_remedy(
 def candidates(start: Path, path: Path) -> Sequence[Path]:
     """Returns the paths by which filters find a Variable: from its module, from the pytree.
 
-    For ``(0,)`` and ``("up",)`` these are ``("up",)`` and ``(0, "up")``.
+    For ``(0,)`` and ``("up",)`` these are ``("up",)`` and ``(0, "up")``. The first is what filters
+    see if the module is an argument by itself, so that the same filters work for both. By the
+    second, they can tell several modules apart.
 
     Args:
-      start: the path of the module in a tuple, list or dict; empty without one.
-      path: that of the Variable in the module.
+      start: the path in a tuple, list or dict, to a module, or to a bare Variable or array.
+      path: the path in the module; empty for a bare Variable or array.
     """
-    return (path, (*start, *path)) if start and path else (path or start,)
+    if start and path:
+        return path, (*start, *path)
+    return (path or start,)  # there is only one of them
 
 
 def _show(filter_: object) -> str:
@@ -274,6 +294,8 @@ def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
         Of the latter, all paths with equal shardings become one filter.
     """
     if isinstance(given, Mapping) and not isinstance(given, nnx.State):
+        # No sharding is a mapping. So a dict of strings with a dict among its values is a nested
+        # dict of paths, and one without is a mapping from filters: a string is a tag.
         is_nested = any(isinstance(value, Mapping) for value in given.values())
         if is_nested and all(isinstance(key, str | int) for key in given):
             given = nnx.State(given)
