@@ -509,8 +509,8 @@ def varying_axes(x: Any) -> frozenset[Any]:
     # Newer releases have them in `mat`, the "manual axis type", as `vur`. Others have them in the
     # type of the array, as `vma`, or do not know them.
     manual_type = getattr(array_type, "mat", None)
-    older = getattr(array_type, "vma", frozenset())
-    axes: frozenset[Any] = getattr(manual_type, "vur", older)
+    older_axes: frozenset[Any] = getattr(array_type, "vma", frozenset())
+    axes: frozenset[Any] = getattr(manual_type, "vur", older_axes)
     return axes
 
 

@@ -139,7 +139,8 @@ def pack(
     Returns:
       What the pure function returns: the groups of outputs, and last the outcome.
     """
-    outcome, sources = _compare(plan, leaves, after, specs)  # sources: of unchanged arrays so far
+    # So far, ``sources`` has the slots of unchanged arrays of objects, and `outcome` has none.
+    outcome, sources = _compare(plan, leaves, after, specs)
     group_of_spec = _group_numbers(plan, specs, names)  # by spec
     outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
     output_names: list[list[str]] = [[] for _ in group_of_spec]
@@ -156,10 +157,11 @@ def pack(
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
-    # With ``strict``, an output has to use the buffer of each of these.
+    # With ``strict``, an output has to use the buffer of each donated array; else there are none.
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
     outcome.sources = tuple(sources[slot] for slot in range(len(after.leaves)))
+    # Effects, such as callbacks, run Python code in each call of the program.
     outcome.has_effects = _compat.trace_has_effects()
     return (*map(OutputGroup, map(tuple, output_names), outputs), outcome)
 
@@ -180,18 +182,25 @@ def _compare(
       call.
     """
     sources: dict[int, Source] = {}
-    # Indices of input objects, in the fields of an `Outcome` with these names.
-    values, metadata, statics, replaced = list[int](), list[int](), list[int](), list[int]()
-    nodes: list[NodeChange] = []
+    values: list[int] = []  # Variables whose arrays changed, and nothing else
+    metadata: list[int] = []  # Variables whose metadata or kind of value changed
+    nodes: list[NodeChange] = []  # the attributes of modules that changed
+    statics: list[int] = []  # static objects, such as dicts of settings, that changed in place
+    replaced: list[int] = []  # modules that the caller gets as new ones
     for index, old in enumerate(plan.structure.entries):
-        new = after.structure.entries[index]  # of the same object
+        # The same object after the call. An entry describes all but the arrays of an object, whose
+        # slots are apart: an equal entry leaves open whether its arrays changed.
+        new = after.structure.entries[index]
         slots = after.structure.slots[index]
+        # Without graph updates, the caller's modules stay as they are, and one that is returned is
+        # a new module. Flattening has left an entry only for those that a loop carries.
         if isinstance(new, NodeEntry) and not plan.updates:
             replaced.append(index)
-        if not slots and new == old:
+        if not slots and new == old:  # it holds no arrays itself, and did not change
             continue
-        fresh = set(slots)  # the slots of arrays that are outputs
-        # For arrays in places that the object had before: the slot after the call and before it.
+        # 1. Which of its arrays are unchanged, by slot after the call → before it, for arrays in
+        # places that the object had before. The others are outputs.
+        changed_slots = set(slots)
         for slot, old_slot in slots_before(plan.structure, after.structure, index).items():
             # A tracer that is still the same is an array that the function did not change. It is an
             # output all the same if its buffer is donated, or if it gets another sharding.
@@ -199,16 +208,18 @@ def _compare(
             keeps_spec = specs[slot] == plan.object_specs[old_slot]
             if is_same and keeps_spec and old_slot not in plan.donated:
                 sources[slot] = Source(INPUT, old_slot)
-                fresh.discard(slot)
+                changed_slots.discard(slot)
+        # 2. What has to be written back to the caller's object.
         if isinstance(new, VariableEntry) and new != old:
             metadata.append(index)
-        elif isinstance(new, VariableEntry) and fresh:
+        elif isinstance(new, VariableEntry) and changed_slots:
             values.append(index)
         elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
-            change = node_changes(index, old, after.structure, fresh)
+            # Attributes with another child, or with an array that changed.
+            change = node_changes(index, old, after.structure, changed_slots)
             if change is not None:
                 nodes.append(change)
-        elif isinstance(new, StaticObject):
+        elif isinstance(new, StaticObject):  # it holds no arrays, so its entry differs
             statics.append(index)
     outcome = Outcome(
         structure=after.structure,
@@ -245,8 +256,9 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
 def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     """Returns one outcome for all branches of a ``cond`` or ``switch``.
 
-    The structure after each branch is the same. Arrays that one of them changes are outputs of all,
-    in one group, in the order of their slots.
+    The structure after each branch is the same: other branches have been refused. So they agree in
+    all that an outcome finds by comparing entries, but not in the arrays that they change. Arrays
+    that one of them changes are outputs of all, in one group, in the order of their slots.
 
     Args:
       before: the structure of the arguments.
@@ -255,23 +267,29 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     first = outcomes[0]
     structure = first.structure
     sources: list[Source] = []  # by slot
-    fresh: list[int] = []  # the slots of arrays that a branch changes
+    changed_slots: list[int] = []  # of arrays that a branch changes
     for slot, by_branch in enumerate(zip(*(outcome.sources for outcome in outcomes), strict=True)):
-        if all(source.group == INPUT for source in by_branch):
+        if all(source.group == INPUT for source in by_branch):  # the same input in each branch
             sources.append(by_branch[0])
         else:
-            sources.append(Source(0, len(fresh)))  # the only group
-            fresh.append(slot)
+            sources.append(Source(0, len(changed_slots)))  # the only group
+            changed_slots.append(slot)
+    # An attribute of a module changes if its array changes in any branch, so changes of modules are
+    # found again, with the arrays of all branches.
     entries: Sequence[Any] = before.entries
-    changed = sorted({change.node for outcome in outcomes for change in outcome.nodes})
-    nodes = (node_changes(index, entries[index], structure, {*fresh}) for index in changed)
+    changed_nodes = sorted({change.node for outcome in outcomes for change in outcome.nodes})
+    nodes = [
+        node_changes(index, entries[index], structure, {*changed_slots}) for index in changed_nodes
+    ]
+    # The indices of Variables of which any branch changes an array.
+    values = sorted({index for outcome in outcomes for index in outcome.values})
     return Outcome(
         structure=structure,
         sources=tuple(sources),
-        values=tuple(sorted({index for outcome in outcomes for index in outcome.values})),
-        metadata=first.metadata,
-        nodes=tuple(change for change in nodes if change is not None),
+        values=tuple(values),
+        metadata=first.metadata,  # these three follow from the entries alone
         statics=first.statics,
         replaced=first.replaced,
+        nodes=tuple(change for change in nodes if change is not None),
         has_effects=any(outcome.has_effects for outcome in outcomes),
     )

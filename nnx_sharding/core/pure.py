@@ -68,7 +68,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     def pure(*leaves: object) -> Any:
         caller = current_caller()  # who asked JAX for this trace
         assert caller is not None
-        if caller.plan is not None:
+        if caller.plan is not None:  # a call at top level, which may have deferred Ctrl-C
             deliver_signals()  # nothing has run yet, and tracing may take long
         withdraw = None  # takes the record of this trace back, if the trace fails
         if caller.observer is not None:  # the log of retraces
@@ -76,13 +76,13 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Calls of lifted functions within this trace are not part of this call.
             with called_by(None):
-                return on_one_chunk(_trace, plan, caller, leaves)
+                return on_one_chunk(_trace, plan, caller, leaves)  # as `_trace(…)`, but faster
         except BaseException:
             if withdraw is not None:
                 withdraw()
             raise
 
-    name_as(pure, fun, plan.names)
+    name_as(pure, fun, plan.names)  # for JAX's messages; keeps no reference to ``fun``
     return pure
 
 
@@ -103,18 +103,26 @@ on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     """Calls the user's function on modules made of tracers; returns the arrays that are new.
 
-    ``leaves`` are the tracers of all arrays of the arguments. The function gets copies of the
-    caller's objects, so that its changes can be told from those of another thread. Static objects
-    that cannot be copied are the caller's own: what the function changes in them is undone when the
-    trace ends.
+    The function gets copies of the caller's objects, and what it changes in them is found when it
+    has returned. In the caller's own objects, changes of another thread would be found as well.
+
+    Args:
+      plan: the plan of the call.
+      caller: the call that is traced.
+      leaves: the tracers of all arrays of the arguments, by slot.
     """
-    # The function may see other types than JAX gives, such as Auto instead of Explicit mesh axes.
+    # The function may see other types than JAX gives, such as Auto instead of Explicit mesh axes:
+    # ``arrays.inside`` are the same arrays with the types that it sees.
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
+    # Static objects that are equal only to themselves, such as a logger in a module. A copy would
+    # be another object, so the function gets the caller's own.
     uncopied = {index: caller.objects[index] for index in not_copied(plan.structure)}
     unflattened = unflatten(plan.structure, arrays.inside, uncopied)
     try:
         return call_and_pack(plan, caller, arrays, unflattened)
     finally:
+        # A trace changes nothing of the caller's. What the function wrote into static objects that
+        # were not copied, perhaps tracers, is replaced by what the plan's structure says.
         restore(plan.structure, unflattened.objects, uncopied)
 
 
@@ -138,13 +146,15 @@ def call_and_pack(
     transform = plan.transform
     fun_name = name_of(caller.fun)
     name, strict = transform.name, transform.strict
+    # 1. Call. ``left`` records the arrays that modules of a strategy computed on Auto axes.
     with recorded_leaving() as left:
         output, before = _call_function(plan, caller, arrays, unflattened)
+    # 2. Flatten the arguments and the output as they are now.
     # Loops return the Variables that they carry; otherwise ``graph_updates=False`` refuses that.
     carried = transform.carried_objects(plan)
     after = _flatten_after(plan, output, unflattened, carried, before)
-    # What was returned or attached, and the name and the spec of each array, by slot.
-    locations = _locate_new(plan, output, after.structure)
+    # 3. The name and the spec of each array, by slot.
+    locations = _locate_new(plan, output, after.structure)  # of what was returned or attached
     names = slot_names(after.structure.num_leaves, locations)
     for index, (known_name, _) in plan.variables.items():  # known Variables keep theirs
         for slot in after.structure.slots[index]:
@@ -154,12 +164,13 @@ def call_and_pack(
         if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
+    # 4. Other arrays in place of ``after.leaves``: first, results of modules of a strategy in their
+    # declared shardings, then all arrays in the types of the surrounding trace.
     if isinstance(transform, Sharded) and transform.passes_shardings:
-        # Results that modules of a strategy computed on Auto axes get their declared shardings.
         after = left.as_declared(after, specs)
     option = transform.out_name
-    # Back to the types of the surrounding trace.
     after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
+    # 5. Checks of the whole trace, then the outputs.
     transform.check_outputs(fun_name, names, after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
     if isinstance(transform, Sharded):
@@ -182,14 +193,15 @@ def _call_function(
     no_arrays = iter(())  # static arguments hold none
     statics = [assemble(child, no_arrays, unflattened.objects) for child in plan.structure.statics]
     args, kwargs = join_call(plan.signature, statics, unflattened.root)
-    # ``plan.batch_axes`` are those of declared shardings. In a trace, the types of the arrays of
-    # the batch may name further ones, which the plan that modules see gets as well.
+    # Modules of a strategy shard the rows of activations over the mesh axes that shard the rows of
+    # the batch. The plan has those that were declared; the types of tracers may name further ones.
     batch_types = [jax.typeof(arrays.leaves[slot]) for slot in plan.batch_slots]
     shardings = [getattr(array_type, "sharding", None) for array_type in batch_types]
     batch_axes = plan.batch_axes | first_axes(shardings, plan.transform.context)
     plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
+    # Yields what to call: the user's function, or one that shards activations in it.
     tracing = plan.transform.tracing(plan_in_trace, caller, unflattened, arrays.inside)
-    with arrays.context(), tracing as function:
+    with arrays.context(), tracing as function:  # with the mesh whose types the arrays have
         # Taken here, since what the context sets, such as tags of modules, is no user's change.
         before = Snapshot(plan.structure, unflattened.objects)
         return function(*args, **kwargs), before
@@ -211,7 +223,8 @@ def _flatten_after(
       before: the arguments before the call; what did not change since is not read again.
     """
     structure, updates, name = plan.structure, plan.updates, plan.transform.name
-    # JAX keeps the structure with the trace, which must not keep the caller's statics alive.
+    # The ids of static values that are compared by identity, such as functions, and of the static
+    # objects in the table, such as a dict of settings.
     static_ids = {_compat.identity(static.value) for static in structure.identities()}
     object_ids = {_compat.identity(unflattened.objects[i]) for i in structure.static_indices()}
     replaced: Set[int] = frozenset()
@@ -221,10 +234,11 @@ def _flatten_after(
     after = flatten(
         output,
         graph=plan.graph,
-        first_objects=unflattened.objects,
-        replaced=replaced,
+        first_objects=unflattened.objects,  # get the same indices as before
+        replaced=replaced,  # a module among these that is returned is described as a new one
+        # JAX keeps the structure with the trace, which must not keep the caller's objects alive.
         held_weakly=static_ids | object_ids,
-        snapshot=before,
+        snapshot=before,  # an object that has not changed since keeps its entry
     )
     if not plan.graph:
         after.structure.check_tree()  # of the output; the arguments have been checked
@@ -243,14 +257,15 @@ def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocat
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
     result = split_argument("output", transform.out_specs.tree, output, after.root, option)
-    # If there are no new objects, and no module changed or holds arrays itself, then no Variable or
-    # array of the arguments can be new.
+    # A Variable or array in the arguments is new only if there are new objects, a module links to
+    # other ones (its entry then differs), or it holds arrays itself (their slots are in `slots`).
     before = plan.structure
     is_unchanged = len(before.entries) == len(after.entries) and all(
         new == old and not slots
         for old, new, slots in zip(before.entries, after.entries, after.slots, strict=True)
         if isinstance(old, NodeEntry)
     )
+    # Without updates, what the function attached to its arguments is not written back.
     may_have_new = plan.updates and not is_unchanged
     return locate(after, [*plan.graph_arguments, result] if may_have_new else [result])
 
@@ -278,6 +293,8 @@ def _output_specs(
       ValueError: a spec does not fit its array.
     """
     transform = plan.transform
+    # 1. New arrays: by the specs of the places where they are. Variables of the arguments are
+    # decided by the plan, also where they are returned.
     resolved = resolve(
         locations,
         after.objects,
@@ -288,13 +305,16 @@ def _output_specs(
     )
     filter_uses = (*plan.filter_uses, *resolved.filter_uses)
     check_filters(filter_uses, name=transform.name, strict=transform.strict)
+    # 2. Updated arrays: their old specs, which are written into ``resolved``.
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
+    # 3. What the transform decides itself, by slot: `vmap` stacks what a function adds, for one.
+    written = transform.written_specs(plan, after)
     open_spec = transform.spec_of(None)  # leaves the decision to the compiler
-    written = transform.written_specs(plan, after)  # the transform's own decisions, by slot
     specs = []
     for slot, resolved_spec in enumerate(resolved.slots):
         spec = written.get(slot, resolved_spec)
         specs.append(open_spec if spec is None else spec)
+    # 4. The part of each spec that fits its shape. Messages also show the shape before an update.
     shapes = [shape_of(leaf) for leaf in after.leaves]
     return fit_specs(
         transform, names, shapes, specs, resolved.on_indivisible, outputs=True, before=old_shapes
@@ -317,11 +337,12 @@ def _keep_specs(
     """
     before = plan.structure
     old_shapes: dict[int, tuple[int, ...] | None] = {}
+    # A Variable has one spec, for all arrays in it. Its index is the same before and after.
     for index in plan.variables:
         old_slots = before.slots[index]
         for position, slot in enumerate(after.slots[index]):
             resolved.slots[slot] = resolved.variables[index].spec
-            if not old_slots:  # it held no array
+            if not old_slots:  # it held no array, so there is nothing else to keep
                 continue
             # Where a Variable holds more arrays than before, the last old one stands for the rest.
             old_slot = old_slots[min(position, len(old_slots) - 1)]
@@ -333,7 +354,8 @@ def _keep_specs(
         is_module = isinstance(after.entries[index], NodeEntry)
         if not (is_module and old_slots):
             continue
-        for slot, old_slot in slots_before(before, after, index).items():
+        old_slot_of = slots_before(before, after, index)  # slot after the call → before it
+        for slot, old_slot in old_slot_of.items():
             if resolved.slots[slot] is None:  # no rule for what is new has decided
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes
