@@ -4,16 +4,27 @@ Most layers of a model have equal ones: the same names, the same functions and s
 describes these is made once, and shared by all modules of one *form* (the class, with the names of
 the attributes, and which of them are data) whose static values are the same objects.
 
-The functions are parts of a :class:`~.flattener.Flattener`, whose words they use: a *child*
-describes what an object holds in one place, and a *position* is where a recorder can read it again,
-for a guard.
+The functions are parts of a :class:`~.flattener.Flattener`, whose words they use:
+
+    child        describes what an object holds in one place: ``LEAF`` for an array, the index of
+                 an object, a static value (``Static``), or a container of these
+    position     where a guard can read a value again; ``UNRECORDED`` if nowhere. The flattener's
+                 recorder is told what is opened, and gives positions to its parts. If it is
+                 dropped (None), the graph gets no guard
+    comparisons  one byte for each value that is opened: how a guard compares it, not at all (0), by
+                 value or by identity. Empty if that is not yet known: then each child is recorded
+                 when it is described
+    NodeForm     of ``_compat``: ``keys`` are the attributes in the order in which Flax walks,
+                 ``names`` the same in the order of the ``__dict__``, in which a guard reads them.
+                 Attribute i of ``keys`` is number ``order[i]`` of ``names``. ``is_static`` says
+                 which are static whatever their values; ``others`` has the numbers of the rest
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +45,7 @@ class DescribedNode(NamedTuple):
     """The attributes of a module, for others of its form that have the same static values."""
 
     form: _compat.NodeForm  # held because its id is the key
-    statics: Sequence[Any]  # the values that have to be the same
+    statics: Sequence[Any]  # the values that have to be the same objects, in the order of keys
     children: Sequence[Child]  # one for each attribute, in the order of ``form.keys``
     comparisons: bytes  # how a guard compares each value, in the order of the ``__dict__``
 
@@ -60,6 +71,9 @@ class Described:
 def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntry:
     """Returns the entry of a module; links the objects in it, and adds its own arrays.
 
+    Describes only those attributes anew that may be data, if the last module of this form had the
+    same static values. Drops the flattener's recorder if a guard cannot read the module.
+
     Args:
       flattener: the walk.
       node: the module.
@@ -67,28 +81,30 @@ def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntr
     """
     if not flattener.graph and not _compat.is_pytree_type(type(node)):
         raise no_tree(type(node))
-    # ``values`` are in the order of ``form.keys``, in which Flax walks; ``in_dict`` has them in the
-    # order of the ``__dict__``, in which a guard reads them: value i is there at ``form.order[i]``.
+    # ``values`` are in the order of ``form.keys``; ``in_dict`` has them in that of ``form.names``.
     forms, no_tracers = flattener.described.forms, flattener.no_tracers
     form, values, in_dict = _compat.node_items(node, forms, no_tracers)
     if in_dict is None:
         flattener.recorder = None  # not all content is in the ``__dict__``, which a guard reads
+
     statics = [*compress(values, form.is_static)]
     known = flattener.described.nodes.get(_compat.identity(form))
     if known is not None and not all(map(operator.is_, statics, known.statics)):
-        known = None
-    positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of the ``__dict__``
-    if flattener.recorder is not None:
-        comparisons = b"" if known is None else known.comparisons  # empty: not yet known
-        content = in_dict or values
-        positions = flattener.recorder.open_node(position, form.names, content, comparisons)
-    children: list[Child] = [LEAF] * len(values)
-    to_describe: Iterable[int] = range(len(values))
-    if known is not None:  # only the attributes that may be data are others
+        known = None  # this module has other static values
+
+    positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of ``form.names``
+    if flattener.recorder is not None and in_dict is not None:
+        comparisons = b"" if known is None else known.comparisons
+        positions = flattener.recorder.open_node(position, form.names, in_dict, comparisons)
+
+    if known is None:
+        children: list[Child] = [LEAF] * len(values)
+        to_describe: Sequence[int] = range(len(values))
+    else:  # the children of static attributes are those of the other module
         children, to_describe = [*known.children], form.others
     for i in to_describe:
-        in_place = positions[form.order[i]]
-        children[i] = _attribute_child(flattener, values[i], form.is_data[i], in_place)
+        own_position = positions[form.order[i]]
+        children[i] = _attribute_child(flattener, values[i], form.is_data[i], own_position)
     if known is None:
         _share_static_children(flattener.described, form, statics, children)
     return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
@@ -99,18 +115,24 @@ def _share_static_children(
 ) -> None:
     """Keeps the children of a module, for others of its form with the same static values.
 
+    Only the last such module of each form is kept: layers with equal settings mostly come in a row.
+
     Args:
       described: gets them.
       form: the form of the module.
       statics: its static values.
       children: one for each attribute, in the order of ``form.keys``.
     """
-    # Links from static attributes have to be counted at each module, so these are not shared.
+    # A static attribute may be a link to an object. The flattener has to see each link, to tell
+    # which objects are shared, so then each module is described anew.
     if not all(type(child) is Static for child in compress(children, form.is_static)):
         return
-    comparisons = bytearray(len(children))  # in the order of the ``__dict__``
-    for i in compress(range(len(children)), form.is_static):
-        comparisons[form.order[i]] = comparison_of(children[i])
+    # A guard compares the static values as these children say; what may be data, each module
+    # records for itself, so it stays 0 here.
+    comparisons = bytearray(len(children))  # in the order of ``form.names``
+    for i, is_static in enumerate(form.is_static):
+        if is_static:
+            comparisons[form.order[i]] = comparison_of(children[i])
     known = DescribedNode(form, statics, children, bytes(comparisons))
     described.nodes[_compat.identity(form)] = known
 
@@ -126,7 +148,7 @@ def _attribute_child(
       is_data: whether Flax has it as data; None where the value decides.
       position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
     """
-    if is_data is False:
+    if is_data is False:  # static, whatever it is
         return flattener.static_child(value, position)
     if _compat.is_graph_object(value):
         return flattener.link_object(value, position)
@@ -134,8 +156,10 @@ def _attribute_child(
         if flattener.recorder is not None:
             flattener.recorder.open_node_state(position, value)
         return node_state(_compat.node_flags(value))
-    # Flax turns any value under nnx.data into an array.
-    all_leaves = not flattener.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
+    # Numbers and the like in a pytree are static, with two exceptions: in tree mode each leaf of
+    # data is an array, and Flax makes an array of a number that is marked as data itself.
+    is_marked_leaf = is_data is True and jax.tree_util.all_leaves([value])
+    all_leaves = not flattener.graph or is_marked_leaf
     return flattener.pytree_child(value, position, all_leaves=all_leaves)
 
 
@@ -144,7 +168,7 @@ def describe_metadata(
 ) -> tuple[tuple[str, Child], ...]:
     """Returns pairs of name and child for the metadata of a Variable, sorted by name.
 
-    Variables with the same values share the result.
+    Variables whose metadata are the same objects share the result.
 
     Args:
       flattener: the walk.
@@ -153,19 +177,22 @@ def describe_metadata(
     """
     metadata = _compat.get_metadata(variable)
     names, values = (*metadata,), [*metadata.values()]
-    key = (*names, *map(_compat.identity, values))
+    key = (*names, *map(_compat.identity, values))  # ids, since values need not have a hash
     known = flattener.described.metadata.get(key)
+    # Each Variable is recorded, also one whose metadata are known: a guard reads it, too.
     positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of the dict
     if flattener.recorder is not None:
-        comparisons = b"" if known is None else known.comparisons  # empty: not yet known
+        comparisons = b"" if known is None else known.comparisons
         positions = flattener.recorder.open_metadata(position, names, values, comparisons)
     if known is not None:
         return known.children
     child_of: dict[str, Child] = {}
-    for i in sorted(range(len(names)), key=names.__getitem__):  # the order of sorted names
-        child_of[names[i]] = flattener.static_child(values[i], positions[i])
+    items = zip(names, values, positions, strict=True)
+    for name, value, value_position in sorted(items, key=lambda item: item[0]):
+        child_of[name] = flattener.static_child(value, value_position)
     children = tuple(child_of.items())
-    # Links to objects have to be counted at each Variable, so these are not shared.
+    # A child may be a link to an object. The flattener has to see each link, to tell which objects
+    # are shared, so such metadata are described anew for each Variable.
     if all(type(child) is Static for child in child_of.values()):
         comparisons = bytes(comparison_of(child_of[name]) for name in names)
         flattener.described.metadata[key] = DescribedMetadata(values, children, comparisons)

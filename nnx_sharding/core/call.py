@@ -10,6 +10,15 @@ back, and ``_write_back`` the general one. With donated arrays, no signal may co
 program, which deletes them, and the end of the write-back (``interrupts.py``). Signals are deferred
 in the first calls of a program. Later ones are *direct*: JAX then runs no Python code in which a
 signal could be handled before the results are stored.
+
+    updatable          all objects of ``flat`` are known to belong to the current trace
+    placed             the slots of arrays that this call has moved to their declared shardings
+    attributes         arrays that modules hold themselves, outside of Variables
+    operation          a tuple of a function and its arguments, for ``perform``, which runs many in
+                       C, so that no signal comes in between
+    deferred_handlers  the user's handlers while signals are deferred, else empty. Also empty if
+                       there are none in Python, and in other threads than the main one, where
+                       Python handles no signals
 """
 
 from __future__ import annotations
@@ -65,14 +74,15 @@ def run(
     placed: Sequence[int] = ()  # the slots of arrays that were moved to their declared shardings
     if plan.placed_slots:
         leaves, placed = place_as_declared(plan, leaves)
-    compiled_plan = None if nested or fun is None else plan
+    compiled_plan = None if nested or fun is None else plan  # the plan that JAX may compile for
     # The program deletes donated arrays; a signal before the write-back would lose them.
-    defers = plan.donated and not nested
+    deletes_arrays = plan.donated and not nested
     is_direct = getattr(execute, DIRECT, False)
-    # A list, which is filled when the program was started, also if an error or a signal follows.
+    # Gets the outputs as its only item, as soon as the program was started. Empty again if they are
+    # written back in a way that cannot be repeated.
     results: list[Any] = []
     try:
-        if defers and not is_direct:
+        if deletes_arrays and not is_direct:
             defer_signals()
         outer = CALLER.fields
         try:
@@ -88,11 +98,13 @@ def run(
             CALLER.fields = outer
         outputs = results[0]
         output = finish(plan, flat, leaves, placed, results)
-        # The second condition is for a process that has no handlers to defer.
-        if deferred_handlers or (defers and not is_direct):
+        # After a call with deferred signals: by its outputs, the next one may need none. They were
+        # deferred above (perhaps without any handlers), or when JAX compiled (``call_context.py``).
+        if deferred_handlers or (deletes_arrays and not is_direct):
             mark_direct(execute, outputs)
     except BaseException:
-        if results and defers:  # a signal, after the donated arrays were consumed
+        # A signal after the donated arrays were consumed, and before ``finish`` was done.
+        if results and deletes_arrays:
             defer_signals()
             finish(plan, flat, leaves, placed, results)
         raise
@@ -100,23 +112,36 @@ def run(
         if deferred_handlers:
             deliver_signals()
     if is_bounded() and not nested:
-        wait_for_some(outputs[:-1])
+        *groups, _outcome = outputs
+        wait_for_some(groups)
     return output
 
 
 def finish(
     plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int], results: list[Any]
 ) -> Any:
-    """Updates the caller's objects, and returns the output; may be repeated if interrupted.
+    """Updates the caller's objects, and returns the output.
 
-    ``results`` holds the outputs of the program, as its only item, until they are written back.
+    If a signal interrupts it, it may be called again as long as ``results`` is not empty.
+
+    Args:
+      plan: the plan of the call.
+      flat: the arguments, as the caller passed them.
+      leaves: their arrays, as the program got them.
+      placed: the slots of those that were moved before.
+      results: has the outputs of the program as its only item. The general way clears it in the
+        step that changes the objects; the fast way may store the same arrays twice.
     """
     *groups, outcome = results[0]
     update = outcome.update
     if update is None:  # the first call with this outcome
         update = outcome.update = Update.of(outcome, len(flat.objects))
-    if not update or placed or not flat.updatable:
-        return _write_back(plan, flat, leaves, groups, outcome, placed, results.clear)
+    # The fast way is not possible (False) if more than arrays of Variables changed. Nor does it
+    # store arrays that were placed, or check that the objects may be changed.
+    if update is False or placed or not flat.updatable:
+        return _write_back(
+            plan, flat, leaves, groups, outcome, placed, last_operation=(results.clear,)
+        )
     return update.write_back(flat.objects, leaves, groups)
 
 
@@ -127,13 +152,15 @@ DIRECT = "nnx_sharding_is_direct"
 def mark_direct(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
     """Marks a jitted function as direct, if its first call has shown that JAX runs no Python code.
 
-    That is so if all outputs are plain arrays, in containers that JAX builds itself, and the
-    program has no effects, such as callbacks. Otherwise the mark is removed.
+    That is so if all outputs are plain arrays, and the program has no effects, such as callbacks.
+    The fast write-back must be possible, too, with an output in containers that JAX builds itself;
+    if it is not, the mark of an earlier call is removed.
     """
     *groups, outcome = outputs
     are_plain = all(type(x) is _compat.ArrayImpl for group in groups for x in group.arrays)
     if type(execute) is not _compat.JittedFunction or outcome.has_effects or not are_plain:
         return
+    # None instead of ``returned``: Python code has to put the output together.
     if outcome.update and outcome.update.returned is not None:
         setattr(execute, DIRECT, True)
     else:
@@ -153,7 +180,8 @@ class Update(NamedTuple):
     a tenth of the time of the general way: 30 µs for 147 Variables.
 
     A `Source` says where an array comes from: the number of a group of outputs, and the position in
-    it; or the group ``INPUT``, and the slot of an input.
+    it; or the group ``INPUT``, and the slot of an input. ``LEAF`` stands for an array in the root,
+    a ``Container`` for a pytree.
 
     Attributes:
       written: rows of three 32-bit integers: the index of a Variable, and its array's source.
@@ -180,6 +208,8 @@ class Update(NamedTuple):
         ``num_arguments`` is the number of the objects of the arguments, which come first.
         """
         after = outcome.structure
+        # Metadata of Variables, attributes of modules, or static objects changed, or a module is
+        # returned as a new one.
         if outcome.metadata or outcome.nodes or outcome.statics or outcome.replaced:
             return False
         has_new_objects = len(after.entries) != num_arguments
@@ -192,15 +222,16 @@ class Update(NamedTuple):
         # Likewise the arrays that the function returned. Objects in its result are the caller's.
         root = after.root
         root_sources = [outcome.sources[slot] for slot in after.root_slots]
-        # JAX builds these containers in C, where no signal is handled.
-        is_builtin = root is LEAF or (
+        # An output of arrays in tuples, lists and dicts is built in C, where no signal is handled.
+        # One with objects in it, or with other containers, has to be assembled in Python.
+        is_built_in_c = root is LEAF or (
             isinstance(root, Container)
             and has_builtin_containers(root.treedef)
             and all(child is LEAF for child in root.children)
         )
         return cls(
             written=_packed(written),
-            returned=_packed(root_sources) if is_builtin else None,
+            returned=_packed(root_sources) if is_built_in_c else None,
             unflatten=root.treedef.unflatten if isinstance(root, Container) else None,
             root=root,
             root_sources=root_sources,
@@ -213,23 +244,25 @@ class Update(NamedTuple):
 
         ``leaves`` are the arrays that the program was given, ``groups`` those that it returned.
         """
-        outputs = [*(group.args[1] for group in groups), leaves]  # INPUT is -1, the last
-        results = [outputs[group][i] for group, i in self.root_sources]
+        # The arrays of each group, then the inputs: the group of an input is INPUT, which is -1.
+        arrays_of = [*(group.arrays for group in groups), leaves]
+        returned = [arrays_of[group][i] for group, i in self.root_sources]
         # Before the step, since containers of the user's own types may raise errors.
-        output = results[0] if self.root is LEAF else assemble(self.root, iter(results), objects)
+        output = returned[0] if self.root is LEAF else assemble(self.root, iter(returned), objects)
         operations: list[Operation] = []
-        variables = self.variables_in(objects)
+        variables = self.variables_in(objects)  # one for each source
         for variable, (group, i) in zip(variables, self.sources, strict=True):
-            if _compat.is_concrete_hijax(variable):
-                operations.append((_compat.set_leaves, variable, (outputs[group][i],)))
+            array = arrays_of[group][i]
+            if _compat.is_concrete_hijax(variable):  # it holds its arrays in a tuple, here of one
+                operations.append((_compat.set_leaves, variable, (array,)))
             else:
-                operations.append((_compat.set_value, variable, outputs[group][i]))
+                operations.append((_compat.set_value, variable, array))
         perform(operations)
         return output
 
 
 def _packed(rows: Sequence[tuple[int, ...]]) -> bytes:
-    """Returns rows of numbers as the extension reads them."""
+    """Returns rows of numbers as the extension reads them: 32-bit integers without a header."""
     return np.array(rows, np.int32).tobytes()
 
 
@@ -240,7 +273,8 @@ def _write_back(
     groups: Sequence[OutputGroup],
     outcome: Outcome,
     placed: Sequence[int],
-    finished: Callable[[], None],
+    *,
+    last_operation: Operation,
 ) -> Any:
     """Writes all changes of a call into the caller's objects: arrays, attributes, metadata.
 
@@ -254,20 +288,22 @@ def _write_back(
       groups: the outputs.
       outcome: what they mean.
       placed: the slots of the arrays that were placed.
-      finished: is called in the step that changes the objects.
+      last_operation: is run at the end of the step that changes the objects.
 
     Returns:
       The output of the user's function.
     """
     objects = flat.objects
-    if not flat.updatable:  # else all are known to belong to the current trace
+    # Nothing is to be checked if all objects are known to belong to the current trace.
+    if not flat.updatable:
         _check_updatable(plan, objects, outcome)
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)  # by slot after the call
+    # Makes only what is new: the containers of the output, objects that the function has created,
+    # and the modules that it returns as new ones, because changes of structure are not wanted.
     existing = dict(enumerate(objects))
     for index in outcome.replaced:
         del existing[index]
-    # Makes only what is new: objects, and the containers of the output.
     unflattened = unflatten(after, arrays, existing)
     # First the arrays that were moved before the program ran, then what it changed.
     operations = _placing_operations(plan, flat, leaves, placed) if placed else []
@@ -275,12 +311,13 @@ def _write_back(
         after,
         arrays,
         unflattened.objects,
+        # Of Variables whose metadata changed, the arrays may have changed as well.
         values=[*outcome.values, *outcome.metadata],
         metadata=outcome.metadata,
         nodes=outcome.nodes,
         statics=outcome.statics,
     )
-    perform([*operations, (finished,)])  # in C, where no signal is handled
+    perform([*operations, last_operation])  # in C, where no signal is handled
     return unflattened.root
 
 
@@ -290,17 +327,18 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
     The error has the attribute ``objects``, from which the functions around this one can tell
     which of these they capture.
     """
+    # Indices of Variables whose arrays or metadata changed, and of modules.
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
     lines: list[str] = []
     stale: list[Any] = []
     for index in changed:
-        if _compat.can_update(objects[index]):
+        if _compat.can_update(objects[index]):  # it belongs to the current trace
             continue
         stale.append(objects[index])
-        variable = plan.variables.get(index)  # None for a module, which has no name
+        variable = plan.variables.get(index)  # its name and spec; None for a module
         type_name = getattr(plan.structure.entries[index], "type", object).__name__
         lines.append(f"  a {type_name}" if variable is None else f"  {variable.name}")
-    error = listed_error(
+    error = listed_error(  # None without lines
         _compat.TraceContextError,
         "the function changed objects that belong to another trace, where they cannot be updated:",
         lines,
@@ -326,11 +364,12 @@ def _placing_operations(
         for index, slots in enumerate(structure.slots)
         if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
     ]
-    attributes = []
+    changes: list[NodeChange] = []  # of modules that hold such an array themselves
     for slot in moved.intersection(plan.attributes):
-        node, name = plan.attributes[slot]
+        module, name = plan.attributes[slot]  # its index, and the name of the attribute
         old = flat.leaves[slot]
-        # NumPy arrays stay, and so does what was assigned meanwhile.
-        if isinstance(old, jax.Array) and vars(flat.objects[node]).get(str(name)) is old:
-            attributes.append(NodeChange(node, ((name, AttributeValue(LEAF, (slot,))),), ()))
-    return update_operations(structure, leaves, flat.objects, variables, nodes=attributes)
+        # A NumPy array stays one, as the user made it. What was assigned meanwhile stays, too.
+        if isinstance(old, jax.Array) and vars(flat.objects[module]).get(str(name)) is old:
+            new = AttributeValue(LEAF, (slot,))  # the array in this slot
+            changes.append(NodeChange(module, changed=((name, new),), removed=()))
+    return update_operations(structure, leaves, flat.objects, variables, nodes=changes)

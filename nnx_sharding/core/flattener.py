@@ -14,6 +14,10 @@ The words of this file:
 
 Objects are described depth first, children before siblings, in the order in which Flax walks. In
 Flax's tree mode (``graph=False``), a module that is met again is copied instead of shared.
+
+A recorder gives positions to the parts of a pytree: those of its leaves, and those of its *node
+data*, which are what a container has besides children and plain keys. Without a recorder, both are
+``ALL_UNRECORDED``: an endless iterator of ``UNRECORDED``, for any number of parts.
 """
 
 from __future__ import annotations
@@ -63,8 +67,20 @@ class Flattener:
       index_of: the index of each object, by its id.
       entries, slots: the entry of each object, and the slots of its arrays, by index.
       leaves: the arrays, by slot.
-      linked: the indices of the objects that were linked; ``_pending`` are not yet described.
-      statics: the child for each static value that was met, by its id.
+      linked: the indices of the objects that were linked.
+      has_repeats: whether any two links may lead to one object.
+      left_out: the ids of modules with arrays in static places, which do not link to them.
+      origins: the static objects that the structure keeps alive, by index.
+      statics: by the id of each static value that was met, its child and the value.
+      described: what layers with equal attributes or metadata share (``attributes.py``).
+      no_tracers: types of attributes that are no tracers, to ask once for each; None within a
+        trace, where modules hold tracers.
+
+    Its private attributes:
+
+        _pending   the indices of objects that were linked, but not yet described
+        _current   the index of the object that is being described; -1 for none
+        _holders   for the index of each object, that of the object that has the first link to it
     """
 
     graph: bool
@@ -82,27 +98,30 @@ class Flattener:
         self.entries: list[Entry | None] = [None] * len(self.objects)  # None: not yet described
         self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
         self.leaves: list[Any] = []
-        self.origins: dict[int, Any] = {}  # the static objects, by index
+        self.origins: dict[int, Any] = {}
         self.linked: set[int] = set()
-        self.has_repeats = False  # whether two links lead to one object
-        self.left_out: set[int] = set()  # the ids of modules that static places do not link to
+        self.has_repeats = False
+        self.left_out: set[int] = set()
         self._pending: list[int] = []
-        self._current = -1  # the index of the object that is described; -1 for none
-        self._holders: dict[int, int] = {}  # index → that of the object that has the first link
-        # Types that are no tracers; None within a trace, where a module may hold tracers.
+        self._current = -1
+        self._holders: dict[int, int] = {}
         self.no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
-        # By id, with the value to keep it alive, so that no other object gets its id.
+        # With the value, to keep it alive, so that no other object gets its id.
         self.statics: dict[int, tuple[Static | StaticObject, Any]] = {}
-        self.described = Described()  # what equal layers share
+        self.described = Described()
 
     def describe(self, tree: object, statics: Sequence[object], *, is_input: bool) -> Structure:
         """Returns the structure of a tree and static arguments; called once for each walk.
 
-        ``is_input`` says whether the tree is the input of a function, not its output.
+        Args:
+          tree: the pytree, whose objects get the next indices in the order of the walk.
+          statics: the static arguments of a function.
+          is_input: whether the tree is the input of a function, not its output.
         """
         num_first = len(self.objects)
-        # JAX itself refuses a ref that is passed twice; results may share one.
+        # A ref is linked like a module where it may be met twice: JAX refuses that for inputs.
         root, root_slots = self._describe_root(tree, link_refs=not is_input)
+        # After the tree, so that an object in both is data first, and known to be so here.
         recorder = self.recorder
         positions = ALL_UNRECORDED if recorder is None else recorder.static_positions
         static_children = tuple(map(self.static_child, statics, positions))
@@ -127,29 +146,36 @@ class Flattener:
 
         ``link_refs`` says whether a ``jax.Ref`` is an object that may be shared, not an array.
         """
-        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        leaf_positions, aux_positions = ALL_UNRECORDED, ALL_UNRECORDED
+        leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        leaf_positions, data_positions = ALL_UNRECORDED, ALL_UNRECORDED
         if self.recorder is not None:
-            leaf_positions, aux_positions = self.recorder.open_arguments(treedef)
+            leaf_positions, data_positions = self.recorder.open_arguments(treedef)
         children: list[Child] = []
         root_slots: list[int] = []
-        for part, position in zip(parts, leaf_positions, strict=False):  # may be endless
+        # Not strict, since the positions may be endless.
+        for leaf, position in zip(leaves, leaf_positions, strict=False):
             first_slot = len(self.leaves)
-            children.append(self._leaf_child(part, position, link_refs=link_refs))
-            root_slots += range(first_slot, len(self.leaves))
+            children.append(self._leaf_child(leaf, position, link_refs=link_refs))
+            root_slots += range(first_slot, len(self.leaves))  # one if it is an array, else none
             self.describe_pending()  # at once, so that all arrays are in the order of the tree
-        return self._container(treedef, children, aux_positions), tuple(root_slots)
+        return self._container(treedef, children, data_positions), tuple(root_slots)
 
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
-        """Returns the index of an object; the first link adds it to those to be described."""
+        """Records a link to an object, and returns its index; an object that has none gets one.
+
+        ``position`` is where a recorder can read the link again.
+        """
         identity = _compat.identity(obj)
         index = self.index_of.get(identity)
-        if index is None or index in self.replaced or (not self.graph and self._is_copy(index)):
+        # An object gets a new index if it is new, if links do not lead to its old entry any more,
+        # or in tree mode, if Flax makes a copy of it here.
+        is_copied = not self.graph and index is not None and self._is_copy(index)
+        if index is None or index in self.replaced or is_copied:
             index = self.index_of[identity] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-            self._holders[index] = self._current
+            self._holders[index] = self._current  # this is the first link to it
         return self.link_index(index, position)
 
     def _is_copy(self, index: int) -> bool:
@@ -165,8 +191,11 @@ class Flattener:
         return True
 
     def link_index(self, index: int, position: int = UNRECORDED) -> int:
-        """Records a link to the object with an index, and returns the index."""
-        if self.recorder is not None:
+        """Records a link to the object with an index, and returns the index.
+
+        The first link to an object adds it to those that are to be described.
+        """
+        if self.recorder is not None:  # each link, since a guard compares which objects are shared
             self.recorder.add_object(position, index)
         if index in self.linked:
             self.has_repeats = True
@@ -180,26 +209,28 @@ class Flattener:
         leaves = self.leaves
         stack: list[int] = []  # of indices; no recursion, since models may be nested deeply
         while stack or self._pending:
-            stack += reversed(self._pending)  # what the last object links to, its first link on top
+            # What the last object links to is described next, before its siblings further down in
+            # the stack. Reversed, since the end of a list is its top.
+            stack += reversed(self._pending)
             self._pending.clear()
             index = self._current = stack.pop()
             first_slot = len(leaves)
+            # Adds its arrays to ``leaves``, and the objects that it links to, to ``_pending``.
             self.entries[index] = self._describe(index, self.objects[index])
-            # It has added its own arrays only, and most modules have none: the objects that it
-            # links to come later.
             num_leaves = len(leaves)
-            if num_leaves > first_slot:
+            if num_leaves > first_slot:  # most modules hold no arrays themselves: () is there
                 self.slots[index] = (*range(first_slot, num_leaves),)
         self._current = -1
 
     def _describe(self, index: int, obj: object) -> Entry:
         """Returns the entry of an object; links the objects in it, and adds its arrays."""
+        # An entry of before, if the object is unchanged since, except for a Variable's array.
         known_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
-        if known_entry is not None:  # unchanged since the snapshot, except for a Variable's array
+        if known_entry is not None:
             if isinstance(known_entry, VariableEntry):
                 self._add_leaf(_compat.get_value(obj))
             for child in children_of(known_entry):  # it may link to objects that did change
-                if type(child) is int:
+                if type(child) is int:  # the index of one
                     self.link_index(child)
             return known_entry
         recorder = self.recorder
@@ -208,29 +239,36 @@ class Flattener:
             return describe_node(self, obj, position)
         if _compat.is_variable(obj):
             metadata, value = describe_metadata(self, obj, position), _compat.get_value(obj)
+            value_position = UNRECORDED
             if recorder is not None:
-                position = recorder.open_variable(position, obj, value)
-            return VariableEntry(type(obj), metadata, self.pytree_child(value, position))
+                value_position = recorder.open_variable(position, obj, value)
+            return VariableEntry(type(obj), metadata, self.pytree_child(value, value_position))
         if _compat.is_hijax_variable(obj):
             return describe_hijax(self, obj, position)
         static = describe_static(self, index, obj, position)
         if static is not None:
             return static
-        self._add_leaf(obj, position)  # only a ``jax.Ref`` is left
+        # Only a ``jax.Ref`` is left, which has no content for us: it counts as an array.
+        self._add_leaf(obj, position)
         return RefEntry()
 
     def static_child(self, value: object, position: int = UNRECORDED) -> Child:
-        """Returns the child for a static value (``static_children.py`` says which it is)."""
+        """Returns the child for a static value (``static_children.py`` says which it is).
+
+        ``position`` is where a recorder can read the value again.
+        """
         child: Child
         if value is None or type(value) in (str, int, bool):  # nearly all, so tried first
             child = Static.of(value)
-        elif (known := self.statics.get(_compat.identity(value))) is not None:
-            child = known[0]
-            self.has_repeats |= isinstance(child, StaticObject)  # which may hold links
+        elif (known := self.statics.get(_compat.identity(value))) is not None:  # met before
+            child, _ = known
+            # A ``StaticObject`` may hold links to objects, and is now in two places.
+            self.has_repeats |= isinstance(child, StaticObject)
         elif (index := self.index_of.get(_compat.identity(value))) is not None:
-            return self.link_index(index, position)
+            return self.link_index(index, position)  # it has an entry, as an object that can change
         else:
             child = new_static_child(self, value, position)
+        # Others are recorded part by part, where they are opened.
         if position != UNRECORDED and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(position, value, child)
         return child
@@ -247,19 +285,21 @@ class Flattener:
         Args:
           tree: any pytree, also a single array; its arrays are added to the leaves.
           position: where a recorder can read it again.
-          all_leaves: False if leaves that are not arrays, such as numbers, are static.
+          all_leaves: whether each leaf counts as an array. In a module, as opposed to a Variable,
+            numbers and the like are static.
         """
-        if _compat.is_plain_array(tree):
+        if _compat.is_plain_array(tree):  # nearly all, so tried first
             return self._add_leaf(tree, position)
-        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        leaf_positions, aux_positions = ALL_UNRECORDED, ALL_UNRECORDED
+        leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        leaf_positions, data_positions = ALL_UNRECORDED, ALL_UNRECORDED
         if self.recorder is not None:
-            leaf_positions, aux_positions = self.recorder.open_tree(position, tree, treedef)
+            leaf_positions, data_positions = self.recorder.open_tree(position, tree, treedef)
         children = [
-            self._leaf_child(part, part_position, all_leaves=all_leaves)
-            for part, part_position in zip(parts, leaf_positions, strict=False)  # may be endless
+            self._leaf_child(leaf, leaf_position, all_leaves=all_leaves)
+            # Not strict, since the positions may be endless.
+            for leaf, leaf_position in zip(leaves, leaf_positions, strict=False)
         ]
-        return self._container(treedef, children, aux_positions)
+        return self._container(treedef, children, data_positions)
 
     def _leaf_child(
         self, leaf: Any, position: int, *, all_leaves: bool = True, link_refs: bool = True
@@ -269,29 +309,35 @@ class Flattener:
         Args:
           leaf: the leaf.
           position: where a recorder can read it again.
-          all_leaves: False if a number, or what else is no array, is static.
+          all_leaves: whether it counts as an array whatever it is. In attributes of a module,
+            numbers and the like are static.
           link_refs: whether a ``jax.Ref`` is an object that may be shared, not an array.
         """
+        # Objects first: in a trace, a hijax Variable and a ref are tracers, as arrays are.
         is_object = _compat.is_graph_object(leaf) or _compat.is_hijax_variable(leaf)
         if is_object or (link_refs and _compat.is_ref(leaf)):
             return self.link_object(leaf, position)
-        if isinstance(leaf, Static):  # the transform declared it static
+        if isinstance(leaf, Static):  # the transform declared it static, also among arguments
             return self.static_child(leaf.value, position)
         if all_leaves or isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             return self._add_leaf(leaf, position)
         return self.static_child(leaf, position)
 
     def _container(
-        self, treedef: PyTreeDef, children: Sequence[Child], aux_positions: Iterable[int]
+        self, treedef: PyTreeDef, children: Sequence[Child], data_positions: Iterable[int]
     ) -> Child:
-        """Returns the child for a pytree with these children, or its only leaf if it is one.
+        """Returns the child for a pytree: a ``Container``, or its only child if it is a leaf.
 
-        ``aux_positions`` are those of the data of its nodes, which are static.
+        Args:
+          treedef: describes the pytree.
+          children: one for each of its leaves.
+          data_positions: where a recorder can read the data of its nodes again.
         """
         if is_leaf_treedef(treedef):
             return children[0]
-        # The treedef has them as well, but compares them by ``==`` only.
-        aux = map(self.static_child, aux_of(treedef), aux_positions)
+        # The treedef has the data of its nodes as well, but compares them by ``==`` only: there 1
+        # and True are equal. As static values they are not.
+        aux = map(self.static_child, aux_of(treedef), data_positions)
         return Container(treedef, tuple(children), tuple(aux))
 
     def _add_leaf(self, value: AnyArray, position: int = UNRECORDED) -> Child:

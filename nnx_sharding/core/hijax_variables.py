@@ -1,12 +1,19 @@
 """Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays.
 
 A structure describes them as plain Variables, so that both kinds are the same to what comes after.
+So ``flatten`` reads a plain copy of each. A guard cannot: the copy is a new object in each call. It
+reads the treedef and the arrays of the original, which a *recorder* is told for it, if the copy has
+shown the same.
 
 From other modules:
 
-    VariableEntry   how a structure describes a Variable: type, metadata, and the child in it
-    recorder        of the flattener: is told what is read, so that a guard can read it again
+    VariableEntry   how a structure describes a Variable: type, metadata, and the *child* in it: an
+                    array (``LEAF``), the index of an object, or a container of these
+    atoms           what is in children apart from containers, in order
+    position        where a guard reads a value, in the list of all that it reads; ``UNRECORDED``
+                    if nowhere. A recorder gives positions to the parts of what it is told
     aux_of          the data of pytree nodes in a treedef, other than plain keys
+    value_key       a key for a value that is compared by value; None for any other
 """
 
 from __future__ import annotations
@@ -27,15 +34,15 @@ if TYPE_CHECKING:  # flattening calls the functions below
 def describe_hijax(flattener: Flattener, variable: object, position: int) -> VariableEntry:
     """Returns the entry of an equal plain Variable; adds its arrays to the leaves of the walk.
 
-    Drops the flattener's recorder if no guard can compare the Variable.
+    The flattener has no recorder any more if no guard can compare the Variable.
 
     Args:
       flattener: the walk.
       variable: the hijax Variable.
-      position: where a recorder can read it again.
+      position: where a guard can read it again.
     """
     plain = _compat.plain_variable(variable)
-    # The plain copy is a new object at each call, so a guard has to read the original.
+    # Nothing of the copy is recorded, which a guard could not find again.
     recorder, flattener.recorder = flattener.recorder, None
     num_before = len(flattener.leaves)
     value = flattener.pytree_child(_compat.get_value(plain))
@@ -43,19 +50,22 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
     if recorder is None or not _compat.is_concrete_hijax(variable):
         return entry
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
-    # The arrays and objects in the copy, in order: LEAF, or the index of an object.
+    # A guard compares all of the treedef, with the metadata, by value.
+    if any(value_key(data) is None for data in aux_of(treedef)):
+        return entry
+    # What was read of the copy, in order: LEAF for an array, or the index of an object.
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
     arrays = iter(flattener.leaves[num_before:])
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
-    # What was read from the copy has to be what a guard reads from the original. And a guard
-    # compares the metadata, which are in the treedef, by value.
-    is_same = [*map(id, values)] == [*map(id, leaves)]
-    if not is_same or None in map(value_key, aux_of(treedef)):
+    # A guard takes the leaves of the original for these, so they have to be the same objects.
+    if [*map(id, values)] != [*map(id, leaves)]:
         return entry
-    for place, part in zip(recorder.open_hijax(position, treedef, leaves), parts, strict=True):
-        if type(part) is int:
-            recorder.add_object(place, part)
+    # Now tells the recorder of the original what it would have been told of the copy.
+    leaf_positions = recorder.open_hijax(position, treedef, leaves)
+    for leaf_position, part in zip(leaf_positions, parts, strict=True):
+        if part is LEAF:
+            recorder.leaf_positions.append(leaf_position)
         else:
-            recorder.leaf_positions.append(place)
+            recorder.add_object(leaf_position, part)
     flattener.recorder = recorder
     return entry

@@ -2,14 +2,22 @@
 
 That is its code, defaults, closure, globals, and so on from there, depth first; ``fingerprint.py``
 says why. The list is one of hashable *tokens*: plain values, ids of codes, classes and objects, and
-for what was met before the number under which it was. Two functions with equal lists can read the
-same. A function that returns ``x * scale``, with a global ``scale = 2``, has
+for an object that was met before its *number*: 0 for the first that was met, and so on. Two
+functions with equal lists can read the same. A function that returns ``x * scale``, with a global
+``scale = 2``, has
 
     "function", id of its code, () of keyword defaults, () of attributes, (int, 2), True
 
-*Stateless* libraries read nothing that may change. Whatever cannot be listed soundly raises
-:class:`NotListed`; then the function is traced at each call. ``open_object`` takes an object apart:
-its kind (class, names of attributes, and ``detail`` of a built-in class), and its parts.
+*Stateless* libraries (``_is_stateless``), such as JAX and ``math``, read nothing that may change,
+so of their functions and classes it is enough to list which they are. Whatever cannot be listed
+soundly raises :class:`NotListed`; then the function is traced at each call: what holds arrays, what
+reads other state (``_STATEFUL_BUILTINS``, ``random``), and what Python does not show.
+
+    open_object        takes an object apart: its kind (class, names of attributes, and ``detail``
+                       of a built-in class), and its parts
+    has_hidden_state   says whether objects of a class hold something that Python does not show
+    value_key          returns a key for an object that is compared by value, such as a float; None
+                       for others
 """
 
 from __future__ import annotations
@@ -81,20 +89,24 @@ class NotListed(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def _is_stateless(module: str | None) -> bool:
+    """Whether a module with this name, such as ``jax.numpy``, is of a stateless library."""
     return module is not None and module.partition(".")[0] in _STATELESS
 
 
 def is_constant(value: object) -> bool:
-    """Whether a part of a value that is compared by value is the same whenever it is equal.
+    """Whether nothing that can change is reached from a part of a value.
 
-    That is not so for the classes and functions of the user, whose attributes may change.
+    The value is compared by value, and its parts are met one by one: so this asks only what the
+    part itself adds. From a class its methods are reached, from a function what it reads.
     """
     if isinstance(value, type):
         return _is_stateless(value.__module__)
     if isinstance(value, types.FunctionType):
+        # A function that a library has made for the user may hold the user's functions in its cells
+        # (the variables of the functions around it).
         has_cells = bool(value.__code__.co_freevars)
         return _is_stateless(value.__globals__.get("__name__")) and not has_cells
-    return not callable(value)
+    return not callable(value)  # an object that can be called may be anything
 
 
 class Listing:
@@ -107,10 +119,14 @@ class Listing:
       met: all objects that were listed, kept alive while listing goes on. The number of an object
         is its position here.
 
-    What code reads of Python modules is listed at the end, from two private attributes:
+    ``_PARTS`` and ``_LISTERS`` say for some types how their objects are listed: by which of their
+    attributes, or by which method. What code reads of Python modules is listed at the end
+    (``add_module_attributes``). Private attributes:
 
+        _number       the number of each object that was met, by its id
         _modules      the user's modules that were met
-        _attributes   the names of all attributes that some listed code reads
+        _attributes   the names of all attributes that some listed code reads; "getattr" among them
+                      says that it calls this function, so that it may read any
     """
 
     def __init__(self) -> None:
@@ -119,7 +135,7 @@ class Listing:
         self.codes: list[types.CodeType] = []
         self.weak: list[weakref.ref[Any]] = []
         self.met: list[Any] = []
-        self._number: dict[int, int] = {}  # by the id of the object
+        self._number: dict[int, int] = {}
         self._modules: list[types.ModuleType] = []
         self._attributes: set[str] = set()
 
@@ -137,7 +153,7 @@ class Listing:
             raise NotListed
         self._number[id(value)] = len(self.met)
         self.met.append(value)
-        self.tokens.append(cls.__name__)
+        self.tokens.append(cls.__name__)  # for a class of the user, its id follows
         if cls in _PARTS:
             self._add_all(getattr(value, name) for name in _PARTS[cls])
         elif cls in _LISTERS:
@@ -151,20 +167,22 @@ class Listing:
         """Lists what the code met so far may read from Python modules, such as ``config.width``.
 
         Which code reads which module is not known, so each attribute that some code names counts
-        for all modules. What is listed here may hold more code and modules, so this goes on until
-        there is nothing new.
+        for all modules. What is listed here may hold more code, which names more attributes, and
+        more modules, so this goes on until there is nothing new.
         """
-        listed = set[tuple[str, str]]()  # names of modules and attributes
+        done = set[tuple[str, str]]()  # the name of a module, and of an attribute
         while True:
-            names = sorted(self._attributes)
-            pairs = [(module, name) for module in self._modules for name in names]
-            pending = [(module, x) for module, x in pairs if (module.__name__, x) not in listed]
+            pending: list[tuple[types.ModuleType, str]] = []
+            for module in self._modules:
+                for name in sorted(self._attributes):  # sorted, so that lists are equal
+                    if (module.__name__, name) not in done:
+                        pending.append((module, name))
             if not pending:
                 return
-            if "getattr" in self._attributes:  # some code calls it, and may read any name
+            if "getattr" in self._attributes:  # of one of these modules, code may read any name
                 raise NotListed
             for module, name in pending:
-                listed.add((module.__name__, name))
+                done.add((module.__name__, name))
                 if name in vars(module):
                     self.tokens.append((module.__name__, name))
                     self.add(vars(module)[name])
@@ -179,12 +197,17 @@ class Listing:
         self._add_all(items.values())
 
     def _add_function(self, function: types.FunctionType) -> None:
-        """Lists the code of a function, and all that the code can read; of libraries, only code."""
+        """Lists the code of a function, and all that the code can read.
+
+        Of a function of a stateless library the code is enough. If it is a closure, as a decorator
+        makes one, it may hold functions of the user: then all but its globals is listed as well.
+        """
         code = function.__code__
         self._add_code(code)
         # The globals say which module defines it: `functools.wraps` changes `__module__`.
         is_stateless = _is_stateless(function.__globals__.get("__name__"))
-        if is_stateless and not code.co_freevars:
+        is_closure = bool(code.co_freevars)
+        if is_stateless and not is_closure:
             return
         self._add_all(function.__defaults__ or ())
         self._add_items(function.__kwdefaults__ or {})
@@ -211,12 +234,13 @@ class Listing:
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
-                # `np.random` is an attribute of a stateless module, which is not opened.
+                # The one part of these libraries with state that is an attribute: `np.random`. As
+                # nothing of `np` is listed but its name, it would not be met.
                 if scope[name] is np and "random" in names.attributes:
                     raise NotListed
-            elif name in _STATEFUL_BUILTINS:
+            elif name in _STATEFUL_BUILTINS:  # such as `open`, which reads files
                 raise NotListed
-            elif name == "getattr":
+            elif name == "getattr":  # the built-in function, by which code reads unknown names
                 self._attributes.add(name)
             # Any other name is a built-in function, or is not defined. It may be defined later, so
             # whether it is a global is part of the list.
@@ -235,32 +259,38 @@ class Listing:
         self.tokens.append(id(cls))
         if _is_stateless(cls.__module__):
             return
+        # Not kept alive, since it may hold the function. When it is gone, the list is void.
         self.weak.append(weakref.ref(cls))
         if type(cls) is not type:  # a metaclass of the user
             self.add(type(cls))
         self._add_all(cls.__bases__)
+        # Without its name, docstring and the like, on which no result depends. Properties and the
+        # descriptors of slots are listed like methods.
         self._add_items({name: x for name, x in vars(cls).items() if name not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:
         """Lists a Python module; ``add_module_attributes`` lists later what code reads of it."""
         self.tokens.append(module.__name__)
-        if module.__name__ in _STATEFUL_MODULES:
+        if module.__name__ in _STATEFUL_MODULES:  # a part of a stateless library: `numpy.random`
             raise NotListed
-        if not _is_stateless(module.__name__):  # of the user, or another like `random`
-            if module.__name__.partition(".")[0] in sys.stdlib_module_names:
-                raise NotListed
-            self._modules.append(module)
+        if _is_stateless(module.__name__):
+            return
+        # Other modules of the standard library, such as `time`, read state that they do not show.
+        if module.__name__.partition(".")[0] in sys.stdlib_module_names:
+            raise NotListed
+        self._modules.append(module)  # a module of the user
 
     def _add_builtin(self, function: types.BuiltinFunctionType) -> None:
         """Lists a function in C, or a method in C with the object that it is bound to."""
-        owner = function.__self__  # of a function its module
+        owner = function.__self__  # of a function its module, or None
         self.tokens.append(function.__qualname__)
-        if owner is None or isinstance(owner, types.ModuleType):
-            name = getattr(owner, "__name__", "builtins")
-            if not _is_stateless(name.lstrip("_")) or function.__name__ in _STATEFUL_BUILTINS:
-                raise NotListed
-        else:
+        if owner is not None and not isinstance(owner, types.ModuleType):
             self.add(owner)
+            return
+        # Modules in C have an underscore: `operator` takes its functions from `_operator`.
+        name = getattr(owner, "__name__", "builtins").lstrip("_")
+        if not _is_stateless(name) or function.__name__ in _STATEFUL_BUILTINS:
+            raise NotListed
 
     def _add_tuple_field(self, field: object) -> None:
         self.tokens.append(field.__reduce__()[1])  # its index
@@ -270,16 +300,17 @@ class Listing:
         self.add(variable.get(None))
 
     def _add_object(self, value: Any) -> None:
-        """Lists an object of any other type, by the strictest of these that can tell a change.
+        """Lists an object of any other type.
 
-        By its content, if Python shows all that it holds: its class and its parts. Otherwise by its
-        value, if it has a key that is equal for equal values. Some objects of libraries are listed
-        by identity, because what matters of them cannot change.
+        Objects of a few types come first, of which less is enough. All others are listed by
+        content, their class and their parts, if Python shows all that they hold; otherwise by a key
+        that is equal for equal values.
         """
         cls = type(value)
-        if holds_values(value):  # a trace has arrays as constants
+        if holds_values(value):
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
+            # The interpreter makes them, so the name says what they do.
             self.tokens.append(value.__qualname__)
         elif isinstance(value, logging.Logger):  # on which no result depends
             self._add_identity(value)
@@ -290,7 +321,7 @@ class Listing:
             attributes = getattr(value, "__dict__", {}).values()
             functions = [x for x in attributes if isinstance(x, _FUNCTIONS)]
             self._add_all([value.__wrapped__, *functions])
-        elif issubclass(cls, _LIBRARY_VALUES):
+        elif issubclass(cls, _LIBRARY_VALUES):  # such as a mesh: it has parts, but also a key
             self._add_value(value)
         elif is_builtin(cls) or not has_hidden_state(cls):
             self.add(cls)
@@ -317,8 +348,12 @@ class Listing:
 
 
 def holds_values(value: Any) -> bool:
-    """Whether something is or holds arrays, which a trace has as constants."""
+    """Whether something is an array, or an object of JAX or Flax that holds arrays.
+
+    A trace has their values as constants, so it is not right for other values.
+    """
     return (
+        # Not isinstance, which would make a lazy proxy load the object that it stands for.
         issubclass(type(value), jax.Array | np.ndarray)
         or _compat.is_graph_object(value)
         or _compat.is_ref(value)

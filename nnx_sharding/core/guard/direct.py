@@ -4,6 +4,13 @@ A *guard* recognizes arguments that a function was called with before, without f
 ``guarded`` replaces a method that calls a function by ``call`` of the extension. That looks for a
 guard that holds, runs the program, and stores the new arrays in the caller's Variables, without any
 Python code in between. Here is what it needs of Python before and after that.
+
+    outputs      what a program returns: groups of arrays, and last the *outcome*, which says to
+                 which Variable each array belongs
+    finish       writes the outputs back into the caller's objects; returns what the user gets
+    mark_direct  marks a program whose outputs show that JAX runs no Python code for it
+    deferred_handlers   is not empty while signals are deferred: from a compilation until
+                 ``deliver_signals``, which does nothing if none are deferred
 """
 
 from __future__ import annotations
@@ -27,20 +34,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(function: F) -> F:
-    """Returns a method in C that tries the guards first, and calls the given one if none holds.
+    """Returns a method in C that tries the guards first, and calls ``_flattened`` if none holds.
 
-    ``function`` is a method of an object with the guards in its attribute ``_direct``; without the
-    extension it is returned as it is.
+    The method finds on its object, by name, what it needs: ``_direct`` has the guards and the
+    user's function, ``_flattened`` takes any other call, and ``_failed`` explains errors.
+
+    Args:
+      function: the method ``_flattened``, which is returned as it is without the extension.
     """
-    if FastestWalk is PythonWalk:
+    if FastestWalk is PythonWalk:  # the extension is missing, or the user does not want it
         return function
     from . import _native
 
+    # Passes the extension what it calls and reads, the same for each use of ``guarded``.
     _native.set_up(
         is_ready=_is_ready,  # whether a guarded call may start
         caller=CALLER,  # where it leaves what a trace needs to know
         held=deferred_handlers,  # not empty while signals are deferred
-        settle=_settle,  # ends that
+        settle=_settle,  # delivers them, once the outputs are written back
         complete=_complete,  # writes back what the extension cannot
         is_bounded=is_bounded,  # whether only so many programs may be in flight:
         limit=MAX_IN_FLIGHT,
@@ -86,8 +97,13 @@ def _complete(
       outputs: what the program returned.
     """
     try:
+        # A guard holds for objects of the current trace only, so all of them may be changed.
         flat = Flat(plan.structure, leaves, objects, updatable=True)
-        output = finish(plan, flat, leaves, (), [outputs])
+        # Nothing was placed: a guard does not hold for arrays that have to be. ``finish`` takes the
+        # outputs in a list, which it clears when they are written back.
+        output = finish(plan, flat, leaves, placed=(), results=[outputs])
+        # Then JAX has compiled the program in this call (``call_context.py`` defers signals when it
+        # reports that), and the first outputs show whether later runs need Python code.
         if deferred_handlers:
             mark_direct(execute, outputs)
         return output

@@ -7,6 +7,15 @@ guard when they are collected.
 
 A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be too
 strict, which costs time, but never too lax.
+
+From other modules:
+
+    Recipe   how to read a graph again (its steps), and the *pins*, what must be there: ``statics``,
+             values that are compared by ``==`` and type, and ``ids``, those of all objects
+    Walk     follows a recipe. ``follow`` accepts the recorded graph only, ``match`` also another
+             one that is built alike; both compare all but the arrays
+    Flat     a graph as ``flatten`` returns it: its structure, arrays and objects. ``updatable``
+             says that all objects belong to the current trace, so that a call may change them
 """
 
 from __future__ import annotations
@@ -65,6 +74,8 @@ def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat 
     if followed is None:
         return None
     leaves, objects = followed
+    # The walk compares the trace that each object belongs to. Guards are made and tried outside of
+    # traces only, so it is still the current one.
     return Flat(structure, leaves, objects, updatable=True)
 
 
@@ -73,6 +84,8 @@ def match(
 ) -> tuple[Flat, Recipe] | None:
     """Returns another graph of this structure, with a recipe of its own; None if it differs.
 
+    The recipe has the same steps, and the pins of the other graph.
+
     Args:
       walk: how a graph that is built alike was read.
       structure: its structure.
@@ -80,15 +93,15 @@ def match(
     """
     try:
         matched = walk.match(arguments)
-    except Exception:  # as in `check`
+    except Exception:  # a missing attribute or a comparison that raises is a difference
         return None
     if matched is None:
         return None
-    # The other graph's arrays and objects, the pins that its recipe compares (equal statics, ids of
-    # objects), and the traces in which its objects were made.
+    # The other graph's arrays and objects, its pins (``statics`` and ``ids``), and the traces in
+    # which its objects were made.
     leaves, objects, statics, ids, traces = matched
-    # A walk compares the trace that the recorded graph belongs to, but not that of another one. A
-    # call may only change objects of the current trace.
+    # ``match`` has left out the traces, which differ between graphs. A call may only change objects
+    # of the current one.
     if not _compat.are_current(traces):
         return None
     recipe = walk.recipe._replace(statics=statics, ids=ids)

@@ -10,6 +10,11 @@ From other modules:
     check          follows a walk: returns what ``flatten`` would, or None if the graph has changed
     WalkRecorder   is told what ``flatten`` reads; ``make_walk`` makes a walk of it. ``identities``
                    are the objects of which the walk has the ids alone
+    watch          makes weak references, which call a function when their object is collected
+
+What is known is kept under the id of the model, without keeping the model alive. When the model is
+collected, another object may get its id, so a weak reference then drops the entry. Likewise for
+``identities``.
 """
 
 from __future__ import annotations
@@ -64,19 +69,22 @@ def flatten_known(tree: object) -> Flat:
     The structure keeps no static object alive. Within a trace nothing is known, since the objects
     may hold its tracers.
     """
-    can_be_forgotten = bool(type(tree).__weakrefoffset__)  # has weak references, with callbacks
+    # Without weak references to it, nothing would tell that the model is gone.
+    can_be_forgotten = bool(type(tree).__weakrefoffset__)
     if not (_compat.is_node(tree) and can_be_forgotten and _compat.trace_is_clean()):
         return flatten(tree)
-    key = _compat.identity(tree)
-    known = _MODELS.get(key)
+    key = _compat.identity(tree)  # its id
+    known = _MODELS.get(key)  # what is remembered of it, if it came before
     if known is None:
         known = _MODELS[key] = _Known()
         known.references = (*_watch((tree,), key),)
-        make_room(_MODELS, _MAX_MODELS)
+        make_room(_MODELS, _MAX_MODELS)  # removes the oldest
     if known.walk is not None and known.structure is not None:
         flat = check(known.walk, known.structure, arguments=(tree,))
         if flat is not None:  # unchanged but for its arrays
             return flat
+    # The model is new, or has changed. To record it takes longer than to flatten it, so a model
+    # that is passed once, or always changes, is not recorded.
     return _flatten_recorded(tree, key, known) if known.is_worth_recording() else flatten(tree)
 
 
@@ -85,14 +93,16 @@ def _flatten_recorded(tree: object, key: int, known: _Known) -> Flat:
 
     ``key`` is the id of the module.
     """
-    # The recorder is for calls: here one argument, at position 0, that is flattened.
+    # As for a call with one argument, at position 0, which is flattened.
     recorder = WalkRecorder((tree,), dynamic=[0], static=[])
+    # The structure is remembered, so it must not keep objects of the user alive.
     flat = flatten(tree, keeps_alive=False, recorder=recorder)
-    if not isinstance(flat.recorder, WalkRecorder):  # dropped: some of it cannot be compared
+    # ``flat.recorder`` is that of the last attempt. None: some of the model cannot be compared.
+    if not isinstance(flat.recorder, WalkRecorder):
         return flat
     walk = make_walk(flat.recorder, (tree,), name=type(tree).__name__)
     if walk is not None:
-        # Another object may get the id of a collected one, so the walk is void when one is.
+        # The walk knows these by their ids alone, so it is void when one of them is collected.
         by_identity = flat.recorder.identities.values()
         known.references = (*_watch((tree, *by_identity), key),)
         known.walk, known.structure = walk, flat.structure

@@ -1,4 +1,9 @@
-"""The extension, if it is there: the walk that is used, and the hooks that the extension calls."""
+"""The extension, if it is there: the walk that is used, and the hooks that the extension calls.
+
+A *walk* reads a model again by a ``Recipe``, a list of ``Step``, and compares what it finds;
+``walk.py`` has it in Python, the extension in C. A ``Guard`` is a walk, and what a call needs if
+it finds no change. The extension reads the fields of these tuples by their positions.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +41,8 @@ def _load_walk() -> type[Walk]:
                 "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
-    # Both sides know the fields of these by their positions. The extension has a text that lists
-    # them: "Opcode NODE DICT … Step opcode position …".
+    # The fields of these tuples and the numbers of opcodes were compiled into the extension. It has
+    # a text that lists them, "Opcode NODE DICT … Step opcode position …", to compare with ours.
     fields_of = {cls.__name__: cls._fields for cls in (Step, Recipe, Guard)}
     names = {"Opcode": tuple(Opcode.__members__), **fields_of}
     expected = " ".join(word for name, parts in names.items() for word in (name, *parts))
@@ -47,12 +52,15 @@ def _load_walk() -> type[Walk]:
             "again; in a checkout, run `python setup.py build_ext --inplace`."
         )
     _native.set_up(
+        # What its walk calls or compares with, where C cannot do it alone.
         open_tree=open_tree,
         open_static=open_static,
         same_value=same_value,
         mapping_type=_compat.HashableMapping,
+        # By opcode, such as VALUE, the slot of a class of Flax, which it reads in memory.
         **_compat.SLOTS,
     )
+    # Set up in any case, since the tests compare its walk with that in Python.
     return PythonWalk if is_pure else _native.Walk
 
 

@@ -9,7 +9,14 @@ one for each link to it), what was opened by its type, and the rest not at all.
 At the end, steps that run Python code are moved behind all others (``walk_order.py``).
 
 Numbers are *positions* of items in the stream, or *indices* of objects, in the order in which
-``flatten`` met them. A *kind* of static object is all but its parts: class and names.
+``flatten`` met them. Other words:
+
+    kind        of a static object, all but its parts: its class, and the names of its attributes
+    treedef     JAX's description of the containers in a pytree; a *leaf* is what is in none of them
+    node data   what a container has besides children and plain keys, as its class tells JAX
+    pin         what a walk must find at a position: the value of a static, or the id of an object
+    Opcode      how a step opens an item: NODE reads a ``__dict__``, DICT and STATE a mapping,
+                SEQUENCE a tuple or list, all without Python code; TREE and STATIC run Python code
 """
 
 from __future__ import annotations
@@ -80,8 +87,9 @@ class WalkRecorder:
         self._dynamic = dynamic
         self._num_arguments = len(arguments)
         self._stream: list[Any] = [*arguments]
-        self._comparisons = bytearray(len(arguments))
-        self._steps: list[int] = []  # not tuples: three steps for each Variable are many
+        self._comparisons = bytearray(len(arguments))  # zeros: ``Comparison.NONE``, until reported
+        # Three numbers for each step, in one list: a tuple for each would take longer to make.
+        self._steps: list[int] = []
         self._expected: list[Any] = []
         self._traces: list[int] = []
         self._mentions: dict[int, int] = {}
@@ -144,12 +152,19 @@ class WalkRecorder:
     ) -> Sequence[int]:
         """Records the parts of a static object; returns their positions.
 
-        The parts are its items, then its attributes. Objects of common classes are opened by steps
-        that run no Python code, others by ``Opcode.STATIC``.
+        Objects of common classes are opened by steps that run no Python code, others by
+        ``Opcode.STATIC``.
+
+        Args:
+          position: the position of the object.
+          value: the object.
+          kind: its class, and the names of its attributes.
+          parts: its items, then the values of its attributes; of a dict keys and values in turns.
         """
         if type(value) is dict and {str, int}.issuperset(map(type, value)):
-            # Its parts are keys and values in turns. Only values are read again: the step compares
-            # the keys, which cannot change unnoticed if they are of these types.
+            # Only the values are read again. The step compares the keys, which is enough if they
+            # are of exactly these types: they cannot change, and it does not matter which of two
+            # equal ones a dict has.
             keys, values = tuple(parts[::2]), parts[1::2]
             positions = [UNRECORDED] * len(parts)
             positions[1::2] = self._open(Opcode.DICT, position, keys, values)
@@ -159,8 +174,10 @@ class WalkRecorder:
         items, attributes = parts[:num_items], parts[num_items:]
         if cls is list or cls is tuple:
             return self._open(Opcode.SEQUENCE, position, num_items, items)
-        if has_only_dict(cls):
+        if has_only_dict(cls):  # an object of a plain class, without slots
             return self._open(Opcode.NODE, position, kind.names, attributes)
+        # A subclass of tuple, such as a named tuple with attributes, takes two steps: one reads its
+        # ``__dict__``, one its items, which are those of the tuple unless it iterates otherwise.
         if has_only_dict(cls, tuple) and cls.__iter__ is tuple.__iter__:
             attribute_positions = self._open(Opcode.NODE, position, kind.names, attributes)
             item_positions = self._open(Opcode.SEQUENCE, position, num_items, items)
@@ -168,33 +185,40 @@ class WalkRecorder:
         return self._open(Opcode.STATIC, position, (kind, len(parts)), parts)
 
     def open_arguments(self, treedef: PyTreeDef) -> TreePositions:
-        """Records all dynamic arguments; returns the positions of what they hold.
+        """Records all dynamic arguments; returns the positions of their leaves and node data.
 
         ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
         """
-        children = [child for side in treedef.children() for child in side.children()]
-        children = [treedef] if is_leaf_treedef(treedef) else children
+        if is_leaf_treedef(treedef):  # a graph object, which to JAX has no content
+            treedefs = [treedef]
+        else:
+            by_position, by_keyword = treedef.children()
+            treedefs = [*by_position.children(), *by_keyword.children()]  # one for each argument
         trees = [self._stream[position] for position in self._dynamic]
-        return self._open_trees(self._dynamic, trees, children)
+        return self._open_trees(self._dynamic, trees, treedefs)
 
     def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> TreePositions:
-        """Records a pytree, level by level; returns the positions of what it holds."""
-        if is_leaf_treedef(treedef):
+        """Records a pytree, level by level; returns the positions of its leaves and node data."""
+        if is_leaf_treedef(treedef):  # ``tree`` itself is the leaf
             return TreePositions([position], [])
         if tree is None:  # a pytree without leaves
             self._comparisons[position] = Comparison.BY_VALUE
             return TreePositions([], [])
-        items = _compat.own_items(tree)  # the tuple, list or dict that holds the children, or None
-        if items is None:  # a pytree of a type that only JAX can open: leaves, then node data
-            opened = self._open(Opcode.TREE, position, treedef, open_tree(tree)[0])
+        # What holds the children: a tuple, list or dict, which is ``tree`` itself, or the dict that
+        # an `nnx.State` wraps. None if only JAX can open it, which takes one step for all levels.
+        items = _compat.own_items(tree)
+        if items is None:
+            leaves_and_data, _ = open_tree(tree)
+            opened = self._open(Opcode.TREE, position, treedef, leaves_and_data)
             return TreePositions(opened[: treedef.num_leaves], opened[treedef.num_leaves :])
         if not isinstance(items, dict):
             opened = self._open(Opcode.SEQUENCE, position, len(items), items)
             return self._open_trees(opened, items, treedef.children())
         opcode = Opcode.DICT if tree is items else Opcode.STATE
         opened = self._open(opcode, position, (*items,), items.values())
+        # A guard reads a dict in its own order. JAX has the children sorted by key in the treedef;
+        # ``own_items`` has found that `sorted` gives the same order.
         position_of = dict(zip(items, opened, strict=True))
-        # A guard reads a dict in its own order. JAX has the children sorted by key in the treedef.
         keys = sorted(items)
         positions = [position_of[key] for key in keys]
         return self._open_trees(positions, [items[key] for key in keys], treedef.children())
@@ -202,8 +226,11 @@ class WalkRecorder:
     def _open_trees(
         self, positions: Iterable[int], trees: Iterable[Any], treedefs: Iterable[PyTreeDef]
     ) -> TreePositions:
-        """Records several pytrees; returns the positions of what all of them hold."""
-        leaves, aux = list[int](), list[int]()
+        """Records several pytrees; returns the positions of the leaves and node data of all.
+
+        Each has a position, and a treedef that describes it.
+        """
+        leaves, aux = list[int](), list[int]()  # aux: node data
         for position, tree, treedef in zip(positions, trees, treedefs, strict=True):
             opened = self.open_tree(position, tree, treedef)
             leaves += opened.leaves
@@ -230,25 +257,28 @@ class WalkRecorder:
         """
         start = len(self._stream)
         self._stream += parts
-        self._comparisons += comparisons or bytes(len(parts))
-        self._steps += opcode, position, start
+        not_compared = bytes(len(parts))  # a zero for each: ``Comparison.NONE``
+        self._comparisons += comparisons or not_compared
+        self._steps += opcode, position, start  # the fields of one `Step`
         self._expected.append(expected)
         return range(start, len(self._stream))
 
     def _open_fields(
         self, fields: Sequence[_Field], position: int, values: Collection[Any]
     ) -> range:
-        """Adds a step for each field of the object at ``position``.
+        """Adds a step for each field of one of Flax's objects; returns where their values are.
 
-        Returns:
-          The positions of the ``values`` of the fields.
+        Args:
+          fields: the fields: the opcode that reads each, and how its value is compared.
+          position: the position of the object.
+          values: the values of the fields, which are appended to the stream.
         """
         start = len(self._stream)
         self._stream += values
         opened = range(start, len(self._stream))
-        for (opcode, comparison), value_position in zip(fields, opened, strict=True):
-            self._steps += opcode, position, value_position
-            self._comparisons.append(comparison)
+        for field, value_position in zip(fields, opened, strict=True):
+            self._steps += field.opcode, position, value_position  # the fields of one `Step`
+            self._comparisons.append(field.comparison)
             self._expected.append(None)  # a field has a value, and no names to compare
         return opened
 
@@ -263,19 +293,25 @@ class WalkRecorder:
         # From here on, positions are those in the order of a walk: ``moved[recorded position]``.
         stream, moved = order.stream, order.new_position
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
+
+        # The positions of items that are compared in one way. With a pin: the value of a static, or
+        # the id of an object. By type: what a step opens, and arrays.
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
         leaves, traces = moved[self.leaf_positions], moved[self._traces]
-        typed = np.concatenate([order.steps[:, 1], leaves])  # what a step opens, and arrays
+        _opcodes, opened, _starts = order.steps.T  # one of each for each step
+        typed = np.concatenate([opened, leaves])
+
+        # The same by position, as a walk needs it when it reads an item.
         types: list[type | None] = [None] * len(stream)
         for position in typed.tolist():
             types[position] = type(stream[position])
-        rules = np.zeros(len(stream), int)  # a `Rule` for each item: how it is compared
+        rules = np.zeros(len(stream), int)  # a `Rule`: several bits, or 0 for what is not compared
         rules[typed] |= Rule.TYPED
         rules[traces] |= Rule.OF_TRACE
         rules[frozen] |= Rule.FROZEN
         rules[mentions] |= Rule.MENTION
-        pins = np.zeros(len(stream), int)  # its number among ``frozen`` or ``mentions``
+        pins = np.zeros(len(stream), int)  # the number of its pin, in ``statics`` or in ``ids``
         pins[frozen] = np.arange(len(frozen))
         pins[mentions] = np.arange(len(mentions))
         return Recipe(
@@ -287,6 +323,7 @@ class WalkRecorder:
             frozen=pack_int32(frozen),
             statics=tuple(stream[position] for position in frozen.tolist()),
             mentions=pack_int32(mentions),
+            # Not the objects themselves, which a guard must not keep alive.
             ids=ids_of(stream[position] for position in mentions.tolist()),
             first=pack_int32(first),
             traces=pack_int32(traces),
@@ -300,20 +337,22 @@ class WalkRecorder:
     ) -> tuple[IntArray, IntArray]:
         """Returns the positions of mentions, ascending, and for each the object's first mention.
 
-        The latter is a number among the mentions; -1 for an object that must stay the same. With
-        mentions of a, b, a at 2, 5, 7: ``[2, 5, 7], [0, 1, 0]``.
+        The latter is a number among the mentions, by which a walk checks that another model shares
+        objects in the same places. It is -1 for an object that must stay the same. With mentions of
+        a, b, a at 2, 5, 7, the result is ``[2, 5, 7], [0, 1, 0]``.
 
         Args:
-          new_position: of each item of the stream, by its recorded position.
+          new_position: the position of each item in the order of a walk, by its recorded position.
           comparisons: how each item is compared, by its recorded position.
         """
-        # A static that is compared by identity is not in the table of objects: its index is -1.
+        # Statics that are compared by identity are mentions, too. They are in no table of objects,
+        # and have to stay the same, so the index -1 stands for any of them.
         statics = new_position[comparisons == Comparison.BY_IDENTITY]
         positions = np.concatenate([statics, new_position[[*self._mentions]]])
         indices = np.array([-1] * len(statics) + [*self._mentions.values()], int)
         ascending = np.argsort(positions)
-        positions = positions[ascending]
-        indices = indices[ascending]
-        _, first_of, group = np.unique(indices, return_index=True, return_inverse=True)
-        is_pinned = np.isin(indices, [-1, *self._pinned])
-        return positions, np.where(is_pinned, -1, first_of[group])
+        positions, indices = positions[ascending], indices[ascending]
+        # ``group`` numbers the different indices, ``first_of_group`` has the first mention of each.
+        _, first_of_group, group = np.unique(indices, return_index=True, return_inverse=True)
+        must_stay = np.isin(indices, [-1, *self._pinned])
+        return positions, np.where(must_stay, -1, first_of_group[group])

@@ -15,10 +15,14 @@ Nothing here keeps a model alive, and all tables are bounded. From elsewhere:
     Flat      the arguments as ``flatten`` returns them: structure, arrays and objects
     Recipe    how to read some arguments again; a ``Walk`` does so. ``FastestWalk(recipe).follow``
               returns None unless these are the same objects, with the same content
-    Guard     a walk, and what follows if it succeeds; ``check`` is ``walk.follow`` without errors,
-              ``match`` accepts other objects, and returns a recipe for these
+    Guard     a walk, and what follows if it succeeds: ``plan``, and ``key``, on what else this
+              plan depends (``Dependencies``), such as the mesh in context
+    check     is ``walk.follow`` without errors; ``match`` accepts other objects, and returns a
+              recipe for these
     WalkRecorder   makes the recipe while ``flatten`` reads; ``identities`` are the objects of which
               the recipe has the ids alone, so that it is void when one is collected
+    make_room      removes the oldest entries of a table that is too large
+    extension      C code that replaces ``find``: it tries the guards in ``Guards.recent``
 """
 
 from __future__ import annotations
@@ -67,12 +71,17 @@ class _Key(NamedTuple):
 
 
 def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
-    """Returns what records how the arguments of a call are flattened."""
+    """Returns what records how the arguments of a call are flattened.
+
+    The signature of the call knows an argument by its key: its position, or its name if it is
+    passed by keyword. The recorder numbers all of them, those by keyword last: for ``f(a, n=1)``
+    the keys 0 and ``"n"`` get the numbers 0 and 1.
+    """
     signature = call.signature
-    keys = (*range(len(args)), *kwargs)  # of the arguments, in the order of the recorder
-    position_of = {key: position for position, key in enumerate(keys)}
-    dynamic = [position_of[key] for key in (*signature.dynamic, *signature.dynamic_keywords)]
-    static = [position_of[key] for key in signature.static_keys]
+    number_of = {key: number for number, key in enumerate((*range(len(args)), *kwargs))}
+    dynamic_keys = (*signature.dynamic, *signature.dynamic_keywords)  # in the order of `flatten`
+    dynamic = [number_of[key] for key in dynamic_keys]
+    static = [number_of[key] for key in signature.static_keys]
     return WalkRecorder((*args, *kwargs.values()), dynamic, static)
 
 
@@ -99,22 +108,28 @@ class _GuardList:
     __slots__ = ("guards", "misses")
 
     def __init__(self) -> None:
-        self.guards: tuple[Guard, ...] = ()
+        self.guards: tuple[Guard, ...] = ()  # replaced as a whole, so that loops over it go on
         self.misses = 0  # the number of calls for which none held
 
     def add(self, guard: Guard) -> None:
         self.guards = (guard, *self.guards[: MAX_GUARDS - 1])
 
-    def count_miss(self, *, is_new: bool) -> bool:
-        """Counts a call for which no guard held; returns whether to make one.
+    def give_up(self) -> None:
+        """Counts so many misses that a guard is rarely made from now on."""
+        self.misses += 2 * MAX_GUARDS
 
-        A guard costs more than a call without one, which is wasted on a model that is used once:
-        unless the plan is also new, it is made when the same arguments come again. Arguments that
-        always change are not worth a guard each time.
+    def is_due(self, *, plan_is_new: bool) -> bool:
+        """Whether a guard is made for the call that has just been counted as a miss.
+
+        To make one takes longer than a call without it. That does not matter in a call with a new
+        plan, which is traced and compiled. Otherwise the arguments have to come a second time, as a
+        model that is used once needs no guard.
         """
-        self.misses += 1
-        is_worth_it = self.misses <= 2 * MAX_GUARDS or self.misses % 64 == 0
-        return is_worth_it and (is_new or self.misses > 1)
+        # Arguments that always change miss each time: only one miss in 64 then makes a guard.
+        misses_often = self.misses > 2 * MAX_GUARDS
+        if misses_often and self.misses % 64 != 0:
+            return False
+        return plan_is_new or self.misses > 1
 
 
 class Guards:
@@ -135,6 +150,9 @@ class Guards:
         _templates      a list of guards for each `_Form`: the types alone
         _modules_in     for each `_Form`, a function that picks the modules among the arguments
         _dependencies   returns what a plan depends on besides the graph, given the arrays
+        _execute        the function that was given as ``execute``
+        _reads_context, _reads_shapes, _infers_specs   whether plans depend on the mesh in context,
+                        on the shapes of arrays, or on the shardings in the types of arrays
     """
 
     def __init__(
@@ -143,16 +161,17 @@ class Guards:
         execute: Callable[[Plan], Callable[..., Any]] = lambda plan: plan.program.top_level,
     ):
         """Makes an empty store."""
-        self.recent: list[Guard] = []  # the callables of the extension have this very list
+        self.recent: list[Guard] = []  # the extension has this very list, so it is never replaced
         self._execute = execute
+        # Properties of the transform, which each call needs: kept, because to compute them is slow.
         self._reads_context = transform.reads_context
         self._reads_shapes = transform.reads_shapes
         self._infers_specs = transform.infers_specs
-        # Most plans depend on nothing that a walk does not compare.
-        depends = self._reads_context or self._reads_shapes or self._infers_specs
-        self._dependencies: Callable[[Arrays], Dependencies] = lambda _: Dependencies()
-        if depends:
+        self._dependencies: Callable[[Arrays], Dependencies]
+        if self._reads_context or self._reads_shapes or self._infers_specs:
             self._dependencies = transform.dependencies
+        else:  # most plans depend on nothing but the structure, which a walk compares
+            self._dependencies = lambda _: Dependencies()  # equal to any other empty one
         self._modules_in: dict[_Form, Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._guards: dict[_Key, _GuardList] = {}
         self._templates: dict[_Form, _GuardList] = {}
@@ -162,34 +181,34 @@ class Guards:
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
-            guards = self._guards.get(key)
+            guard_list = self._guards.get(key)
         except Exception:  # a class that cannot be hashed
             return None
-        if guards is not None:
-            for guard in guards.guards:
+        if guard_list is not None:
+            for guard in guard_list.guards:
                 flat = check(guard.walk, guard.plan.structure, arguments)
+                # The walk has compared the graph; the plan may depend on more, as on the context.
                 if flat is not None and self._dependencies(flat.leaves) == guard.key:
-                    self._move_to_front(guards, guard)
+                    self._move_to_front(guard_list, guard)
                     return guard.plan, flat
         templates = self._templates.get(key.form)
         if templates is None:
             return None
         return self._match(key, templates.guards, arguments)
 
-    def _move_to_front(self, guards: _GuardList, guard: Guard) -> None:
-        """Makes a guard that held the first one to be tried, also by the extension.
-
-        From then on it has what runs the program, which the extension needs.
-        """
-        ready = guard
-        if guard.execute is None and not self._infers_specs:
-            ready = guard._replace(execute=self._execute(guard.plan))
-        if ready is not guards.guards[0]:
-            guards.guards = (ready, *(other for other in guards.guards if other is not guard))
-        # The extension does not infer specs, which each call has to.
-        if not self._infers_specs and not (self.recent and self.recent[0] is ready):
-            others = [other for other in self.recent if other is not guard]
-            self.recent[:] = [ready, *others][:MAX_RECENT]
+    def _move_to_front(self, guard_list: _GuardList, guard: Guard) -> None:
+        """Makes a guard that held the first one to be tried, here and by the extension."""
+        first = guard
+        # The extension cannot infer specs from the arrays of a call, so then it gets no guards.
+        if not self._infers_specs:
+            if guard.execute is None:  # the extension needs it, and guards that never hold do not
+                first = guard._replace(execute=self._execute(guard.plan))
+            if not (self.recent and self.recent[0] is first):
+                others = [other for other in self.recent if other is not guard]
+                self.recent[:] = [first, *others][:MAX_RECENT]
+        if guard_list.guards[0] is not first:
+            others = [other for other in guard_list.guards if other is not guard]
+            guard_list.guards = (first, *others)
 
     def _match(
         self, key: _Key, templates: Iterable[Guard], arguments: tuple[Any, ...]
@@ -202,12 +221,14 @@ class Guards:
             matched = match(template.walk, template.plan.structure, arguments)
             if matched is None:
                 continue
-            flat, recipe = matched  # the recipe is for these modules
+            flat, recipe = matched  # the recipe reads these modules, not those of the template
             if self._dependencies(flat.leaves) != template.key:
-                continue
-            if self._guards_of(key).count_miss(is_new=False):
-                # The objects of which the recipe has the ids alone. None has been collected: the
-                # template would be gone.
+                continue  # as in `find`, the plan depends on more than the graph
+            guard_list = self._guards_of(key)
+            guard_list.misses += 1
+            if guard_list.is_due(plan_is_new=False):
+                # What the recipe compares by identity is the same as for the template. All of it is
+                # alive: the template is dropped when one of these objects is collected.
                 identities = [reference() for reference in template.references]
                 self._add_guard(key, FastestWalk(recipe), template.plan, flat, identities)
             return template.plan, flat
@@ -226,7 +247,8 @@ class Guards:
 
         Args:
           plan: the plan that serves the call.
-          flat: its arguments, flattened, with the recorder of what was read.
+          flat: its arguments, flattened, with the recorder of what was read. Without one, something
+            was read that no guard can compare.
           args: the positional arguments.
           kwargs: those by keyword.
           is_new: whether the plan was made for this call.
@@ -234,18 +256,18 @@ class Guards:
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
-            guards = self._guards_of(key)
-        except Exception:  # as in `find`
+            guard_list = self._guards_of(key)
+        except Exception:  # a class that cannot be hashed
             return
-        if not guards.count_miss(is_new=is_new):
+        guard_list.misses += 1
+        if not guard_list.is_due(plan_is_new=is_new):
             return
         recorder = flat.recorder if isinstance(flat.recorder, WalkRecorder) else None
         walk = None if recorder is None else make_walk(recorder, arguments, plan.fun_name)
-        if walk is None or recorder is None:
-            # Something here cannot be guarded: as after many misses, it is rarely tried again.
-            guards.misses += 2 * MAX_GUARDS
+        if walk is None or recorder is None:  # such arguments are flattened in each call
+            guard_list.give_up()
             return
-        identities = recorder.identities.values()
+        identities = recorder.identities.values()  # of which the walk has the ids alone
         guard = self._add_guard(key, walk, plan, flat, identities)
         self._add_template(key.form, guard, identities)
 
@@ -253,12 +275,14 @@ class Guards:
         """Adds a guard as a template, for a new model of the same class.
 
         It serves also when the module of the guard is gone, but not without the ``identities``,
-        which its walk compares by identity.
+        which its walk compares by identity. When one of these is collected, all templates of the
+        form go with it, since later calls make new ones.
         """
         templates = self._templates  # not self, which the references would keep alive
         references = tuple(watch(identities, lambda _: templates.pop(form, None)))
-        # A walk of its own: that of the guard notes where its model is in memory.
+        # It has a walk of its own, since a walk in C keeps the addresses that it read last.
         walk = FastestWalk(guard.walk.recipe)
+        # It keeps the references, because a weak reference that is gone calls nothing.
         template = guard._replace(walk=walk, references=references)
         templates.setdefault(form, _GuardList()).add(template)
         make_room(templates, MAX_ARGUMENTS)
@@ -266,23 +290,29 @@ class Guards:
     def _add_guard(
         self, key: _Key, walk: Walk, plan: Plan, flat: Flat, identities: Iterable[object]
     ) -> Guard:
-        """Adds the guard of some arguments, which is dropped when any of their modules is gone.
+        """Adds the guard of some arguments, and returns it.
 
-        Likewise if one of ``identities`` is, the objects that the walk compares by identity.
+        All guards of these arguments are dropped when one of their modules is collected, or one of
+        ``identities``: another object may get its id, and the walk would take it for the first.
+
+        Args:
+          key: the types of the arguments, and the ids of the modules among them.
+          walk: reads the arguments again.
+          plan: serves calls for which the walk finds no change.
+          flat: the arguments, flattened.
+          identities: the objects that the walk compares by identity.
         """
         all_guards, recent = self._guards, self.recent  # not self, which would live as long
 
         def forget(_: object) -> None:
-            recent.clear()
+            recent.clear()  # all of it, because entries do not know their keys; it fills again soon
             all_guards.pop(key, None)
 
-        modules = [
-            flat.objects[part.child]
-            for argument in plan.graph_arguments
-            for part in argument.parts
-            if isinstance(part.child, int)
-        ]
-        # A call looks at these arrays: those that it may have to place, or all if shapes matter.
+        children = (part.child for argument in plan.graph_arguments for part in argument.parts)
+        # The child for a module or Variable is its index in the table of objects.
+        modules = [flat.objects[child] for child in children if isinstance(child, int)]
+        # The extension looks at these arrays: at those that a call may have to place, whether they
+        # have their targets, and where shapes matter at all, whether they have the same types.
         leaves = flat.leaves
         slots: Sequence[int] = range(len(leaves)) if self._reads_shapes else plan.placed_slots
         targets = dict(zip(plan.placed_slots, plan.placed_shardings, strict=True))  # by slot
@@ -327,13 +357,15 @@ class Guards:
         form = _Form((*map(type, arguments),), (*names,))
         modules_in = self._modules_in.get(form)
         if modules_in is None:
-            # Not Variables: they have no weak references, so their guards would accumulate.
-            positions = [
-                i
-                for i, argument in enumerate(arguments)
-                if _compat.is_graph_object(argument) and type(argument).__weakrefoffset__
-            ]
-            modules_in = self._modules_in.setdefault(form, items_getter(positions))
+            positions = []
+            for i, argument in enumerate(arguments):
+                # Without weak references (a Variable), nothing would tell that an argument is gone,
+                # and guards of dead ones would accumulate.
+                has_weak_references = type(argument).__weakrefoffset__ != 0
+                if _compat.is_graph_object(argument) and has_weak_references:
+                    positions.append(i)
+            picker = items_getter(positions)  # arguments → those at these positions
+            modules_in = self._modules_in.setdefault(form, picker)
             make_room(self._modules_in, MAX_ARGUMENTS)
         return _Key(form, (*map(_compat.identity, modules_in(arguments)),))
 

@@ -3,7 +3,10 @@
 A walk reads the graph into a list, the *stream*: it starts with the arguments of the call, and each
 step of the recipe opens one item of it and appends what that holds. Then it compares some items
 with the *pins* of the recipe, which are what the recorded graph had there: *frozen* statics by
-their values, and *mentions* of objects by their ids. ``recipe.py`` has an example.
+their values, and *mentions* of objects by their ids. For a function of a module ``m`` with an int
+``n`` and a Variable ``w``, the stream is ``[m, n, w, metadata, trace, array]``: one step has opened
+``m``, the others ``w``. Then ``n``, the metadata and the trace are frozen, ``m`` and ``w`` are
+mentions, and of the array only the type is compared.
 
 ``PythonWalk`` is the reference, written to be read, and what is used without the extension.
 ``walk.c`` does the same up to a hundred times as fast, and must agree; the tests run both.
@@ -58,24 +61,32 @@ class Walk(Protocol):
         """
 
 
+class _Step(NamedTuple):
+    """A step of a recipe, unpacked."""
+
+    open_item: Callable[[Any], Opened]  # the opener for its opcode
+    position: int  # of the item that it opens
+    recorded_type: type | None  # which this item must have
+    expected: Any  # what else the opener must find: names, keys, a length or a treedef
+
+
 class PythonWalk:
     """The walk in Python. In ``walk.c``, the methods have the same names.
 
     ``_read`` returns the stream of a graph, ``_leaves_in`` and so on pick items of it: arrays by
     slot, objects by index, frozen statics, mentions of objects, and traces. ``_first_mention`` has
     for each mention the number of the first one of its object in the recorded graph; -1 if it has
-    to be the recorded object (it is *pinned*).
+    to be the recorded object (it is *pinned*). With mentions of a, b, a it is ``[0, 1, 0]``.
     """
 
     def __init__(self, recipe: Recipe):
         """Unpacks the numbers of a recipe, once for all walks."""
         self.recipe = recipe
-        # A step: what opens an item, its position, its type, and what it must hold.
-        rows = zip(recipe.rows().tolist(), recipe.expected, strict=True)
-        self._steps = [
-            (OPENERS[Opcode(opcode)], position, recipe.types[position], expected)
-            for (opcode, position, _), expected in rows
-        ]
+        self._steps: list[_Step] = []
+        rows = recipe.rows().tolist()  # the third number is where a step appends: at the end here
+        for (opcode, position, _), expected in zip(rows, recipe.expected, strict=True):
+            open_item = OPENERS[Opcode(opcode)]
+            self._steps.append(_Step(open_item, position, recipe.types[position], expected))
         self._leaves_in = items_getter(unpack_int32(recipe.leaves))
         self._objects_in = items_getter(unpack_int32(recipe.objects))
         self._frozen_in = items_getter(unpack_int32(recipe.frozen))
@@ -111,19 +122,20 @@ class PythonWalk:
         # alike, so the caller compares them, with the trace that is current.
         statics = self._frozen_in(stream)
         traces = self._traces_in(stream)
-        trace_ids = {*map(_compat.identity, traces)}
-        pairs = zip(statics, self.recipe.statics, strict=True)
-        if not all(_compat.identity(x) in trace_ids or same_value(x, pin) for x, pin in pairs):
-            return None
+        trace_ids = {*map(_compat.identity, traces)}  # by id: other statics need no hash
+        for static, pin in zip(statics, self.recipe.statics, strict=True):
+            if _compat.identity(static) not in trace_ids and not same_value(static, pin):
+                return None
         # Each mention must be of the same object as the first mention of that object in the
-        # recorded graph. Where there is none, the object is pinned, and must be the recorded one.
+        # recorded graph: with mentions of a, b, a, the third id must equal the first. Where there
+        # is no first one, the object is pinned, and must be the recorded one.
         ids = np.frombuffer(ids_of(self._mentions_in(stream)), np.uint64)
         recorded_ids = np.frombuffer(self.recipe.ids, np.uint64)
         ids_of_first = np.where(self._first_mention < 0, recorded_ids, ids[self._first_mention])
         if not np.array_equal(ids, ids_of_first):
             return None
-        # Objects that were different must not be one now. Not by a set: addresses are regular, and
-        # would collide in it.
+        # Objects that were different must not be one now. A set would be slow: addresses are
+        # multiples of a power of two, so that many have one hash in it.
         objects = self._objects_in(stream)
         if np.unique(np.frombuffer(ids_of(objects), np.uintp)).size != len(objects):
             return None
@@ -132,14 +144,15 @@ class PythonWalk:
     def _read(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """Returns the stream of a graph; None if something differs in type, names or length."""
         stream = [*arguments]
-        for open_item, position, recorded_type, expected in self._steps:
-            item = stream[position]
-            if type(item) is not recorded_type:
+        for step in self._steps:
+            item = stream[step.position]
+            if type(item) is not step.recorded_type:
                 return None
-            parts, compared = open_item(item)  # `compared`: names, keys, a length or a treedef
-            if compared != expected:
+            parts, compared = step.open_item(item)  # a NODE: values of attributes, and their names
+            if compared != step.expected:
                 return None
             stream += parts
+        # No step opens an array, so the types of arrays are still to be compared.
         if not all(map(operator.is_, map(type, self._leaves_in(stream)), self._leaf_types)):
             return None
         return stream

@@ -5,6 +5,11 @@ A step opens one item of the *stream*, the list of all that is read, and appends
 which anything may happen. So these steps, and those for what they have appended, are moved to the
 end: a walk has compared everything else before such code runs. With the steps the items move that
 they append, so positions in the stream change, too.
+
+    opcode          what a step opens; those from ``Opcode.TREE`` on run Python code
+    step            its opcode, the position of the item that it opens, and the *start*, the
+                    position of the first item that it appends; in arrays, one row for each step
+    old, new        as recorded, and in the order of a walk
 """
 
 from __future__ import annotations
@@ -42,22 +47,26 @@ def in_walk_order(
     size = len(stream)
     steps = np.array(step_fields, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)
     opcodes, opened, starts = steps.T
-    is_late_step = opcodes >= Opcode.TREE  # these run Python code
+    is_late_step = opcodes >= Opcode.TREE  # these run Python code: the enum has them last
     if not is_late_step.any():
         return WalkOrder(steps, expected, np.arange(size), stream)  # nothing moves
     ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
     is_late_item = np.zeros(size, bool)  # by position
     for i, (position, start, end) in enumerate(zip(opened, starts, ends, strict=True)):
+        # A step that opens what a late step has appended is late as well.
         is_late_step[i] |= is_late_item[position]
         is_late_item[start:end] = is_late_step[i]
-    # Stable sorts keep the order among early ones and among late ones.
+    # False sorts before True. Stable sorts keep the order among early ones and among late ones.
     old_position = np.argsort(is_late_item, kind="stable")  # by new position
     old_step = np.argsort(is_late_step, kind="stable")  # by new step
     new_position = np.argsort(old_position)  # the inverse permutation, by old position
+    # The fields of the steps, by new step.
+    new_opcodes = opcodes[old_step]
+    new_opened = new_position[opened[old_step]]
     counts = (ends - starts)[old_step]  # how many items each step appends
-    new_starts = num_arguments + np.cumsum(counts) - counts
+    new_starts = num_arguments + np.cumsum(counts) - counts  # behind those of all steps before
     return WalkOrder(
-        steps=np.column_stack([opcodes[old_step], new_position[opened[old_step]], new_starts]),
+        steps=np.column_stack([new_opcodes, new_opened, new_starts]),
         expected=[expected[i] for i in old_step.tolist()],
         new_position=new_position,
         stream=[stream[i] for i in old_position.tolist()],
