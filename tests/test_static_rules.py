@@ -392,6 +392,10 @@ HOLDERS: dict[str, tuple[Callable[[], Any], str]] = {
     "Variable": (lambda: Bare(nnx.Param(jnp.ones(()))), ".part: Param with arrays"),
     "method": (lambda: Layer().__call__, ".__self__: Layer with arrays"),
     "partial": (lambda: functools.partial(len, Layer()), ".args[0]: Layer with arrays"),
+    "partial with a keyword": (
+        lambda: functools.partial(len, key=Layer()),
+        ".keywords['key']: Layer with arrays",
+    ),
     "frozen": (lambda: Config((1, Layer())), ".part[1]: Layer with arrays"),
     "plain": (lambda: Bare([{"key": Layer()}]), ".part[0]['key']: Layer with arrays"),
     "array": (lambda: Bare((jnp.ones(2),)), ".part[0]: an array, float32[2]"),

@@ -10,9 +10,10 @@ Everything goes in as few programs and transfers as possible, and each old array
 soon as the new one is there. For what happens inside a trace, see ``constrain.py``.
 
 This module decides on the steps of each array, and ``moves.py`` takes them. A *move* is one array
-on its way to its *target*, a sharding; it is *ours* if it may be freed. An array is *unreduced* if
-its value is the sum of the arrays on the devices. Arrays may be *aliased*: share their memory with
-a new array.
+on its way to its *target*, a sharding; it is *ours* if it may be freed. A *step* is a move and the
+sharding that it goes to next. Each step replaces ``move.array`` by the new array. An array is
+*unreduced* if its value is the sum of the arrays on the devices. Arrays may be *aliased*: share
+their memory with a new array.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def place_arrays(
         with another sharding.
       alias: whether the result may share buffers with ``leaves``. It never does with NumPy arrays.
     """
-    alias = alias and not donate
+    may_alias = alias and not donate  # the buffers of donated arrays are deleted
     result = list(leaves)
     moves: dict[tuple[int, Any], Move] = {}  # by the id of the array, and the target
     staying: set[int] = set()  # the ids of arrays that are also returned unchanged
@@ -59,16 +60,19 @@ def place_arrays(
         if isinstance(leaf, jax.ShapeDtypeStruct):
             result[slot] = leaf if sharding is None else leaf.update(sharding=sharding)
         elif sharding is None or (is_placed(leaf, sharding) and (alias or donate)):
+            # Returned itself. One that is placed is copied if neither sharing nor deleting it is
+            # allowed, as for `place(..., copy=True)`.
             staying.add(id(leaf))
         else:
-            # An array in several slots is moved once, so that it stays one array.
+            # An array in several slots is moved once, so that it stays one array. ``leaves`` keeps
+            # it alive, so that no other array gets its id.
             moves.setdefault((id(leaf), sharding), Move(leaf, sharding)).slots.append(slot)
     num_targets = Counter(array_id for array_id, _ in moves)
     for (array_id, _), move in moves.items():
         is_unused = array_id not in staying and num_targets[array_id] == 1
         move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
-    donated = [move.array for move in moves.values() if move.is_ours]
-    _perform([*moves.values()], alias=alias)
+    donated = [move.array for move in moves.values() if move.is_ours]  # the old arrays
+    _perform([*moves.values()], alias=may_alias)  # `move.array` is then the new one
     for move in moves.values():
         for slot in move.slots:
             result[slot] = move.array
@@ -86,7 +90,9 @@ def obstacle(leaf: AnyArray, sharding: Sharding) -> str | None:
         return None
     if leaf.is_deleted():
         return "its data was deleted or donated"
-    if leaf.is_fully_addressable or leaf.sharding.device_set == sharding.device_set:
+    if leaf.is_fully_addressable:  # this process has all parts of it
+        return None
+    if leaf.sharding.device_set == sharding.device_set:  # a program on all of them moves it
         return None
     return (
         "it is on devices of other processes, and JAX moves it only between these; save it and "
@@ -103,17 +109,19 @@ def _perform(moves: Sequence[Move], *, alias: bool) -> None:
     together. The rest is joined on the host. ``alias`` says whether new arrays may share memory
     with old ones.
     """
-    # JAX cannot move unreduced arrays to other devices, only their sum: it is computed before the
-    # move, and an unreduced array is made from it after the move.
-    sums = [move for move in moves if _is_unreduced_elsewhere(move.array, move.target)]
-    reshard([Step(move, without_reductions(move.array.sharding)) for move in sums])
-    summands = [move for move in moves if _is_unreduced_elsewhere(move.target, move.array)]
-    last_steps = [Step(move, move.target) for move in summands]
-    for move in summands:
+    # 1. JAX cannot move unreduced arrays to other devices, only their sum, which is computed here.
+    # If the target is unreduced, the sum goes there, and step 6 makes an unreduced array of it.
+    unreduced = [move for move in moves if _is_unreduced_elsewhere(move.array, move.target)]
+    reshard([Step(move, without_reductions(move.array.sharding)) for move in unreduced])
+    to_unreduced = [move for move in moves if _is_unreduced_elsewhere(move.target, move.array)]
+    last_steps = [Step(move, move.target) for move in to_unreduced]
+    for move in to_unreduced:
         move.target = without_reductions(move.target)
+    # 2. What takes the way over the host is at its target after this. The steps below find nothing
+    # left to do for it.
     put_from_host([move for move in moves if _needs_host(move, alias=alias)])
-    # A program reshards arrays on their own devices. XLA does so only in their main memory, so
-    # arrays in another one go there first, and those whose target has another one last.
+    # 3 and 4. A program reshards arrays on their own devices. XLA does so only in their main
+    # memory, so arrays in another memory go there first, and step 5 brings them to the target's.
     resharded = [
         move
         for move in moves
@@ -122,7 +130,9 @@ def _perform(moves: Sequence[Move], *, alias: bool) -> None:
     ]
     put([Step(move, main_memory(move.array.sharding)) for move in resharded])
     reshard([Step(move, main_memory(move.target)) for move in resharded])
-    put([Step(move, move.target) for move in moves], alias=alias)  # all that are not there yet
+    # 5. All that are not at their target yet, by copies from device to device.
+    put([Step(move, move.target) for move in moves], alias=alias)
+    # 6.
     reshard(last_steps)
 
 
@@ -158,11 +168,20 @@ def _is_unreduced_elsewhere(source: Any, other: object) -> bool:
 # Cached, since the many arrays of a model have few different shardings.
 @functools.lru_cache(maxsize=1024)
 def _is_resharded(current: Any, target: Sharding | Format, ndim: int) -> bool:
-    """Whether two shardings of the same devices divide an array so that these exchange parts."""
+    """Whether a program reshards an array, because its own devices have to exchange parts.
+
+    Args:
+      current: the sharding that the array has.
+      target: the sharding that it gets. No program is made for a ``Format``.
+      ndim: the number of dimensions of the array.
+    """
     if not isinstance(target, NamedSharding) or current.device_set != target.device_set:
         return False
+    # What is only in another memory is copied, not resharded.
     before, after = main_memory(current), main_memory(target)
     if _compat.device_assignment(current) != _compat.device_assignment(target):
+        # A program takes devices in one order. JAX can only run it if the current sharding can be
+        # written in the order of the target; None if it cannot.
         return _compat.in_order_of(before, target) is not None
     # Each CPU device has all parts of a replicated array.
     is_on_cpus = current.is_fully_addressable and _is_on_cpus(target)
@@ -177,10 +196,11 @@ def _needs_host(move: Move, *, alias: bool) -> bool:
     ``alias`` says whether the new array may share memory with the old one.
     """
     array, target = move.array, move.target
-    if not isinstance(target, Sharding):
+    if not isinstance(target, Sharding):  # a Format, whose layout only JAX can make
         return False
     if not isinstance(array, jax.Array):
-        # JAX keeps a Python number weakly typed.
+        # NumPy arrays are on the host. A Python number is put by JAX, which keeps it weakly typed;
+        # but JAX cannot put one on devices of other processes.
         return isinstance(array, np.ndarray | np.generic) or not target.is_fully_addressable
     is_weak = bool(getattr(array, "weak_type", False))
     return _is_joined(
@@ -202,6 +222,10 @@ def _is_joined(
 ) -> bool:
     """Whether a JAX array is joined on the host, to get another sharding.
 
+    If not, a program reshards it (:func:`_is_resharded`), or ``jax.device_put`` copies it. The host
+    is for what these cannot do, or take longer for: mostly, if the devices of the target need parts
+    that no device has as a whole.
+
     Args:
       current: the sharding that it has.
       target: the sharding that it gets.
@@ -210,27 +234,33 @@ def _is_joined(
       is_ours: whether it may be freed.
       alias: whether the new array may share memory with it.
     """
+    # An array of several processes: no host has all of it, so a program reshards it.
     if not current.is_fully_addressable:
         return False
-    if not target.is_fully_addressable:  # each process puts its parts of an array that it has
+    # To devices of several processes: each process has the whole array, and puts its parts of it.
+    if not target.is_fully_addressable:
         return bool(current.device_set != target.device_set)
-    if is_weak:  # preserved only by jax.device_put
+    if is_weak:  # a weak type is kept only by jax.device_put
         return False
+    # On the same devices, what would be resharded goes over the host only on CPUs, whose
+    # collectives take longer than copies. The host has no sums, and cannot reuse donated buffers.
     if current.device_set == target.device_set:
-        # A program is better for sums, for donated buffers, and on anything but CPUs.
         is_sum = any(without_reductions(x) is not x for x in (current, target))
         is_for_program = is_ours or is_sum or not _is_on_cpus(target)
         return _is_resharded(current, target, len(shape)) and not is_for_program
-    # JAX does not copy a part to a device that already has it, even if asked to.
-    may_share = alias or current.device_set.isdisjoint(target.device_set)
-    if current.memory_kind != target.memory_kind:  # some releases of JAX confuse them
+    # To other devices and another memory: some releases of JAX confuse the two memories.
+    if current.memory_kind != target.memory_kind:
         return True
+    # A device that is in both shardings would share the memory of its part: even if a copy is asked
+    # for, JAX makes none there. The host makes one.
+    is_safe = alias or current.device_set.isdisjoint(target.device_set)
     device: Any = next(iter(current.device_set))
-    if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
-        return not may_share and target.shard_shape(shape) == shape
+    # From one GPU or TPU: JAX slices the array there, into new memory unless all of it is wanted.
+    if current.num_devices == 1 and device.platform != "cpu":
+        return not is_safe and target.shard_shape(shape) == shape
     # Parts that some device has can be copied from there.
     has_all_parts = _parts(target, shape) <= _parts(current, shape)
-    return not may_share or not has_all_parts
+    return not is_safe or not has_all_parts
 
 
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> set[Bounds]:

@@ -135,6 +135,7 @@ class Plan:
         JAX finds a trace by the identity of this function. So plans that differ only in what no
         trace depends on, such as compiler options, share it.
         """
+        # What a trace depends on: of the call, and of what the user's function can read otherwise.
         key = self.trace_key, fingerprint
         function = None if fingerprint is None else self.traced.get(key)
         if function is None:
@@ -142,24 +143,33 @@ class Plan:
             plan = dataclasses.replace(self, programs={}, reported={})
             function = pure_function(plan, self.fun())
             if fingerprint is not None:
+                # Another thread may have been first; all have to use the same one.
                 function = self.traced.setdefault(key, function)
         return function
 
     @functools.cached_property
     def trace_key(self) -> Hashable:
-        """Everything on which a trace depends, besides the types of the arrays."""
+        """Everything on which a trace depends, besides the types of the arrays.
+
+        Plans with equal keys share a trace, so all that decides what a trace does has to be here.
+        """
         return (
-            self.transform.trace_key,
-            self.signature._replace(donated=frozenset()),
-            self.structure,
+            # What is called, and how.
+            self.transform.trace_key,  # the options of the transform
+            self.signature._replace(donated=frozenset()),  # which arguments are static
+            self.structure,  # the arguments
+            self.graph,
+            self.updates,
+            # The specs of outputs: of what is new in arguments, and of what the call updates.
             self.graph_arguments,
             tuple(self.object_specs.items()),
             tuple(variable.spec for variable in self.variables.values()),
             tuple(self.on_indivisible.items()),
-            self.donated.intersection(self.object_specs),  # which are always outputs
-            self.slots_to_reuse,  # which the trace checks
-            self.graph,
-            self.updates,
+            # Donation: arrays of objects are then outputs even if unchanged, and with ``strict``, a
+            # trace checks that outputs can reuse the buffers. Otherwise, only the program differs.
+            self.donated.intersection(self.object_specs),
+            self.slots_to_reuse,
+            # The types of arrays in the trace, and how activations are sharded.
             self.batch_axes,
             self.batch_slots,
             self.explicit_root_shardings,
@@ -185,17 +195,21 @@ class Plan:
         the pure function returns one group of outputs for each of these.
         """
         transform = self.transform
-        specs = [transform.spec_of(None), *transform.own_specs]  # in final form
-        # A rule is what the user wrote: one spec, or a `StateSharding` with one for each filter.
-        # What the function creates in an argument gets a spec by the rules for that argument.
+        # 1. No spec, which leaves the decision to the compiler, and what the transform itself may
+        # choose: `vmap` stacks some arrays along axis 0. All are in final form.
+        specs = [transform.spec_of(None), *transform.own_specs]
+        # 2. What the user wrote for outputs, and for arguments, in which a function may create
+        # something: one spec each, or a `StateSharding` with one for each filter.
         in_rules = [part.spec for argument in self.graph_arguments for part in argument.parts]
         for rule in (*transform.out_specs.rules, *in_rules):
-            written, on_indivisible = [rule], None
             if isinstance(rule, StateSharding):
-                written, on_indivisible = [*rule.shardings], rule.on_indivisible
+                written, on_indivisible = rule.shardings, rule.on_indivisible
+            else:
+                written, on_indivisible = (rule,), None
             for spec in map(transform.spec_of, written):
-                # Also what is left of it where a shape cannot be divided.
+                # Also what may be left of it where it does not divide a shape.
                 specs += [spec, *transform.corrected(spec, on_indivisible)]
+        # 3. The specs of the arrays that a call may update.
         specs += self.object_specs.values()
         return tuple(dict.fromkeys(specs))
 
@@ -235,15 +249,23 @@ def make_plan(
 ) -> Plan:
     """Makes the plan for all calls with the structure of this one; raises errors for wrong specs.
 
-    ``call`` has the arguments by their roles (static, donated), which ``parameters`` declares, and
-    ``flat`` the same flattened. ``traced`` has what JAX traced for ``fun``; the plan adds its own.
+    Args:
+      fun: the user's function.
+      transform: the transform, with the user's options.
+      parameters: those of the function, with the roles that the user gave them (static, donated).
+      call: the arguments by their roles.
+      flat: the same arguments, flattened.
+      traced: the pure functions that JAX has traced for ``fun``; the plan adds its own.
+      graph: whether shared references are kept, or refused (tree mode).
+      updates: whether changes of structure are written back.
     """
-    transform = transform.in_context()
+    transform = transform.in_context()  # with the mesh that applies now
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     if not graph:
         structure.check_tree()
-    # The parts of the arguments with the user's specs, then each Variable and array in them.
+    # 1. The parts of the arguments with the user's specs, then each Variable and array in them.
     arguments = _arguments(transform, parameters, call, structure)
+    # Static values with arrays are refused, as these would become constants of the program.
     check_static_places(structure, named_parts(arguments), signature.static_names)
     locations = locate(structure, arguments)
     expressions = enumerate(slot_names(len(leaves), locations))  # "" for an array without one
@@ -252,14 +274,18 @@ def make_plan(
         if error := arguments_not_arrays(names, leaves):
             raise error
         check_mesh(transform, locations, flat.objects, leaves)
-    # One spec for each array, by slot: by the user's filters, by the transform, then by its shape.
+    # 2. One spec for each array, by slot: by the user's filters, by the transform, by its shape.
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     specs = transform.input_specs(resolved.slots, leaves)
     shapes = [*map(shape_of, leaves)]
     specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
+    # 3. The arrays that a call moves to their shardings before it runs. It can replace the caller's
+    # array if that is in a Variable or, with graph updates, an attribute of a module.
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = array_attributes(structure, leaves) if graph and updates else {}
-    placed = _placed(transform, structure, shardings, attributes)  # what a call moves, by slot
+    placed = _placed(transform, structure, shardings, attributes)  # slot → sharding
+    # 4. If activations are sharded: the arrays outside of objects, such as those of a batch. How
+    # the rows of these are sharded is how the rows of activations are.
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
     return Plan(
         transform=transform,
@@ -281,6 +307,7 @@ def make_plan(
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
         pick_placed=items_getter(tuple(placed)),
+        # Arrays of the batch without a declared spec: their types are only known in the trace.
         batch_slots=tuple(slot for slot in batch if not specs[slot]),
         batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
         traced=traced,
@@ -290,12 +317,21 @@ def make_plan(
 def _arguments(
     transform: Transform, parameters: Parameters, call: SortedCall, structure: Structure
 ) -> list[Argument]:
-    """Returns the dynamic arguments, each with the specs that the user gave for its parts."""
+    """Returns the dynamic arguments, each with the specs that the user gave for its parts.
+
+    Args:
+      transform: has the user's specs (``in_specs``).
+      parameters: those of the user's function.
+      call: its arguments; ``call.tree`` are the dynamic ones, positional and by keyword.
+      structure: describes them.
+    """
     signature, option = call.signature, transform.in_name
-    prefixes = align_specs(transform.in_specs.tree, parameters, signature, option)  # as `call.tree`
-    positional = [signature.names[position] for position in signature.dynamic]
+    # A prefix of specs for each dynamic argument: (positional ones, those by keyword).
+    prefixes = align_specs(transform.in_specs.tree, parameters, signature, option)
+    # The name of each positional one in the function's signature, or ``args[2]``.
+    names = [signature.names[position] for position in signature.dynamic]
     caller = f"{transform.name}: {option}"  # for messages
-    return split_arguments(structure, call.tree, prefixes, positional, caller)
+    return split_arguments(structure, call.tree, prefixes, names, caller)
 
 
 def _donated_slots(
@@ -329,13 +365,22 @@ def _placed(
     shardings: Sequence[Sharding | None],
     attributes: Mapping[int, ArrayAttribute],
 ) -> dict[int, Sharding]:
-    """Returns the shardings to which a call moves arrays before it runs, by slot."""
-    placed = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
+    """Returns the shardings to which a call moves arrays before it runs, by slot.
+
+    Args:
+      transform: the transform; JAX itself moves what a call does not, or raises an error.
+      structure: describes the arguments.
+      shardings: the declared sharding of each array, or None.
+      attributes: the arrays that are attributes of modules, and that a call may replace, by slot.
+    """
+    declared = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
+    # The user wants arrays from any devices to be moved, which JAX refuses.
     if isinstance(transform, Sharded) and transform.on_committed == "move":
-        return placed
-    # The caller keeps the moved arrays of these; any others would be moved again in each call.
+        return declared
+    # The moved arrays replace the caller's in Variables and attributes, so that each is moved once.
+    # Any other array, such as a plain argument, would be moved again in each call.
     kept = structure.slots_of(VariableEntry).union(attributes)
-    return {slot: sharding for slot, sharding in placed.items() if slot in kept}
+    return {slot: sharding for slot, sharding in declared.items() if slot in kept}
 
 
 def _shards_activations(transform: Transform, arguments: Sequence[Argument]) -> bool:

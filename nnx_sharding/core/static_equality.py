@@ -90,16 +90,19 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
     by its type. Then what may have attributes, as a subclass of ``float`` may: then its value is
     not all of it. Last come containers and values of C, which have no attributes.
     """
+    # Functions and the like, modules and Variables: never by value.
     if issubclass(cls, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
+    # Classes, and members of enums, of which there is one object each.
     if issubclass(cls, enum.Enum | type):
         # An id is enough: whoever holds the key also holds the value, so no other gets the id.
         return cls, _compat.identity(value)
     if issubclass(cls, jax.Array):
         return _array_key(cls, value)
-    if cls is _compat.HashableMapping:
+    if cls is _compat.HashableMapping:  # Flax's record of which attributes of a module are data
         return _mapping_key(cls, value)
-    # Not the user's subclasses of these, which may hold more than their `==` compares.
+    # Dtypes, shardings, meshes and paths. Not the user's subclasses of these, which may hold more
+    # than their `==` compares.
     if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
         # These libraries compare them right, with two exceptions.
         if issubclass(cls, pathlib.PurePath):
@@ -108,19 +111,26 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
             return None
         return cls, value
     if cls is PyTreeDef:
-        # It compares the data of its nodes by `==` (1 == True), so these get keys of their own.
+        # Its `==` finds the data of nodes (such as the settings of a registered class) equal if 1
+        # is True. So the keys of this data are a part of the key, before the treedef itself.
         return _key_of_all(cls, aux_of(value), value)
-    if has_state(cls):  # attributes may change, except the fields of frozen dataclasses
+    # Any object with a `__dict__` or slots. Attributes may change, except the fields of frozen
+    # dataclasses.
+    if has_state(cls):
         return _fields_key(cls, value)
-    if issubclass(cls, np.generic) and not issubclass(cls, np.void):  # a void may hold objects
+    # NumPy's numbers: `np.float32(0.1)`. A void may hold objects.
+    if issubclass(cls, np.generic) and not issubclass(cls, np.void):
         return cls, value.dtype, value.tobytes()
-    items = fixed_parts(value)  # of a tuple and the like, which may be anything; else None
+    # Tuples, frozensets, slices: as equal as their items, which may be anything. None for others.
+    items = fixed_parts(value)
     if items is not None:
         return _key_of_all(cls, items)
     if is_builtin(cls):  # a list or dict, which may change
         return None
-    if cls.__eq__ is object.__eq__:  # no other object is equal to it
+    if cls.__eq__ is object.__eq__:  # such as `object()`: no other object is equal to it
         return None
+    # Values of types in C, such as a `Decimal` or a date. Last, since pickling runs code of the
+    # class, and takes longest.
     return _key_as_pickled(cls, value)
 
 
@@ -151,14 +161,17 @@ def _mapping_key(cls: type, value: object) -> Hashable | None:
 def _fields_key(cls: type, value: object) -> Hashable | None:
     """Returns the key of a frozen dataclass that has no room for anything but its fields.
 
-    None for any other object with attributes: these may change.
+    That is one with ``slots=True``: it has no ``__dict__``, and no slot that is not a field. None
+    for any other object with attributes: these may change.
     """
-    params = getattr(cls, "__dataclass_params__", None)
-    if params is None or not params.frozen or cls.__dictoffset__:
+    params = getattr(cls, "__dataclass_params__", None)  # how `dataclass` was called
+    has_dict = bool(cls.__dictoffset__)
+    if params is None or not params.frozen or has_dict:
         return None
     names = [field.name for field in dataclasses.fields(cls)]
     if not {*slots_of(cls)}.issubset(names):
         return None
+    # A field with `init=False` may not be set yet: Ellipsis stands for it.
     return _key_of_all(cls, [getattr(value, name, ...) for name in names])
 
 
@@ -171,9 +184,10 @@ def _key_as_pickled(cls: type, value: object) -> Hashable | None:
     """
     with contextlib.suppress(Exception):  # pickling runs code of the class, which may raise any
         hash(value)
-        if cls in copyreg.dispatch_table:
+        own_bases = cls.__mro__[:-1]  # without `object`, whose methods do not know the content
+        if cls in copyreg.dispatch_table:  # has functions for classes of others
             reduced = copyreg.dispatch_table[cls](value)
-        elif any(name in vars(base) for base in cls.__mro__[:-1] for name in _REDUCERS):
+        elif any(name in vars(base) for base in own_bases for name in _REDUCERS):
             reduced = value.__reduce_ex__(4)
         else:
             return cls, value
@@ -183,11 +197,14 @@ def _key_as_pickled(cls: type, value: object) -> Hashable | None:
     return None
 
 
-_REDUCERS = ("__reduce__", "__reduce_ex__")
+_REDUCERS = ("__reduce__", "__reduce_ex__")  # the methods by which a class can be pickled
 
 
 def _nested_key(part: object) -> Hashable:
-    """Returns a key for nested tuples of any values, which are compared as static values."""
+    """Returns a key for nested tuples of any values, which are compared as static values.
+
+    Unlike :func:`value_key`, it has a key for each: of what has no value, the identity.
+    """
     return tuple(map(_nested_key, part)) if type(part) is tuple else Static.of(part)
 
 
@@ -200,21 +217,23 @@ class Static:
 
     Attributes:
       by_identity: whether it is compared by identity.
-      note: for diagnostics, a description of an object compared by identity.
+      note: a description of an object compared by identity, which the log of retraces sets while
+        the object is alive; else None.
     """
 
     __slots__ = ("_key", "_ref", "_value", "by_identity", "note")
 
     def __init__(self, value: Any, hold: bool = True):
         """Computes the key of a value; ``hold`` keeps alive one that is compared by identity."""
-        key = value_key(value)
+        key = value_key(value)  # None for a value that is compared by identity
         self.by_identity = key is None
         self._key = _compat.identity(value) if key is None else key
         # One of the two: the value, or a weak reference to it.
         self._value, self._ref = value, None
         self.note: Any = None
         if self.by_identity and not hold:
-            with contextlib.suppress(TypeError):  # not every object has weak references
+            # Some objects cannot have weak references. One of these is kept alive all the same.
+            with contextlib.suppress(TypeError):
                 self._ref = weakref.ref(value)
                 self._value = None
 
@@ -259,7 +278,8 @@ def strict_key(value: object) -> Any:
     """Returns a key for an option of a transform, which is stricter than ``==``.
 
     Two keys are equal only if the options are equal by ``==`` and as static values (this file):
-    1 and True, or 0.0 and -0.0, are different. A value that is compared by content or identity,
+    1 and True, or 0.0 and -0.0, are different. Options cannot change. So a dataclass, such as one
+    of the user's policies, has a key of its fields. Any other value that is not compared by value,
     such as a ``StateSharding``, is its own key.
     """
     if type(value) is tuple:
@@ -267,10 +287,11 @@ def strict_key(value: object) -> Any:
     if type(value) is Static:
         return value
     static = Static.of(value)
-    if not static.by_identity:
+    if not static.by_identity:  # compared by value
         return static
     key = None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Ellipsis stands for a field that is not set. None if a field has no key itself.
         fields = (getattr(value, field.name, ...) for field in dataclasses.fields(value))
         key = _key_of_all(type(value), fields)
     return value if key is None else key
@@ -282,22 +303,30 @@ def strict_key(value: object) -> Any:
 def content_of(value: object) -> tuple[StaticKind, list[Any]] | None:
     """Returns the kind and parts of an object compared by content; None for any other.
 
-    ``static_parts.py`` says what these are. Other objects are compared by identity alone.
+    For ``{"lr": 0.1}`` these are the kind of plain dicts, and the parts ``"lr"`` and ``0.1``
+    (``static_parts.py``). An object that is compared neither by value nor by content is compared by
+    identity alone.
     """
     cls = type(value)
+    # Functions and the like, which do not show what they do; arrays; modules and Variables.
     if issubclass(cls, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None
+    # These hold arrays as well, and `is_graph_object` does not know them.
     if _compat.is_hijax_variable(value) or _compat.is_ref(value):
         return None
     if "__wrapped__" in attributes_of(value):  # stands for a function, as by functools.wraps
         return None
+    # A list, dict or the like, or any object with attributes. Others, such as `object()`, show
+    # nothing.
     return open_object(value) if is_builtin(cls) or has_state(cls) else None
 
 
 def open_static(value: object) -> tuple[list[Any], tuple[StaticKind, int]]:
     """Returns the parts of an object compared by content; then a pair of its kind and their number.
 
-    A guard compares the pair before it reads the parts.
+    For ``{"lr": 0.1}``: ``["lr", 0.1]`` and ``(kind of plain dicts, 2)``. A guard, which looks
+    whether anything has changed since an earlier call, compares the pair first: if it is equal,
+    each part is in the same place as before.
     """
     content = content_of(value)
     if content is None:
@@ -311,6 +340,11 @@ def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
 
     For ``{"lr": 0.1}`` of a subclass of dict with the attribute ``a``, the children are ``"lr"``,
     ``0.1`` and the attribute, and the paths ``["lr"].key``, ``["lr"]`` and ``.a``.
+
+    Args:
+      kind: that of the object. Its ``names`` are those of the attributes, whose values are the last
+        children.
+      children: what describes its parts.
     """
     cls = kind.type
     num_items = len(children) - len(kind.names)
@@ -318,14 +352,21 @@ def static_paths(kind: StaticKind, children: Sequence[object]) -> list[Path]:
     if issubclass(cls, dict):  # its items are keys and values in turns
         paths = []
         for child in children[:num_items:2]:
+            # A key that is not compared by value, such as a tuple of lists, shows its description.
             key = child.value if isinstance(child, Static) else repr(child)
             # A plain string in a path would be the name of an attribute.
             key = Item(key) if type(key) is str else key
             paths += [(key, "key"), (key,)]
-    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):  # a named tuple
         paths = [(name,) for name in cls._fields]
     elif issubclass(cls, functools.partial):
-        paths = [("func",), *(("args", index) for index in range(num_items - 1))]
+        # The function, the positional arguments, then names and values of keywords in turns. The
+        # detail of its kind is the number of the former.
+        num_passed: Any = kind.detail
+        paths = [("func",), *(("args", index) for index in range(num_passed - 1))]
+        for child in children[num_passed:num_items:2]:
+            assert isinstance(child, Static)  # a string
+            paths += [("keywords", Item(child.value), "key"), ("keywords", Item(child.value))]
     elif issubclass(cls, types.MethodType):
         paths = [("__func__",), ("__self__",)]
     else:

@@ -44,7 +44,9 @@ class _Builtin(NamedTuple):
     make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items to object
     assign: Callable[[Any, Any, Sequence[Any]], list[Operation]] = lambda *_: []
     empty: Callable[[type, Any], Any] | None = None  # class and detail to object
-    is_view: bool = False  # of something that others may hold as well, so another is not the same
+    # A view shows what other objects may show as well, such as a memoryview the bytes of its array.
+    # So another view with equal content is not the same.
+    is_view: bool = False
 
 
 def _pairs(parts: Sequence[object]) -> list[tuple[Any, Any]]:
@@ -94,12 +96,22 @@ def _empty_array(cls: type, detail: _ArrayDetail) -> Any:
 
 
 def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Operation]:
-    """Returns the operation that copies content into a NumPy array of the same shape and dtype."""
+    """Returns the operation that copies content into a NumPy array of the same shape and dtype.
+
+    The operation is ``plain[...] = content``.
+
+    Args:
+      x: the array, or a record (``np.void``).
+      detail: the dtype, the shape, and the bytes of the content.
+      items: the elements if they are Python objects; the detail then has no bytes.
+    """
+    # Not a subclass of the array, whose `__setitem__` may be code of the user. Records have no
+    # such view, and NumPy's own class.
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
     if plain.shape != detail.shape or plain.dtype != detail.dtype:
         raise TypeError("the shape or dtype of a NumPy array was changed in place")
     if detail.data is not None:
-        content = np.frombuffer(bytearray(detail.data), detail.dtype)
+        content = np.frombuffer(detail.data, detail.dtype)
     else:
         content = np.empty(len(items), detail.dtype)
         content[:] = items  # NumPy would open items that are lists if it made the array of them
@@ -209,10 +221,11 @@ def is_fixed(kind: StaticKind) -> bool:
 def has_identity(cls: type) -> bool:
     """Whether two objects of a class with equal parts are different all the same.
 
-    Python tells them apart by their identity, or they keep something where it cannot see it.
+    Two views are, such as memoryviews. So are two objects of a class without ``__eq__``, which
+    compare by their identity, and of a class in C with content that no attribute shows.
     """
     base = _base_of(cls)
-    if base is not object:
+    if base is not object:  # a list, a dict or the like
         return _BUILTINS[base].is_view
     equal: Any = cls.__eq__
     return equal is object.__eq__ or has_hidden_state(cls)
@@ -250,17 +263,26 @@ def make_fixed(kind: StaticKind, parts: Sequence[object]) -> Any:
 
 
 def make_empty(kind: StaticKind) -> Any:
-    """Returns a new object without its parts; a ``TypeError`` if a fixed one has attributes."""
+    """Returns a new object without its parts, for :func:`assign`; no ``__init__`` is called.
+
+    Raises:
+      TypeError: the base makes objects only with all their items, as ``tuple`` does. An object of
+        it is in the table only if it has attributes.
+    """
     base: Any = _base_of(kind.type)
     builtin = _BUILTINS[base]
     if builtin.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
-    if base is object:  # or another class in C, such as SimpleNamespace, whose objects are others
-        base = next(cls for cls in kind.type.__mro__ if not cls.__flags__ & _MADE_BY_CLASS)
-    return builtin.empty(kind.type, kind.detail) if builtin.empty else base.__new__(kind.type)
+    if builtin.empty is not None:  # an array, which needs its shape or type from the start
+        return builtin.empty(kind.type, kind.detail)
+    if base is object:
+        # The class may derive from another one in C, such as SimpleNamespace. Only that one's
+        # `__new__` can make it; `object.__new__` refuses.
+        base = next(cls for cls in kind.type.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    return base.__new__(kind.type)
 
 
-_MADE_BY_CLASS = 1 << 9  # CPython's flag of types that are made at run time, Py_TPFLAGS_HEAPTYPE
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: CPython's flag of classes that Python code has made
 
 
 def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Operation]:
@@ -270,18 +292,21 @@ def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Ope
     """
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
-    count = len(parts) - len(kind.names)
-    operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
-    attributes = dict(zip(kind.names, parts[count:], strict=True))
-    # Not by ``setattr``: a ``__setattr__`` of the class may run the user's code, or raise.
+    num_items = len(parts) - len(kind.names)
+    # 1. What the object holds as a list, dict or the like; of a plain object, nothing.
+    operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:num_items])
+    # 2. Attributes in slots. Not by ``setattr``: a ``__setattr__`` of the class may run the user's
+    # code, or raise.
+    in_dict = dict(zip(kind.names, parts[num_items:], strict=True))  # all, less those in slots
     for name in slots_of(kind.type):
-        if name in attributes:
-            operations.append((object.__setattr__, value, name, attributes.pop(name)))
-        elif hasattr(value, name):
+        if name in in_dict:
+            operations.append((object.__setattr__, value, name, in_dict.pop(name)))
+        elif hasattr(value, name):  # a slot that was empty
             operations.append((object.__delattr__, value, name))
-    if kind.type.__dictoffset__:  # it has a ``__dict__``
+    # 3. All other attributes are in the `__dict__`, if there is one.
+    if kind.type.__dictoffset__:
         content = attributes_of(value)
-        operations += [(dict.clear, content), (dict.update, content, attributes)]
+        operations += [(dict.clear, content), (dict.update, content, in_dict)]
     return operations
 
 
@@ -299,11 +324,14 @@ def has_only_dict(cls: type, base: type = object) -> bool:
 
 
 def has_hidden_state(cls: type) -> bool:
-    """Whether objects of a class have content that Python does not show, as C types may.
+    """Whether objects of a class have content that Python does not show, as those of C may.
 
-    It is found by their size, as when ``object.__reduce_ex__`` refuses to pickle such an object.
+    ``object.__reduce_ex__``, which refuses to pickle such objects, finds out in the same way: an
+    object is larger than a bare ``object`` with a pointer for each slot, for the ``__dict__`` and
+    for the weak references. The class derives from no built-in one, as a list is larger, too.
     """
-    # Offsets are negative where the interpreter manages the dict or the weak references.
+    # An offset is 0 for what objects do not have. It is negative where the interpreter keeps the
+    # dict or the weak references in front of the object, so that the size does not count them.
     pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
 
@@ -335,13 +363,18 @@ _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Returns the names of the ``__slots__`` of a class, without those of its built-in base."""
+    """Returns the names of the ``__slots__`` of a class, without those of its built-in base.
+
+    A name that a subclass declares again is there twice.
+    """
     names = _SLOTS.get(cls)
     if names is None:
         builtin = _base_of(cls)
         slots: list[str] = []
         for base in itertools.takewhile(lambda base: base is not builtin, cls.__mro__):
-            # A defaultdict, in C, has its ``default_factory`` in such a descriptor, too.
+            # Python makes a member descriptor of each slot. Classes in C have such descriptors for
+            # their own fields, which may be read-only, so only classes with `__slots__` count; and
+            # defaultdict, whose `default_factory` is such a field and can be assigned to.
             if "__slots__" in vars(base) or base is collections.defaultdict:
                 members = vars(base).items()
                 slots += [x for x, member in members if type(member) is types.MemberDescriptorType]
