@@ -10,16 +10,20 @@ any other, and returns the derivative besides.
 From other modules:
 
     Plan            its ``structure`` describes the arguments; a trace needs it before the arrays
-    Container       a pytree in a structure: its ``treedef``, and a child for each leaf
+    Structure       objects without arrays: ``root`` is their pytree; ``walk`` finds the Variables
+                    and arrays in a part of it, each with its slots
+    Container       a pytree in a structure: its ``treedef``, and a child for each leaf, an array or
+                    an object
+    _run            of `Inner`: calls `execute` with the leaves of a call, in place of its program,
+                    and writes back what changed
     replace_slots   a copy of a list of leaves with others in some slots
-    slots_by_path   the slots of the arrays in an object, by their paths from it
     type_as_in_jit  gives arrays the types that they would have as arguments of `jax.jit`
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..core.call_context import Caller
@@ -28,11 +32,9 @@ from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.plan import Plan
 from ..core.structure import Container, Structure
-from ..core.treedefs import is_leaf_treedef
 from ..core.unflatten import Unflattened
 from .in_trace import Function, Inner, InnerTransform, replace_slots, tree_text
 from .lifted import P, R
-from .tangents import slots_by_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,13 @@ class Differentiation(InnerTransform):
     is_reverse: bool = False  # whether derivatives go from outputs to inputs, as in `grad`
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Returns the user's function, with a check that its result can be differentiated."""
+        """Returns the user's function, with a check that its result can be differentiated.
+
+        Args:
+          plan: is not used here.
+          caller: the call that is being traced, which has the user's function.
+          unflattened: is not used here.
+        """
 
         def with_checked_output(*args: object, **kwargs: object) -> Any:
             out = caller.fun(*args, **kwargs)
@@ -55,13 +63,19 @@ class Differentiation(InnerTransform):
                 expected = f"with has_aux=True {name} must return a pair (output, aux)"
                 check_pair(f"{self.name}: {expected}", out)
             # Here, and not on the flat arrays, so that the message can name what was returned.
+            # `grad` overrides the check.
             self.check_output(name, out[0] if self.has_aux else out)
             return out
 
         return with_checked_output
 
     def check_output(self, fun_name: str, out: object) -> None:
-        """Raises an error for an output that cannot be differentiated; by default for none."""
+        """Raises an error for an output that cannot be differentiated; by default for none.
+
+        Args:
+          fun_name: the name of the user's function, for messages.
+          out: what it returned, without auxiliary data.
+        """
 
 
 def check_pair(expected: str, out: object) -> None:
@@ -89,9 +103,9 @@ class Differentiable(Inner[P, R]):
           flat: its arguments, flattened.
           slots: the positions of the arrays.
           derivative_of: applies JAX's transform, such as ``jax.vjp`` with ``has_aux=True``, to a
-            function of these arrays, which returns a pair: the arrays of the output, which are
-            differentiated; and all outputs of the pure function, which are auxiliary for JAX.
-            Returns the derivative and these outputs.
+            function at these arrays, its arguments. The function returns a pair: the arrays of the
+            output, which are differentiated; and all outputs of the pure function, which are
+            auxiliary for JAX. ``derivative_of`` returns the derivative and the latter.
 
         Returns:
           What the user's function returns, and the derivative.
@@ -100,27 +114,33 @@ class Differentiable(Inner[P, R]):
         derivatives = list[Any]()  # one item, from the only call of `execute`
 
         def execute(*leaves: object) -> Any:
-            """Is what `_run` runs as the program of the call: returns the program's outputs."""
-            if self._transform.is_reverse:  # cotangents get the types of the arrays
+            """Runs the pure function of the call, and differentiates it; returns its outputs."""
+            # The gradient of an array is a sum over its uses, whose terms have the type of the
+            # array. On Explicit axes JAX cannot add terms with and without a mesh in their types.
+            # Tangents are not added up, and get their types from the user.
+            if self._transform.is_reverse:
                 leaves = tuple(type_as_in_jit(leaves))
 
             def differentiable(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 all_leaves = replace_slots(leaves, slots, arrays)
-                # Groups of new arrays, and what says which array after the call each is.
-                *groups, outcome = outputs = pure_function(*all_leaves)
-                arrays_after = outcome.arrays(all_leaves, groups)  # by slot after the call
+                pure_outputs = pure_function(*all_leaves)
+                *groups, outcome = pure_outputs
+                # By slot after the call: new arrays are in the groups, others among the leaves.
+                arrays_after = outcome.arrays(all_leaves, groups)
                 output_slots = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
-                return [arrays_after[slot] for slot in output_slots], outputs
+                return [arrays_after[slot] for slot in output_slots], pure_outputs
 
-            derivative, outputs = derivative_of(differentiable, [leaves[slot] for slot in slots])
+            derivative, pure_outputs = derivative_of(
+                differentiable, [leaves[slot] for slot in slots]
+            )
             derivatives.append(derivative)  # `_run` wants the outputs only
-            return outputs
+            return pure_outputs
 
         returned = self._run(plan, flat, execute)
         return returned, derivatives[0]
 
 
-def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
+def _output_slots(structure: Structure, *, has_aux: bool) -> list[int]:
     """Returns the slots of the arrays in the output, without those of auxiliary data.
 
     Args:
@@ -130,7 +150,10 @@ def _output_slots(structure: Structure, *, has_aux: bool) -> Iterable[int]:
     output: Any = structure.root
     if has_aux:
         # The children of the pair are the leaves of the output, then those of auxiliary data.
-        treedef = output.treedef.children()[0]
-        children = output.children[: treedef.num_leaves]
-        output = children[0] if is_leaf_treedef(treedef) else Container(treedef, children)
-    return (slot for slots in slots_by_path(structure, output).values() for slot in slots)
+        output_treedef, _ = output.treedef.children()
+        output = Container(output_treedef, output.children[: output_treedef.num_leaves])
+    slots: list[int] = []
+    # Arrays outside of objects take their slots from the iterator, those of the output first.
+    for location in structure.walk(output, iter(structure.root_slots)):
+        slots += location.slots
+    return slots

@@ -1,7 +1,11 @@
 """``eval_shape`` and ``make_jaxpr`` for functions that take and return NNX objects.
 
-Both trace like :func:`~nnx_sharding.jit`, but also ask what the function captures, because nothing
-is compiled that could be used again.
+Both trace like :func:`~nnx_sharding.jit`, but nothing is compiled that could be used again. So with
+``keeps_captures=False``, they trace again if what the function captures (globals and closures) has
+changed, where a function of `jit` keeps what it captured when it was first traced.
+
+A :class:`~.lifted.Lifted` is what `jit` makes of a function; ``Jit`` is its transform, and ``lift``
+makes one of these.
 """
 
 from __future__ import annotations
@@ -55,10 +59,12 @@ def eval_shape(
     """
     lifted: Any = f
     # What `jit` or `shard_map` made is taken as it is, since it knows the shardings of its results.
+    # It also has modes of its own, and `graph` and `graph_updates` do not apply, as in the call.
     if not isinstance(f, Lifted):
         transform = Jit(keeps_captures=False)
         lifted = lift(Lifted, f, transform, Roles(), graph, graph_updates)
-    # Flax then gives Variables the shardings that their metadata name.
+    # The arrays of the result are abstract already. This gives those of Variables the shardings
+    # that their metadata name, in the context of a mesh.
     return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
 
 
@@ -100,9 +106,10 @@ def make_jaxpr(
     def decorate(f: Callable[..., object]) -> Any:
         # With an input for each array of the arguments, including unused ones, as from JAX.
         transform = Jit(keep_unused=True, keeps_captures=False)
-        roles = Roles.of(static_argnums)
+        roles = Roles.of(static_argnums)  # which arguments are static
         lifted = lift(Lifted, f, transform, roles, graph, graph_updates)
 
+        # A function, not the method: it has the name and the signature of `f`.
         @functools.wraps(f)
         def jaxpr_of(*args: object, **kwargs: object) -> Any:
             return lifted._jaxpr(args, kwargs)

@@ -175,6 +175,8 @@ def _make(
 ) -> Any:
     """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none.
 
+    What depends on the function, such as the names of its parameters, is checked when it is called.
+
     Args:
       name: the name of the transform.
       fun: the user's function; None for a decorator.
@@ -183,7 +185,8 @@ def _make(
       modes: how the user wants graphs to be treated.
       **options: further fields of :class:`_Gradient`.
     """
-    to_predicate(... if wrt is None else wrt)  # raises for what is not a filter
+    if wrt is not None:
+        to_predicate(wrt)  # raises a TypeError for what is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     chosen = tuple(
@@ -205,9 +208,10 @@ def _make(
         name=name, wrt=chosen, is_single=is_single, must_match=must_match, **options
     )
 
-    def decorate(fun: Callable[..., object]) -> Any:
-        lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)
-        if lifted._bound and any(isinstance(key, int) for key in keys):
+    def decorate(function: Callable[..., object]) -> Any:
+        lifted = lift(ValueAndGrad, function, transform, Roles(), *modes)  # no static arguments
+        is_bound_method = bool(lifted._bound)  # the objects that it is bound to
+        if is_bound_method and any(isinstance(key, int) for key in keys):
             raise ValueError(
                 f"{name}: positions do not count the object of a bound method. Name what is "
                 "differentiated, for example argnums='self', or pass the object as an argument."
@@ -277,36 +281,43 @@ class PreparedCall(NamedTuple):
         return [self.flat.leaves[slot] for slot in self.slots]
 
     def build_gradient(self, arrays: Sequence[object]) -> Any:
-        """Puts the gradients of :meth:`arrays` into the form of the differentiated arguments.
+        """Puts gradients into the form of the differentiated arguments.
+
+        Args:
+          arrays: the gradient of each array in ``slots``.
 
         Returns:
           For each target, a pytree like the argument: with a state in place of each module, or with
           a new module that holds gradients. A tuple of them, unless there is a single target.
         """
         by_slot = dict(zip(self.slots, arrays, strict=True))
-        # Targets that share a module share its gradients, so all arguments are built together.
+        # Targets that share a module share its gradients, so all arguments are built together, each
+        # like the argument of that name.
         all_in_states = all(target.is_state for target in self.targets)
-        modules = {} if all_in_states else self._arguments_with(by_slot)
-        gradients = tuple(
-            in_states(self.flat, target, by_slot)
-            if target.is_state
-            else modules[target.argument.name]
-            for target in self.targets
-        )
-        return gradients[0] if self.is_single else gradients
+        arguments = {} if all_in_states else self._arguments_with(by_slot)
+        gradients: list[Any] = []
+        for target in self.targets:
+            if target.is_state:
+                gradients.append(in_states(self.flat, target, by_slot))
+            else:
+                gradients.append(arguments[target.argument.name])
+        return gradients[0] if self.is_single else tuple(gradients)
 
     def _arguments_with(self, gradients: Mapping[int, object]) -> dict[str, Any]:
         """Returns all arguments by name as new objects, with gradients in place of the arrays.
 
-        ``gradients`` are by slot; arrays that are not differentiated become zeros of ``float0``.
+        Args:
+          gradients: those of the arrays, by slot.
         """
         structure, objects = self.flat.structure, self.flat.objects
+        # An array that is not differentiated becomes zeros of ``float0``; a flag stays as it is.
         leaves = [
             gradients.get(slot, without_tangent(x)) for slot, x in enumerate(self.flat.leaves)
         ]
-        # The same static objects, as those compared by identity are part of the treedef.
+        # Static objects are not copied: a pytree compares some of them by identity, and optimizers
+        # map over the model and its gradient together.
         statics = {index: objects[index] for index in structure.static_indices()}
-        return _by_name(self.plan, unflatten(structure, leaves, statics).root)
+        return _by_name(self.plan, unflatten(structure, leaves, existing=statics).root)
 
 
 def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
@@ -317,20 +328,24 @@ def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
       target: the argument, and where in it is what was differentiated.
       values: the gradients, by the slots of the arrays.
     """
-    # By the keys that lead to a module in the argument, then by the path of a Variable in it.
+    # By the keys that lead to a part of the argument (a module, Variable or array), then by the
+    # path of a Variable in it. The parts are the leaves of the argument, in order.
     states: dict[Path, dict[Path, Any]] = {part.keys: {} for part in target.argument.parts}
     for named in target.locations:
         location = named.location
         gradient: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.object_index is not None:  # the index of the Variable; None for a bare array
-            # A Variable of the same class and metadata, as optimizers expect it.
+            # A Variable of the same class and metadata, as optimizers expect it. It is a plain one,
+            # also if the user's own is a hijax value.
             old = _compat.plain_variable(flat.objects[location.object_index])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
             _compat.set_value(variable, gradient)
             gradient = variable
         states[named.part.keys][location.path] = gradient
-    # A part that is itself a Variable or an array has the empty path, and no state around it.
-    parts = [state[()] if () in state else nnx.from_flat_state(state) for state in states.values()]
+    parts = []
+    for state in states.values():
+        # A part that is itself a Variable or an array has the empty path, and no state around it.
+        parts.append(state[()] if () in state else nnx.from_flat_state(state))
     treedef = jax.tree_util.tree_structure(target.value, is_leaf=_compat.is_graph_object)
     return jax.tree_util.tree_unflatten(treedef, parts)
 
@@ -369,10 +384,17 @@ class ValueAndGrad(Differentiable[P, R]):
         return gradient
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> PreparedCall:
-        """Finds the arrays that are differentiated in a call."""
+        """Finds the arrays that are differentiated in a call.
+
+        Args:
+          args: the positional arguments, bound objects first.
+          kwargs: the keyword arguments.
+        """
         plan, flat = self._find_plan(args, kwargs)
-        targets = self._targets(plan, self._sort(args, kwargs), flat)
-        # A dict, as a set in order: targets that share a Variable have its slots twice.
+        # For the values of the arguments by name: the plan may be that of an earlier call.
+        call = self._sort(args, kwargs)
+        targets = self._targets(plan, call, flat)
+        # A dict, as a set in order: targets that share an array have its slot twice.
         unique: dict[int, None] = {}
         for target in targets:
             for named in target.locations:
@@ -399,16 +421,26 @@ class ValueAndGrad(Differentiable[P, R]):
         }
 
         def gradients_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
-            """Returns the gradients and the outputs of a function, as `differentiate` asks."""
+            """Differentiates a function at some arrays, for `differentiate`.
+
+            Args:
+              function: takes a list of arrays. Returns the arrays of the user's output, without
+                auxiliary data; and all outputs of the program, which are not differentiated.
+              arrays: the differentiated arrays, at which it is called.
+
+            Returns:
+              The gradients of these arrays, and all outputs.
+            """
 
             def loss(arrays: Sequence[Any]) -> tuple[Any, Any]:
-                [value], outputs = function(arrays)  # the loss is the only array of the output
+                [value], outputs = function(arrays)  # `check_output` has let a scalar pass only
                 return value, outputs
 
-            derivative = jax.value_and_grad(loss, has_aux=True, **options)
-            (_, outputs), gradients = derivative(arrays)
+            value_and_gradients = jax.value_and_grad(loss, has_aux=True, **options)
+            (_, outputs), gradients = value_and_gradients(arrays)
             return gradients, outputs
 
+        # Calls the user's function once, in `gradients_of`; returns its result and the gradients.
         return self.differentiate(prepared.plan, prepared.flat, prepared.slots, gradients_of)
 
     def check_types(self, prepared: PreparedCall) -> None:
@@ -442,14 +474,16 @@ class ValueAndGrad(Differentiable[P, R]):
         """
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
-        has_updates = self._modes["updates"]
         # The user's filter for each argument that is differentiated, or None.
         chosen = self._chosen_filters(call, arguments)
-        # As in Flax, whose tree mode differentiates everything.
+        # As in Flax: with graph updates parameters, without them (and so in tree mode) everything.
+        has_updates = self._modes["updates"]
         default = nnx.Param if has_updates else ...
         filters = {name: default if x is None else x for name, x in chosen.items()}
+        # What is differentiated in each of these arguments, by its name.
         locations = self._differentiated(plan, flat, filters)
         is_empty = not any(named.location.slots for x in locations.values() for named in x)
+        # A gradient without arrays is an error only if the user has asked for some by a filter.
         if is_empty and self._transform.must_match:
             self._refuse_empty(flat, filters)
         return [
@@ -505,17 +539,21 @@ class ValueAndGrad(Differentiable[P, R]):
             # The index is that of a Variable; None for a bare array.
             path, index, slots = named.location
             predicate = predicates.get(named.argument.name)
-            # As in Flax, what is shared has its gradient only in the first place.
-            if predicate is None or index in taken:
+            if predicate is None:  # the argument is not differentiated
                 continue
-            # A Variable without arrays (slots) may hold an empty pytree: its gradient is empty,
-            # too. One that holds something else, such as a static value, has none.
-            if not slots and (index is None or pytree_of(flat.structure.entries[index]) is None):
+            if index in taken:  # as in Flax, what is shared has its gradient in the first place
                 continue
-            # An argument that is itself a Variable or an array (the empty path) is chosen by
-            # argnums. Others match by any path that leads to them.
+            # A Variable whose value is an empty pytree has no arrays, and an empty gradient. One
+            # whose value is something else without arrays, such as a static value, has none.
+            if not slots:
+                entry = None if index is None else flat.structure.entries[index]
+                if pytree_of(entry) is None:
+                    continue
+            # Filters choose in modules. An argument, or an item of one, that is itself a Variable
+            # or an array has the empty path, and is chosen by argnums alone.
             subject = named.subject(flat.objects, flat.leaves)
-            if path and not any(predicate(other, subject) for other in named.paths):
+            is_in_module = path != ()
+            if is_in_module and not any(predicate(other, subject) for other in named.paths):
                 continue
             locations[named.argument.name].append(named)
             if index is not None:
@@ -548,7 +586,9 @@ class ValueAndGrad(Differentiable[P, R]):
             return argnum
         names = call.signature.names  # of the arguments that this call passes by position
         position = argnum + self._implicit if argnum >= 0 else argnum + len(names)
-        if not 0 <= position < len(names):  # perhaps a parameter that it passes by keyword
+        # A position after these may be that of a parameter that this call passes by keyword. There
+        # is none for a negative one, which counts from the end of this call in any case.
+        if not 0 <= position < len(names):
             names = self._parameters.positional
         if not 0 <= position < len(names):
             error = ValueError(

@@ -52,25 +52,31 @@ def tangent_type(x: object) -> Any:
         aval = own_type.to_tangent_aval()
     except NotImplementedError:  # a hijax type without derivatives
         return None
-    # The tangents of a hijax type may be arrays, if of a floating-point dtype.
-    return aval if jnp.issubdtype(getattr(aval, "dtype", float), jnp.inexact) else None
+    # The tangents of a hijax type are of a hijax type, too, or arrays. Arrays of other dtypes than
+    # floating-point and complex ones are no tangents.
+    dtype = getattr(aval, "dtype", None)
+    return aval if dtype is None or jnp.issubdtype(dtype, jnp.inexact) else None
 
 
-def as_array(x: object, aval: object = None) -> Any:
-    """Makes an array of a number or an array, with the dtype of ``aval``, or its own without it.
+def as_array(x: object, aval: Any = None) -> Any:
+    """Makes a JAX array of a number or an array. A hijax value, which is no array, is unchanged.
 
-    A value of a hijax type, which is no array, stays as it is.
+    Args:
+      x: the number, array or hijax value.
+      aval: the type whose dtype the array gets, if ``x`` is given as a tangent. By default it keeps
+        its own, as an array that is differentiated does.
     """
-    own_type = jax.typeof(x)
+    own_type: Any = jax.typeof(x)
     if not hasattr(own_type, "dtype"):
         return x
-    return jnp.asarray(x, getattr(aval or own_type, "dtype", None))
+    return jnp.asarray(x, own_type.dtype if aval is None else aval.dtype)
 
 
 def without_tangent(x: Any) -> Any:
-    """Returns what JAX has for the tangent of an array that has none: zeros of ``float0``.
+    """Returns what stands for the tangent of something that has none.
 
-    What is no array stays as it is.
+    For an array that is zeros of dtype ``float0``, as in JAX; all else, such as a flag or a
+    ``jax.Ref``, stands for itself.
     """
     if not _compat.is_array_like(x) or _compat.is_ref(x):
         return x
@@ -92,6 +98,11 @@ class TangentForm:
 
     Attributes:
       slots: the slots of the arrays that have tangents.
+      _structure: the structure of all the values.
+      _places: the slots of each Variable and array that may have a tangent, by its path. A Variable
+        that holds a pytree has several.
+      _types: the type of each tangent, by slot: of an array in ``_places``, unless it is of
+        integers.
     """
 
     def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
@@ -103,13 +114,15 @@ class TangentForm:
             start where those of the user's tangents do.
         """
         self._structure, self._places = flat.structure, places
-        # A shared array has one tangent, at whichever path.
-        distinct = dict.fromkeys(slot for slots in places.values() for slot in slots)
-        types = {slot: tangent_type(flat.leaves[slot]) for slot in distinct}
-        self._types = {slot: aval for slot, aval in types.items() if aval is not None}
+        self._types: dict[int, Any] = {}
+        for slots in places.values():
+            for slot in slots:
+                aval = tangent_type(flat.leaves[slot])
+                if aval is not None:
+                    self._types[slot] = aval
         self.slots = [*self._types]
-        # What `build` puts into all other slots. Not the caller's values: tangents may be built
-        # when these are donated or gone.
+        # What `build` puts into all other slots: zeros of `float0`. Not the caller's arrays, since
+        # tangents may be built when these are donated or gone.
         self._rest = [without_tangent(x) for x in flat.leaves]
 
     def build(self, tangents: Sequence[object]) -> Any:
@@ -134,8 +147,9 @@ class TangentForm:
         """
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
-        value_slots = self._places_with_tangents(given) if may_omit else self._places
-        what = name.rpartition(" ")[2]  # the last word, as in `tangents[0].kernel`
+        # The slots of the values for which there has to be a tangent, by path.
+        value_slots = self._places_without_omitted(given) if may_omit else self._places
+        *_, what = name.split(" ")  # "jvp: tangents" -> "tangents", as in `tangents[0].kernel`
         lines = []
         for path in dict.fromkeys((*value_slots, *given_slots)):
             if problem := _mismatch(value_slots.get(path), given_slots.get(path)):
@@ -147,27 +161,32 @@ class TangentForm:
         for path, slots in value_slots.items():
             for slot, given_slot in zip(slots, given_slots[path], strict=True):
                 tangent = flat.leaves[given_slot]
-                tangent_aval = self._types.get(slot)
-                if tangent_aval is None:  # integers have no tangent
+                expected = self._types.get(slot)
+                if expected is None:  # an integer has no tangent, so what was given is ignored
                     continue
-                if _fits(tangent, tangent_aval):
-                    tangents[slot] = as_array(tangent, tangent_aval)
+                if _fits(tangent, expected):
+                    tangents[slot] = as_array(tangent, expected)
                 else:
-                    types = f"{type_text(tangent)}, expected {tangent_aval.str_short()}"
+                    types = f"{type_text(tangent)}, expected {expected.str_short()}"
                     lines.append(f"  {accessor(what, path)}: {types}")
         head = f"{name}: these tangents have other types than their values:"
         raise_listed(TypeError, head, lines)
-        return [tangents.get(slot) for slot in self._types]
+        return [tangents.get(slot) for slot in self.slots]
 
-    def _places_with_tangents(self, given: object) -> Mapping[Path, tuple[int, ...]]:
-        """Returns the places of values that are in no object or pytree that ``given`` omits."""
+    def _places_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:
+        """Returns ``_places`` without those where ``given`` has None in place of a tangent.
+
+        For ``(model, x)`` and the tangents ``(None, dx)``, only that of ``x`` is left. None may
+        also stand for a pytree of modules and arrays, but not for a Variable in a module.
+        """
         leaves = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
         omitted = [path for path, leaf in leaves.items() if leaf is None]
-        return {
-            path: slots
-            for path, slots in self._places.items()
-            if not any(path[: len(start)] == start for start in omitted)
-        }
+        places = {}
+        for path, slots in self._places.items():
+            is_omitted = any(path[: len(start)] == start for start in omitted)
+            if not is_omitted:
+                places[path] = slots
+        return places
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
@@ -185,12 +204,14 @@ def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -
 
 
 def _fits(x: object, aval: Any) -> bool:
-    """Whether something can be a tangent of this type (of ``jax.typeof``)."""
+    """Whether something can be a tangent of a type that :func:`tangent_type` returns."""
     if not _compat.is_array_like(x):
         return False
     own_type: Any = jax.typeof(x)
-    if not hasattr(aval, "dtype") or not hasattr(own_type, "dtype"):  # hijax types
+    # A hijax type has no dtype; its classes say when two are equal.
+    if not hasattr(aval, "dtype") or not hasattr(own_type, "dtype"):
         return bool(own_type == aval)
-    # A Python number, whose type is weak, takes any dtype.
+    # A Python number, whose type is weak, takes the dtype of the tangent, which is floating-point
+    # or complex.
     has_dtype = own_type.dtype == aval.dtype or own_type.weak_type
     return bool(own_type.shape == aval.shape and has_dtype)

@@ -1,15 +1,18 @@
 """``vjp``, ``jvp`` and ``linearize`` for functions that take and return NNX objects.
 
-All three differentiate with respect to every inexact array of the *primals*, the arguments that the
-user gives, and differ in the function of JAX. The derivative is a function of lists of arrays; the
-forms of the primals and of the output (:class:`~.tangents.TangentForm`) translate it into one of
-the user's pytrees. What a method is bound to is an argument as well, before the primals, but is not
-differentiated. A *slot* is the position of an array among those of all arguments.
+All three differentiate with respect to every *inexact* array (floating-point or complex) of the
+*primals*, the arguments that the user gives, and differ only in the transform of JAX that they
+apply: each has a function `apply_jax` for that. What JAX returns are functions of lists of arrays;
+the forms of the primals and of the output (:class:`~.tangents.TangentForm`) translate these from
+and to the user's pytrees. What a method is bound to is an argument as well, before the primals, but
+is not differentiated. A *slot* is the position of an array among those of all arguments.
 
 From other modules:
 
-    differentiate   of `Differentiable`: calls the function and its derivative at some arrays, and
-                    returns what the user's function returns, and the derivative
+    Differentiable  a lifted function: it flattens its arguments and writes back what a call changes
+    differentiate   its method: calls the function, applies a transform of JAX at the arrays in some
+                    slots, and returns what the user's function and the transform returned
+    lift            makes a lifted function of a class for the user's function
     TangentForm     ``tangents_in`` takes tangents out of the user's objects, as a list of arrays;
                     ``build`` makes objects that hold a list of tangents
 """
@@ -74,24 +77,26 @@ def vjp(
 
     The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
     """
-    if f is None or not primals:
+    if f is None or not primals:  # a decorator, or a function that takes the primals
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
-    def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
-        _, pullback, outputs = jax.vjp(function, arrays, has_aux=True)
-        return pullback, outputs
+    def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
+        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        _, pull_arrays, outputs = jax.vjp(function, arrays, has_aux=True)
+        return pull_arrays, outputs
 
     modes = Modes(graph, graph_updates)
-    derivative = _differentiate("vjp", f, has_aux, modes, primals, differentiate)
+    result = _differentiate_call("vjp", f, has_aux, modes, primals, apply_jax)
 
     def pullback(cotangents: object) -> Any:
-        output_arrays = derivative.outputs.tangents_in("vjp: cotangents", cotangents)
-        [primal_arrays] = derivative.function(output_arrays)
-        positional, _ = derivative.primals.build(primal_arrays)  # of (positional, keywords)
+        output_arrays = result.output_form.tangents_in("vjp: cotangents", cotangents)
+        # JAX's function has one argument, the list of the arrays in the primals.
+        [primal_arrays] = result.from_jax(output_arrays)
+        positional, _ = result.primal_form.build(primal_arrays)  # of (positional, keywords)
         return positional[-len(primals) :]  # without what the function is bound to
 
-    return derivative.output, pullback, *derivative.aux
+    return result.output, pullback, *result.aux
 
 
 @_compat.api_boundary
@@ -136,22 +141,25 @@ def jvp(
 
     The semantics are those of ``jax.jvp`` and ``flax.nnx.jvp``.
     """
+    # A decorator, or a function that takes primals and tangents: both, so primals alone are not
+    # enough for a call.
     if f is None or primals is None or tangents is None:
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(jvp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
-    def differentiate(
-        function: Function, arrays: list[object], inputs: TangentForm
+    def apply_jax(
+        function: Function, arrays: list[object], primal_form: TangentForm
     ) -> tuple[Any, Any]:
         # Only here is the form of the primals known.
-        directions = inputs.tangents_in("jvp: tangents", tuple(tangents))
-        _, output_tangents, outputs = jax.jvp(function, (arrays,), (directions,), has_aux=True)
+        array_tangents = primal_form.tangents_in("jvp: tangents", tuple(tangents))
+        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        _, output_tangents, outputs = jax.jvp(function, (arrays,), (array_tangents,), has_aux=True)
         return output_tangents, outputs
 
     modes = Modes(graph, graph_updates)
-    derivative = _differentiate("jvp", f, has_aux, modes, primals, differentiate)
-    output_tangents = derivative.function  # for `jvp`, a list of arrays
-    return derivative.output, derivative.outputs.build(output_tangents), *derivative.aux
+    result = _differentiate_call("jvp", f, has_aux, modes, primals, apply_jax)
+    output_tangents = result.from_jax  # a list of arrays
+    return result.output, result.output_form.build(output_tangents), *result.aux
 
 
 @_compat.api_boundary
@@ -189,92 +197,95 @@ def linearize(
     The semantics are those of ``jax.linearize``.
     """
 
-    def differentiate(function: Function, arrays: list[object], _: TangentForm) -> tuple[Any, Any]:
-        _, pushforward, outputs = jax.linearize(function, arrays, has_aux=True)
-        return pushforward, outputs
+    def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
+        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        _, push_arrays, outputs = jax.linearize(function, arrays, has_aux=True)
+        return push_arrays, outputs
 
     modes = Modes(graph, graph_updates)
-    derivative = _differentiate("linearize", fun, has_aux, modes, primals, differentiate)
+    result = _differentiate_call("linearize", fun, has_aux, modes, primals, apply_jax)
 
     def pushforward(*tangents: object) -> Any:
-        arrays = derivative.primals.tangents_in("linearize: tangents", tangents)
-        return derivative.outputs.build(derivative.function(arrays))
+        arrays = result.primal_form.tangents_in("linearize: tangents", tangents)
+        return result.output_form.build(result.from_jax(arrays))
 
-    return derivative.output, pushforward, *derivative.aux
-
-
-# Differentiates a function of arrays at these, which have the given form. The function returns the
-# arrays of the output, and all outputs of the call. Returns the derivative, and the latter.
-_Differentiate: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
+    return result.output, pushforward, *result.aux
 
 
-class _Derivative(NamedTuple):
-    """What a function returned, its derivative there, and the forms for its tangents."""
+# Applies JAX's transform with ``has_aux=True``. Takes a function of a list of arrays, the arrays at
+# which it is differentiated, and the form of the primals, which only `jvp` needs. The function
+# returns the arrays of the output, and all outputs of the call, which are auxiliary. Returns what
+# JAX's transform makes of the former, and the latter.
+_ApplyJax: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
+
+
+class _Result(NamedTuple):
+    """What a function returned, what JAX returned, and the forms for tangents."""
 
     output: Any  # what the user's function returned, without auxiliary data
     aux: tuple[Any, ...]  # its auxiliary data: one item or none
-    function: Any  # the derivative, of lists of arrays; for `jvp` the tangents of the output
-    primals: TangentForm  # for tangents of the arguments
-    outputs: TangentForm  # for tangents of the output
+    # What `apply_jax` returned first: the pullback or the pushforward, a function of lists of
+    # arrays; for `jvp`, the tangents of the output.
+    from_jax: Any
+    primal_form: TangentForm  # for tangents of the arguments
+    output_form: TangentForm  # for tangents of the output
 
 
 class _AtPoint(Differentiable[..., Any]):
     """A function that is differentiated with respect to all that is inexact in its arguments."""
 
-    def differentiate_at(
-        self, primals: Sequence[object], differentiate: _Differentiate
-    ) -> _Derivative:
+    def differentiate_at(self, primals: Sequence[object], apply_jax: _ApplyJax) -> _Result:
         """Calls the function once, which may change the primals, and differentiates that call.
 
         Args:
           primals: its arguments, without what it is bound to.
-          differentiate: uses ``jax.vjp``, ``jax.jvp`` or ``jax.linearize``; see
-            ``_Differentiate``.
+          apply_jax: applies JAX's transform, as ``_ApplyJax`` says.
         """
         call, flat = self._split((*self._bound, *primals), {})
-        plan, _ = self._plan(call, flat)  # and whether it is new
+        plan, _is_new = self._plan(call, flat)
         primal_form = self._primal_form(primals)
 
         def derivative_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
-            """Returns the derivative of a function and its outputs, as `self.differentiate` asks.
-
-            JAX's transforms want a derivative of each output, but integers and keys have none. So
-            these are left out.
-            """
+            """Applies JAX's transform to a function at these arrays, for `self.differentiate`."""
 
             def inexact_function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 output_arrays, outputs = function(arrays)
+                # JAX wants a tangent for each output; integers and keys have none.
                 return [x for x in output_arrays if tangent_type(x) is not None], outputs
 
-            return differentiate(inexact_function, [*map(as_array, arrays)], primal_form)
+            # JAX arrays also in place of Python numbers, as `tangents_in` returns for tangents:
+            # both need the same dtype.
+            return apply_jax(inexact_function, [*map(as_array, arrays)], primal_form)
 
-        returned, derivative = self.differentiate(plan, flat, primal_form.slots, derivative_of)
+        returned, from_jax = self.differentiate(plan, flat, primal_form.slots, derivative_of)
         output, *aux = returned if self._transform.has_aux else (returned,)
+        # The user's objects, after the call: their tangents have this form.
         flat_output = flatten(output)
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
-        return _Derivative(output, tuple(aux), derivative, primal_form, output_form)
+        return _Result(output, tuple(aux), from_jax, primal_form, output_form)
 
     def _primal_form(self, primals: Sequence[object]) -> TangentForm:
         """Returns the form for tangents of the arguments, without bound objects."""
         # Flattened once more, so that the form keeps static objects alive: the pullback may be
         # called when the caller has dropped them.
         flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])
-        # The children of the root are the leaves of all arguments. Each bound object is one leaf,
-        # and they come first; the rest are the leaves of the primals.
+        # The root of the structure has a child for each module, Variable or array of the arguments,
+        # in order. So the bound objects are the first ones, and the others belong to the primals.
         root: Any = flat.structure.root
+        # As in the structure, a module is one leaf, as is a Variable.
         treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
         differentiated = Container(treedef, root.children[len(self._bound) :])
         return TangentForm(flat, slots_by_path(flat.structure, differentiated))
 
 
-def _differentiate(
+def _differentiate_call(
     name: str,
     fun: Callable[..., object],
     has_aux: bool,
     modes: Modes,
     primals: Sequence[object],
-    differentiate: _Differentiate,
-) -> _Derivative:
+    apply_jax: _ApplyJax,
+) -> _Result:
     """Calls a function at the primals, and differentiates that call.
 
     Args:
@@ -283,9 +294,10 @@ def _differentiate(
       has_aux: whether it returns a pair of its output and auxiliary data.
       modes: the user's options ``graph`` and ``graph_updates``.
       primals: the arguments.
-      differentiate: JAX's transform of a function of arrays, with the form of the primals.
+      apply_jax: applies JAX's transform of that name, as ``_ApplyJax`` says.
     """
     transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
+    # As for a decorated function, so that the call changes the caller's objects.
     lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
-    derivative: _Derivative = lifted.differentiate_at(primals, differentiate)
-    return derivative
+    result: _Result = lifted.differentiate_at(primals, apply_jax)
+    return result
