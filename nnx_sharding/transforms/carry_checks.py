@@ -95,22 +95,28 @@ def structure_changes(
 
     Args:
       names: the expression for each object to compare, by its index in both structures.
-      before: the structure that a function was given: an entry for each object.
-      after: the structure that it left.
+      before: the structure that a function was given. The *entry* of an object describes it.
+      after: the structure that it left, with the same objects first.
+
+    Yields:
+      A difference for each attribute or item: ``("model.scale", "nothing", "an array")`` for an
+      attribute that is new. It has equal texts if another object of the same kind is there.
     """
     for index, name in names.items():
         old_entry = before.entries[index]
         new_entry = after.entries[index]
-        # Without graph updates, an entry that cannot change is None afterwards.
+        # None describes an object that cannot change: without graph updates, a module after a call.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue
-        # The attributes (or items) of the object, by path: a value, or the index of an object.
+        # The attributes (or items) of the object, by path: {("scale",): what is there}, which is a
+        # static value, a mark for an array, or the index of another object; never None.
         old, new = parts_of(old_entry), parts_of(new_entry)
         changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
         # Flax records which attributes hold data. That record changes along with them, and is
         # named only if nothing else has changed.
         by_user = [path for path in changed if path != (_compat.STATUSES,)]
         for path in by_user or changed:
+            # Texts such as "an array", "a Linear" or the static value.
             in_old = show_child(before, old[path]) if path in old else "nothing"
             in_new = show_child(after, new[path]) if path in new else "nothing"
             yield Difference(accessor(name, path), in_old, in_new)

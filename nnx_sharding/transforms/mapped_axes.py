@@ -1,22 +1,31 @@
 """Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
 
-The *specs* of these transforms are axes: :class:`~.types.Axis` with an index, with None for what is
-not mapped, or ``CARRY``. They are found like shardings, by prefixes of the arguments and by filters
-for the Variables of modules (:class:`StateAxes`), and results are grouped by them.
+The *specs* of these transforms are axes: ``Axis(0)`` for the first dimension, ``BROADCAST`` (an
+``Axis`` with the index None) for what is not mapped, or ``CARRY``. They are found like shardings,
+by prefixes of the arguments and by filters for the Variables of modules (:class:`StateAxes`), and
+results are grouped by them.
 
-Variables have one more dimension outside of the function than inside. What a function writes to a
-Variable has the axis of the Variable; new Variables of a mapped module have that of the module.
-What ``nnx.capture`` collects in a module is *captured*. All objects of the arguments are in a table
-(the *structure*), in which each has an *index*; the *slot* of an array is its position in the list
-of all arrays. A *plan* has the axes of all arrays, by slot, and of all Variables (``variables``),
-by index; *unflattened* has the objects as they are in the trace.
+A *mapped* array or Variable has one more dimension outside of the function than inside, where it is
+one element (of ``vmap``) or slice (of ``scan``). The results of all elements are *stacked*: they
+get a dimension when they leave the function. What a function writes to a Variable has the axis of
+the Variable; new Variables of a mapped module have that of the module. What modules ``sow`` while
+they run is *captured*: it is in Variables that ``nnx.capture`` has made in them, empty at first. It
+differs between the elements also where the module is the same for all, so it is stacked then, too.
+
+All objects of the arguments are in a table (the *structure*), in which each has an *index*; the
+*slot* of an array is its position in the list of all arrays. A *plan* has the axes of all arrays,
+by slot, and of all Variables (``variables``), by index, with their names; *unflattened* has the
+objects as they are in the trace.
 
 From other modules:
 
     Specs            what the user wrote, a prefix of the arguments, as a ``tree`` of axes
+    PathFunction     what ``nnx.prefix`` returns: known axes by path, and a function for other paths
     Caller           the call that is being traced; ``fun`` is the user's function
     Flat             flattened objects: their structure, ``leaves`` (arrays by slot) and ``objects``
     InnerTransform   the base: becomes part of a surrounding trace
+    locate           finds the Variables and arrays in some arguments, each with the user's spec
+    resolve          finds the final spec of each of these
 """
 
 from __future__ import annotations
@@ -99,11 +108,13 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
         return Axis(x)
     if is_carry(x):
         return CARRY
-    if isinstance(x, nnx.StateAxes):
+    if isinstance(x, nnx.StateAxes):  # Flax's own; ours reads each of its axes by this function
         return StateAxes(zip(x.filters, x.axes, strict=True))
-    if (prefix := _compat.prefix_state(x)) is not None:  # what `nnx.prefix` returns
-        # It has axes that are known already, and a function of path and value for all others.
-        known = leaves_by_path(prefix.specs, lambda axis: axis is None)
+    prefix = _compat.prefix_state(x)  # None for all but what `nnx.prefix` returns
+    if prefix is not None:
+        # It has a pytree of known axes, of which None is one, and a function of path and value for
+        # all other paths.
+        known = leaves_by_path(prefix.specs, is_leaf=lambda axis: axis is None)
         axes = {path: _axis(place, axis) for path, axis in known.items()}
         return PathFunction(_AxisOf(place, prefix.function), axes)
     raise TypeError(
@@ -138,10 +149,12 @@ def axes_specs(option: str, prefix: object) -> Specs:
       option: the name of the option, for messages.
       prefix: what the user gave for it, such as ``(0, None)``.
     """
-    # Also leaves: None, which is an axis, and what `nnx.prefix` returns, which has several.
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(
-        prefix, is_leaf=lambda x: x is None or _compat.prefix_state(x) is not None
-    )
+
+    def is_leaf(x: object) -> bool:
+        """Whether JAX would take something apart (or leave it out) that ``_axis`` reads whole."""
+        return x is None or _compat.prefix_state(x) is not None  # what `nnx.prefix` returns
+
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf)
     axes = []
     for path, axis in leaves:
         place = accessor(option, tuple(map(path_key, path)))  # such as `in_axes[0]['mask']`
@@ -153,7 +166,8 @@ def axes_specs(option: str, prefix: object) -> Specs:
 class Mapped(InnerTransform):
     """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them."""
 
-    # What a function captures is stacked along the first dimension, even if no spec says so.
+    # Results need a group for each axis that they may have. What a function captures is stacked
+    # along the first dimension, even if the user has written no such axis.
     own_specs: ClassVar[tuple[Axis, ...]] = (Axis(0),)
 
     in_name: str = "in_axes"
@@ -171,7 +185,10 @@ class Mapped(InnerTransform):
         return [*map(self.spec_of, specs)]
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Axis]:
-        """Returns the axes of captured arrays in modules that are not mapped: the first one.
+        """Returns the axes of captured arrays that are stacked though their module is not mapped.
+
+        In a mapped module, they have the axis of the module, as all that is new in it. Others get
+        the first one, as the results of modules do by default.
 
         Args:
           plan: the plan of the call.
@@ -184,19 +201,20 @@ class Mapped(InnerTransform):
         for index in captures(plan.structure):
             if is_mapped(plan.variables[index].spec):
                 continue
+            # A value from an earlier call has no dimension for the elements, nor has what takes its
+            # place. A Variable that was empty has no axis yet.
+            was_empty = not plan.structure.slots[index]
             for slot in after.structure.slots[index]:
-                if self.is_stacked(plan.structure.slots[index], after.leaves[slot]):
+                if was_empty and self.stacks_captured(after.leaves[slot]):
                     specs[slot] = Axis(0)
         return specs
 
-    def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
-        """Whether a captured array is stacked, in a Variable of a module that is not mapped.
+    def stacks_captured(self, array: object) -> bool:
+        """Whether an array is stacked that was captured in a module that is not mapped.
 
-        Args:
-          slots: the slots of the Variable before the call; none if it was empty.
-          leaf: the array.
+        It is in a Variable that was empty before the call.
         """
-        return not slots  # what replaces an old value is as little mapped as that
+        return True
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
@@ -207,7 +225,8 @@ class Mapped(InnerTransform):
           fun_name: the name of the user's function.
           names: the expression for each result, such as ``output[0].kernel``.
           leaves: the arrays in the trace.
-          specs: the axis of each.
+          specs: the axis of each: of ``out_axes`` or, for what is in a module of the arguments, of
+            ``in_axes`` (the options ``out_name`` and ``in_name``).
         """
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
@@ -215,7 +234,8 @@ class Mapped(InnerTransform):
             if axis is None or _compat.is_ref(leaf):  # refs are updated in place, and never stacked
                 continue
             ndim = getattr(jax.typeof(leaf), "ndim", None)  # None for a hijax type: never stacked
-            if ndim is None or not -ndim - 1 <= axis <= ndim:
+            # Stacked, it has ndim + 1 dimensions: 0 to ndim, or from -1 to -(ndim + 1).
+            if ndim is None or not -(ndim + 1) <= axis <= ndim:
                 lines.append(f"  {name}, {type_text(leaf)}: axis {axis}")
         raise_listed(
             ValueError,
@@ -229,8 +249,8 @@ class Mapped(InnerTransform):
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns the user's function, during which Variables have no name for the mapped axis.
 
-        The logical axes of a Variable (its metadata) name each dimension. Inside of the function,
-        the mapped one is not there.
+        The logical axes of a Variable (its metadata) name each dimension: ``("layers", "embed")``
+        outside of the function, and ``("embed",)`` inside, where the mapped dimension is not there.
         """
         fun = super().user_function(plan, caller, unflattened)
         if not self.metadata:
@@ -247,11 +267,11 @@ class Mapped(InnerTransform):
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
-                # What the function made has the axis, and its name, only outside.
+                # What the function made is stacked when it leaves, and needs the name then.
                 new = self._new_variables(out, plan, unflattened)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
-            finally:
+            finally:  # the mapped Variables leave with the name that they came with
                 change_names(nnx.spmd.add_axis, mapped, settings)
 
         return without_axis_names
@@ -272,17 +292,18 @@ class Mapped(InnerTransform):
         # The objects of the arguments keep their indices; new ones come after them.
         num_old_objects = len(unflattened.objects)
         flat = flatten(out, first_objects=unflattened.objects)
-        caller = f"{self.name}: {self.out_name}"  # for messages
+        option = f"{self.name}: {self.out_name}"  # for messages
         # The output, in the parts that `out_axes` has an axis or filters for.
-        output = split_argument("output", self.out_specs.tree, out, flat.structure.root, caller)
-        # Finds the axis of each Variable, by index. The specs of the arguments hold for what was
-        # attached to them, those of the output for the rest.
+        output = split_argument("output", self.out_specs.tree, out, flat.structure.root, option)
+        # Finds the axis of each Variable, by index. A new one that is attached to an argument has
+        # the axis that `in_axes` gives there, any other one that of `out_axes`.
         resolved = resolve(
             locate(flat.structure, [*plan.graph_arguments, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
-            decided=plan.variables,  # known from the call
+            # The Variables of the arguments have their axes, and filters are not asked about them.
+            decided=plan.variables,
             decided_arguments={argument.name for argument in plan.graph_arguments},
         )
         return [
@@ -300,38 +321,46 @@ def is_mapped(axis: Axis | None) -> bool:
 def captures(structure: Structure) -> set[int]:
     """Returns the indices of the Variables in which ``nnx.capture`` collects what modules sow.
 
-    Each module has an attribute for them, a nested container, which Flax names.
+    Each module has an attribute for them, a nested container, whose name is Flax's. Perturbations,
+    which are there as well, are left out.
     """
     indices: set[int] = set()
     for entry in structure.entries:
         if not isinstance(entry, NodeEntry) or _compat.CAPTURES not in entry.keys:
             continue
         captured = entry.children[entry.keys.index(_compat.CAPTURES)]
-        for index in atoms([captured]):  # the leaves of the container
-            if isinstance(index, int):  # the index of a Variable
-                variable_type = getattr(structure.entries[index], "type", object)
-                # A perturbation is an input too; in a module that is not mapped, the same for all.
-                if not issubclass(variable_type, nnx.Perturbation):
-                    indices.add(index)
+        # What is in the container: indices of Variables, and values that are no objects.
+        for index in atoms([captured]):
+            if not isinstance(index, int):
+                continue
+            variable_type = getattr(structure.entries[index], "type", object)
+            # A perturbation is an input as well, so that in a module that is not mapped it is the
+            # same for all elements, as a parameter is.
+            if not issubclass(variable_type, nnx.Perturbation):
+                indices.add(index)
     return indices
 
 
 def change_names(
     change: Callable[..., Any], mapped: Iterable[tuple[Any, int]], settings: Mapping[Any, Any]
 ) -> None:
-    """Adds or removes the names of axes in the logical axes of Variables.
+    """Adds or removes the name of the mapped axis in the logical axes of Variables.
 
     Args:
-      change: ``nnx.spmd.add_axis`` or ``remove_axis``, which count axes from the front.
-      mapped: the Variables as they are without the axis, each with the axis.
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``.
+      mapped: Variables, each with its axis. Their arrays are those of one element, in the trace:
+        without the mapped dimension, whether its name is added or removed.
       settings: Flax's ``transform_metadata``, with the name of the axis.
     """
     for variable, axis in mapped:
         arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
-        # With empty logical axes, Flax would add no name, but try to remove one.
-        if arrays and variable.get_metadata().get("out_sharding") != ():
-            # From the front, where the dimension will be: of an array without it.
-            change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
+        # Flax keeps the logical axes as `out_sharding`. It adds no name to empty ones, but would
+        # try to remove one from them.
+        if not arrays or variable.get_metadata().get("out_sharding") == ():
+            continue
+        # Flax counts from the front: axis -1 of an array that has 3 dimensions outside is 2.
+        ndim_outside = jnp.ndim(arrays[0]) + 1
+        change(variable, axis % ndim_outside, settings)
 
 
 def jax_options(**options: object) -> tuple[tuple[str, Static], ...]:

@@ -8,6 +8,7 @@ From other modules:
 
     Mapped          the base: reads axes from ``in_axes``, and names them in metadata
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    Inner           the base of functions that become part of a surrounding trace
     type_spec       the spec in the type of an array; None if no mesh axis is Explicit
 """
 
@@ -91,14 +92,15 @@ def vmap(
 
     The semantics are those of ``jax.vmap`` and ``flax.nnx.vmap``.
     """
+    # Pytrees of `Axis` and `CARRY` in place of what the user wrote; ``written`` lists all of them.
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
-    # The same axes are written for both transforms, so they are easily mixed up.
+    # Axes of `scan` may have been copied from there.
     if CARRY in (*in_specs.written, *out_specs.written):
         raise TypeError("vmap: Carry is for scan; the elements of vmap are independent.")
     transform = _Vmap(
         in_specs=in_specs,
         out_specs=out_specs,
-        options=jax_options(
+        options=jax_options(  # hashable, as the key of a plan has them
             axis_name=axis_name, axis_size=axis_size, spmd_axis_name=spmd_axis_name
         ),
         metadata=tuple((transform_metadata or {}).items()),
@@ -123,13 +125,15 @@ class _Vmap(Mapped):
           plan: has an axis for each array (``specs``) and each group of outputs (``out_specs``).
           function: the pure function, of the arrays of one element.
         """
+        # The user's options of `jax.vmap`, which are kept as hashable pairs.
         options: dict[str, Any] = {key: option.value for key, option in self.options}
         options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
         in_axes = tuple(axis.index for axis in plan.specs)
 
         def call_mapped(*leaves: object) -> Any:
             # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
-            # parameter that a layer gathers, but not what the function captures.
+            # parameter that a layer gathers, but accepts it as a constant that the function
+            # captures. So unmapped arrays whose types are sharded are captured.
             captured = {
                 slot
                 for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True))
@@ -139,6 +143,7 @@ class _Vmap(Mapped):
                 try:
                     return jax.vmap(function, in_axes, **options)(*leaves)
                 except Exception as error:
+                    # Adds a note to JAX's error for keys of all elements in place of one.
                     _explain_stacked_keys(error, plan, leaves)
                     raise
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
@@ -148,9 +153,9 @@ class _Vmap(Mapped):
 
         return call_mapped
 
-    def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
+    def stacks_captured(self, array: object) -> bool:
         """Whether a captured array is stacked; one that is equal for all elements need not be."""
-        return super().is_stacked(slots, leaf) and _compat.varies_in_vmap(leaf)
+        return _compat.varies_in_vmap(array)
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
@@ -181,7 +186,16 @@ class _Vmap(Mapped):
 
 
 def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -> None:
-    """Adds to an error of JAX about several keys in place of one which ones are not mapped."""
+    """Adds a note to an error of JAX for an array of random keys in place of a single one.
+
+    That is raised where the function draws from a stream whose keys, one for each element, are not
+    mapped. The note names these. All other errors are left alone.
+
+    Args:
+      error: what was raised in the trace.
+      plan: the plan of the call, with the names and axes of its arrays.
+      leaves: the arrays, by slot.
+    """
     if not _compat.is_of_stacked_key(error):
         return
     lines = [

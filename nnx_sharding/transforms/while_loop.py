@@ -228,7 +228,7 @@ class _While(Scan):
     carried: int | str | None = None
     returned: int | None = None
 
-    def is_stacked(self, slots: Sequence[int], leaf: object) -> bool:
+    def stacks_captured(self, array: object) -> bool:
         return False  # the number of steps may be unknown
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
