@@ -17,11 +17,17 @@ One tick is::
                     prefix            of the microbatch whose gradient leaves the first stage
 
 All ticks of a phase are one ``scan``. The backward pass cannot come from JAX's transposition of
-that, so gradients are sums in the carry. What a later tick reads waits in *rings* of K slots.
+that, so gradients are sums in the carry. What a later tick reads waits in *rings* of K slots: slot
+``tick % K`` is written at each tick, and read up to K - 1 ticks later.
 
-The parts of the loss, and the words for what they get and return (fixed, varying, early, late,
-split), are those of ``pipeline_parts.py``. Arrays are named by the position of the output of the
-loss that they are, or by that of the input if they are targets: parameters.
+``pipeline_parts.py`` cuts the loss into parts, and has the words for what they get and return:
+*targets* (the parameters), *fixed*, *varying*, *early*, *late*; gradients of *split* targets are
+kept as *shard sums*, (shards, …), and added up after the loop. A part is a function from inputs to
+outputs of the loss, both as dicts by position. An output may be an input of a later part::
+
+    loss.state[i]         the input with the old value of the Variable that gets output i
+    loss.result_of[i]     the input with what the layers return in place of x, which is output i
+    loss.written_of[i]    the input with what the layers write in place of their array, output i
 """
 
 from __future__ import annotations
@@ -57,47 +63,53 @@ def accumulate_interleaved(
     Args:
       gradient: differentiates the loss.
       call: its call with the first microbatch.
-      batch: the arrays of this, and those of all microbatches, (M, rows, …).
+      batch: for each array in the arguments that has rows a pair: the array of the first
+        microbatch, as it is in ``call``, and that of all microbatches, (M, rows, …).
       dtype: that of sums of gradients; None for their own.
       row_axes: mesh axes that shard the rows.
-      is_split: for each array that is differentiated, whether these shard it nowhere, so that its
-        gradient is added up over them once, after the loop.
+      is_split: for each array that is differentiated, whether none of these axes shards it. Its
+        gradient is then added up over them once, after the loop.
 
     Returns:
       The mean of the losses, or with auxiliary data a pair with these, stacked, and the sum of the
       gradients of each array that is differentiated.
     """
     flat = call.flat
-    slots = traced_slots(flat.leaves)
-    position = {slot: i for i, slot in enumerate(slots)}  # among the inputs of the traced loss
-    # Which arguments have rows is known by the identity of the first microbatch's arrays.
-    microbatches = {id(first): all_parts for first, all_parts in batch}
-    inputs = {position[slot]: flat.leaves[slot] for slot in slots}
-    batch_by_position = {i: microbatches[id(x)] for i, x in inputs.items() if id(x) in microbatches}
-    targets = [position[slot] for slot in call.slots]
-    names = [call.plan.names[slot] for slot in call.slots]
+    slots = traced_slots(flat.leaves)  # of all arrays in the arguments: the inputs of the loss
+    position_of = {slot: i for i, slot in enumerate(slots)}  # slot → number of the input
+    all_microbatches = {id(first): stacked for first, stacked in batch}
+    batch_by_position = {}
+    for i, slot in enumerate(slots):
+        # The arguments hold the same objects as `batch`, which tells which of them have rows.
+        if (stacked := all_microbatches.get(id(flat.leaves[slot]))) is not None:
+            batch_by_position[i] = stacked
+    targets = [position_of[slot] for slot in call.slots]
+    names = [call.plan.names[slot] for slot in call.slots]  # such as ``model.up.kernel``
 
     def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
+        """Runs the pipeline in the loss; returns the gradients, and what the loss returns."""
         loss = TracedLoss(function, arrays, flat, slots, find_call(function, arrays))
-        assert loss.call.loop is not None
-        # The stages share the rows.
-        axes = tuple(axis for axis in row_axes if axis != loss.call.loop.axis)
-        triples = zip(targets, names, is_split, strict=True)
-        split = {target: name for target, name, splits in triples if splits and axes}
+        assert loss.call.staged is not None
+        # All stages get all rows of a microbatch, so the axis of the stages divides none.
+        axes = tuple(axis for axis in row_axes if axis != loss.call.staged.axis)
+        split = {}  # target → its name; none if the rows are not sharded
+        if axes:
+            triples = zip(targets, names, is_split, strict=True)
+            split = {target: name for target, name, splits in triples if splits}
         parts = LossParts(loss, targets, batch_by_position.keys(), split)
-        sums = ShardSums(loss.call.loop.mesh, axes)
+        sums = ShardSums(loss.call.staged.mesh, axes)
         loop = OneForwardOneBackward(parts, arrays, batch_by_position, dtype, sums)
-        found = loop.run()
-        value, *others = (found.returned[i] for i in loss.returned)
-        state = [found.state[i] for i in loss.state]
-        gradients = [found.gradients[i] for i in targets]
-        return gradients, loss.outputs([value.mean(), *others], state)
+        result = loop.run()
+        value, *auxiliary = (result.returned[i] for i in loss.returned)  # each (M, …)
+        new_state = [result.state[i] for i in loss.state]
+        gradients = [result.gradients[i] for i in targets]
+        return gradients, loss.outputs([value.mean(), *auxiliary], new_state)
 
     return gradient.differentiate(call.plan, flat, slots, differentiate)
 
 
 class Accumulated(NamedTuple):
-    """What the loop returns."""
+    """What the loop returns, by the positions of outputs; ``gradients`` by those of the targets."""
 
     returned: ByPosition  # what the loss returns, of all microbatches, (M, …)
     state: ByPosition  # what Variables get, after the last microbatch
@@ -105,18 +117,23 @@ class Accumulated(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What one tick passes to the next, with the shapes of the arrays in each field."""
+    """What one tick passes to the next, with the shapes of the arrays in each field.
 
-    sent: ByPosition  # what each stage gets for its forward pass, (S, rows, …)
-    d_sent: ByPosition  # what each gets for its backward pass: gradients of what it returned
-    written: ByPosition  # the Variables that layers write, (S, D, …)
+    ``totals`` has positions of inputs, the targets. All other fields have those of outputs, but for
+    ``residuals``, which have numbers of their own.
+    """
+
+    sent: ByPosition  # the x that each stage gets for its forward pass, (S, rows, …)
+    d_sent: ByPosition  # gradients of what each stage returned, for its backward pass, (S, rows, …)
+    written: ByPosition  # the arrays of the layers that layers write, (S, D, …)
     early: ByPosition  # the early state that the next microbatch enters with
     late: ByPosition  # the late state that the next microbatch leaves with
     residuals: Residuals  # rings: slot t mod K has what forward passes of tick t kept, (S, K, …)
     past_early: ByPosition  # rings: the early state with which microbatch t entered, (K, …)
     past_varying: ByPosition  # rings: what else layers get with microbatch t, (K, …)
-    # Sums over the microbatches so far. Those of split targets are shard sums, (shards, …).
-    totals: ByPosition  # gradients of the targets by what is around the layers, as the targets
+    # Sums over the microbatches so far. Those of split targets are shard sums: one more dimension
+    # in front, (shards, …).
+    totals: ByPosition  # gradients of the targets by prefix and suffix, in the targets' shapes
     fixed_totals: ByPosition  # gradients of what is fixed: of layers (S, D, …), of others (S, …)
 
 
@@ -135,21 +152,22 @@ class OneForwardOneBackward:
 
         Args:
           parts: the parts of the loss.
-          arrays: the arrays of its arguments, with one microbatch.
-          batch: the arrays of all microbatches, (M, rows, …), by the position of the input.
+          arrays: the inputs of the loss, with one microbatch.
+          batch: the inputs that have rows, of all microbatches, (M, rows, …).
           dtype: that of sums of gradients; None for their own.
-          sums: splits the gradients of split targets by the shards of the rows.
+          sums: computes gradients as one sum for each shard of the rows, (shards, …).
         """
-        assert parts.loss.call.loop is not None
-        self._parts, self._loss, self._loop = parts, parts.loss, parts.loss.call.loop
+        assert parts.loss.call.staged is not None  # `find_call` has refused a loss without one
+        self._parts, self._loss, self._staged = parts, parts.loss, parts.loss.call.staged
         self._arrays, self._batch = dict(enumerate(arrays)), batch
         self._dtype, self._sums = dtype, sums
-        self._time = Timetable(self._loop.stages, len(next(iter(batch.values()))))
+        num_microbatches = len(next(iter(batch.values())))  # M, the same in all arrays
+        self._time = Timetable(self._staged.stages, num_microbatches)  # which microbatch is where
         self._stages = TracedStages(parts)
 
     def run(self) -> Accumulated:
         """Runs all ticks."""
-        parts, inputs = self._parts, self._inputs()
+        parts, loss, inputs = self._parts, self._loss, self._arrays
         # What all microbatches share is computed, and differentiated, once.
         self._fixed = parts.run_fixed(inputs)
         _, pull_fixed = jax.vjp(
@@ -157,18 +175,23 @@ class OneForwardOneBackward:
             _pick(inputs, parts.targets),
         )
         carry = self._first_carry()
-        warm, steady = self._time.delay, self._time.microbatches
+        warm, steady = self._time.delay, self._time.microbatches  # S - 1 and M ticks
         carry, _ = self._scan(self._run_warm, carry, 0, warm)
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
-        # The gradient of a target: by what is around the layers, and by the layers.
+        # The gradient of a target: by prefix and suffix, plus by what is fixed, such as the layers.
         gradients = self._added_up(carry.totals, parts.split)
-        [by_layers] = pull_fixed(self._fixed_gradients(carry))
+        [by_fixed] = pull_fixed(self._fixed_gradients(carry))
         for i, gradient in gradients.items():
-            gradients[i] = gradient + by_layers[i].astype(gradient.dtype)
-        # The early and late state after the last microbatch, and the state that layers wrote.
-        last = self._inputs(early=carry.early, late=carry.late, written=carry.written)
-        state = carry.early | carry.late | parts.run_ending(last)
+            gradients[i] = gradient + by_fixed[i].astype(gradient.dtype)
+        # What depends on what layers write is computed from what they wrote last.
+        inputs = (
+            inputs
+            | _rename(carry.early, loss.state)
+            | _rename(carry.late, loss.state)
+            | _rename(carry.written, loss.written_of)
+        )
+        state = carry.early | carry.late | parts.run_ending(inputs)
         return Accumulated(returned, state, gradients)
 
     def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
@@ -182,9 +205,12 @@ class OneForwardOneBackward:
     def _run_steady(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, ByPosition]:
         """Runs a tick with a forward pass, a loss, which it returns, and a backward pass."""
         carry = self._forward(carry, tick)
-        # From the first stage, which the last one has sent it to: XLA slices the last by a shift.
-        leaving = {i: x[0] for i, x in carry.sent.items()}
+        # Stages send in a ring, so the first one has got what the last one returned. It is read
+        # there because XLA compiles a slice of the last stage, [-1], as a shift of all stages.
+        leaving = {i: x[0] for i, x in carry.sent.items()}  # (rows, …)
         carry, returned, d_leaving = self._differentiate(carry, tick, leaving)
+        # The gradient of what each stage returned, (S, rows, …): the last one has it from the loss,
+        # the others from the next stage, which sent it in the tick before.
         d_out = {
             i: _where(self._time.is_last, d_leaving[i], d_sent)
             for i, d_sent in carry.d_sent.items()
@@ -196,25 +222,30 @@ class OneForwardOneBackward:
         return self._backward(carry, tick, carry.d_sent), None
 
     def _forward(self, carry: _Carry, tick: jax.Array) -> _Carry:
-        """Runs the forward pass of one tick."""
-        parts, slot = self._parts, self._time.slot(tick)
-        # When all have entered, the last one does so again, and what it computes is ignored.
-        entering = jnp.minimum(tick, self._time.microbatches - 1)
-        before = parts.run_prefix(self._inputs(entering, early=carry.early))
-        items = self._time.forward(tick)
-        past_early = _put(carry.past_early, carry.early, slot)
+        """Runs the forward pass of one tick: the prefix, the layers of all stages, and the send."""
+        parts, time = self._parts, self._time
+        slot = time.slot(tick)  # of the rings, for what this tick keeps
+        # The prefix of the microbatch that enters the first stage; its number is the tick. When all
+        # have entered, the last one does so again, and what comes of it is ignored.
+        entering = jnp.minimum(tick, time.microbatches - 1)
+        before = parts.run_prefix(self._inputs(entering, carry.early))
+        past_early = _put(carry.past_early, carry.early, slot)  # for the backward pass of it
         past_varying = _put(carry.past_varying, _pick(before, parts.varying), slot)
-        x = {
-            i: self._loop.constrain_rows(_where(self._time.is_first, before[i], sent))
+        # The layers. The first stage gets x from the prefix, the others what they were sent.
+        x = {  # (S, rows, …)
+            i: self._staged.constrain_rows(_where(time.is_first, before[i], sent))
             for i, sent in carry.sent.items()
         }
-        varying = {  # each stage gets what its own microbatch entered with, (S, …)
-            i: self._loop.constrain(jnp.take(ring, self._time.slot(items), axis=0))
+        items = time.forward(tick)  # (S,): stage s has microbatch `tick - s`
+        # Each stage gets what its own microbatch entered with: (K, …) → (S, …).
+        varying = {
+            i: self._staged.constrain(jnp.take(ring, time.slot(items), axis=0))
             for i, ring in past_varying.items()
         }
         arrays = self._fixed | carry.written | x | varying
-        out, written, residuals = self._stages.forward(arrays)
-        is_entering, is_busy = self._time.is_busy(tick), self._time.is_busy(items)
+        out, written, residuals = self._stages.forward(arrays)  # each array (S, …)
+        # State only changes for real microbatches: not once all have entered, not in idle stages.
+        is_entering, is_busy = time.is_busy(tick), time.is_busy(items)
         return carry._replace(
             sent=self._send(out, 1),
             early={i: jnp.where(is_entering, before[i], old) for i, old in carry.early.items()},
@@ -229,172 +260,188 @@ class OneForwardOneBackward:
     ) -> tuple[_Carry, ByPosition, ByPosition]:
         """Computes the loss of the microbatch that leaves the last stage, and its gradient.
 
+        Args:
+          carry: what the forward pass of this tick passed on.
+          tick: the tick.
+          leaving: what the last stage returned, (rows, …), by the position of the x it replaces.
+
         Returns:
-          The carry, what the loss returns, and the gradient of what leaves the last stage.
+          The carry, with new totals and late state; what the loss returns; and the gradient of
+          ``leaving``, by the same positions, for floating-point arrays.
         """
         parts, loss = self._parts, self._loss
         microbatch = self._time.leaving(tick)
-        early = self._early_of(carry, microbatch)
-        inputs = self._inputs(microbatch, early=early, late=carry.late, results=leaving)
-        # The results of the layers are inputs of the loss, and differentiated as the targets are.
+        inputs = (
+            self._inputs(microbatch, self._early_of(carry, microbatch))
+            | _rename(carry.late, loss.state)
+            | _rename(leaving, loss.result_of)
+        )
+        # The suffix is differentiated by the targets, and by what the layers returned.
         results = [loss.result_of[i] for i in parts.x_with_gradients]
 
-        def gradients_and_outputs(inputs: ByPosition) -> tuple[ByPosition, ByPosition]:
+        def gradients_and_outputs(inputs: ByPosition, _: object) -> tuple[ByPosition, ByPosition]:
             def value(chosen: ByPosition) -> tuple[Any, ByPosition]:
                 outputs = parts.run_suffix(inputs | chosen)
-                return outputs[loss.returned[0]], outputs  # the first one is the loss
+                return outputs[loss.returned[0]], outputs  # the first that it returns is the loss
 
             chosen = _pick(inputs, [*parts.targets, *results])
             gradients, outputs = jax.grad(value, has_aux=True)(chosen)
             return gradients, outputs
 
-        rows = dict.fromkeys([*self._batch, *loss.results], 0)
-        gradients, outputs = self._with_split_gradients(gradients_and_outputs, inputs, rows)
+        gradients, outputs = self._with_shard_sums(gradients_and_outputs, inputs, {})
         totals = _add(carry.totals, _pick(gradients, parts.targets))
         carry = carry._replace(late=_pick(outputs, parts.late), totals=totals)
         d_leaving = {i: gradients[loss.result_of[i]] for i in parts.x_with_gradients}
         return carry, _pick(outputs, loss.returned), d_leaving
 
     def _backward(self, carry: _Carry, tick: jax.Array, d_out: ByPosition) -> _Carry:
-        """Runs the backward pass of one tick, from the gradients of what stages returned."""
-        parts, items = self._parts, self._time.backward(tick)
-        is_busy, slots = self._time.is_busy(items), self._time.slots_on_stages(items)
-        kept = {n: self._loop.take_on_stages(ring, slots) for n, ring in carry.residuals.items()}
+        """Runs the backward pass of one tick: the layers of all stages, the send, and the prefix.
+
+        Args:
+          carry: what this tick has computed so far.
+          tick: the tick.
+          d_out: the gradient of what each stage returned for its microbatch, (S, rows, …).
+        """
+        parts, time = self._parts, self._time
+        items = time.backward(tick)  # (S,): the microbatch of each stage
+        is_busy = time.is_busy(items)  # (S,): an idle stage has a number that is no microbatch
+        # What each stage kept of its microbatch in the forward pass: (S, K, …) → (S, …).
+        slots = time.slots_on_stages(items)
+        kept = {n: self._staged.take_on_stages(ring, slots) for n, ring in carry.residuals.items()}
         gradients = self._stages.backward(
-            self._fixed | carry.written, kept, d_out, self._sums, wanted=[*parts.split_fixed]
+            self._fixed, kept, d_out, self._sums, wanted=[*parts.split_fixed]
         )
-        # Idle stages compute with what is in the ring, of which gradients need not be finite.
-        fixed = {
-            # Shard sums are (shards, S, …).
-            i: _where(is_busy[None] if i in parts.split_fixed else is_busy, gradients[i], 0)
-            for i in parts.fixed_with_gradients
-        }
-        d_x = _pick(gradients, parts.x_with_gradients)
-        by_prefix = self._prefix_gradients(carry, self._time.returning(tick), d_x)
+        # An idle stage computes with whatever is in its ring, so its gradients may be inf or nan.
+        d_fixed = {}
+        for i in parts.fixed_with_gradients:
+            # Gradients are (S, …); those of split ones are shard sums, (shards, S, …).
+            on_stages = is_busy[None] if i in parts.split_fixed else is_busy
+            d_fixed[i] = _where(on_stages, gradients[i], 0)
+        d_x = _pick(gradients, parts.x_with_gradients)  # (S, rows, …)
+        by_prefix = self._prefix_gradients(carry, time.returning(tick), d_x)
         return carry._replace(
-            fixed_totals=_add(carry.fixed_totals, fixed),
+            fixed_totals=_add(carry.fixed_totals, d_fixed),
             totals=_add(carry.totals, by_prefix),
-            d_sent=self._send(d_x, -1),
+            d_sent=self._send(d_x, -1),  # to the stage before, which returned this x
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: ByPosition) -> ByPosition:
         """Returns gradients of the targets by the prefix, such as those of an embedding.
 
         Args:
-          carry: what the tick before passed on.
+          carry: what this tick has computed so far.
           item: the microbatch whose backward pass ends in the first stage; negative while none has
             come so far, for which the gradients are 0.
           d_x: the gradients of what each stage got, (S, rows, …); those of the first are read.
         """
         parts, microbatch = self._parts, jnp.maximum(item, 0)
-        inputs = self._inputs(microbatch, early=self._early_of(carry, microbatch))
-        d_first = {i: jnp.where(item >= 0, x[0], 0) for i, x in d_x.items()}
+        inputs = self._inputs(microbatch, self._early_of(carry, microbatch))
+        d_first = {i: jnp.where(item >= 0, x[0], 0) for i, x in d_x.items()}  # (rows, …)
 
-        def gradients(inputs_and_d_first: Any) -> tuple[ByPosition, tuple[()]]:
-            inputs, d_first = inputs_and_d_first
+        def gradients(inputs: ByPosition, d_first: ByPosition) -> tuple[ByPosition, tuple[()]]:
             # The prefix runs again: to keep its residuals for 2S - 1 microbatches takes memory.
             _, pull = jax.vjp(
                 lambda targets: parts.run_x_with_gradients(inputs | targets),
                 _pick(inputs, parts.targets),
             )
             [d_targets] = pull(d_first)
-            return d_targets, ()
+            return d_targets, ()  # and nothing else
 
-        rows = dict.fromkeys(self._batch, 0), dict.fromkeys(d_first, 0)
-        found, _ = self._with_split_gradients(gradients, (inputs, d_first), rows)
-        return found
+        d_targets, _ = self._with_shard_sums(gradients, inputs, d_first)
+        return d_targets
 
-    def _with_split_gradients(
+    def _with_shard_sums(
         self,
-        function: Callable[[Any], tuple[ByPosition, Rest]],
-        inputs: Any,
-        rows: Any,
+        function: Callable[[ByPosition, ByPosition], tuple[ByPosition, Rest]],
+        inputs: ByPosition,
+        d_first: ByPosition,
     ) -> tuple[ByPosition, Rest]:
-        """Runs a function that returns gradients of the targets, those of split ones as shard sums.
+        """Runs a function that differentiates a part of the loss, for one microbatch.
 
         Args:
-          function: a function of ``inputs``.
-          inputs: a dict of arrays, or a tuple of dicts.
-          rows: the same with the dimension of the rows of those that have any.
+          function: a function of ``inputs`` and ``d_first`` that returns gradients by the position
+            of the input, and anything else.
+          inputs: the inputs of the loss. Those of the batch, and what the layers returned, are
+            (rows, …).
+          d_first: further arrays, (rows, …).
+
+        Returns:
+          What the function returns, with the gradients of split targets as shard sums.
         """
-
-        def with_all_keys(arrays: Any, rows: Any) -> Any:
-            if isinstance(arrays, tuple):
-                return tuple(map(with_all_keys, arrays, rows))
-            return {i: rows.get(i) if x.ndim else None for i, x in arrays.items()}
-
-        dimensions = with_all_keys(inputs, rows)
-        return self._sums.evaluate(function, inputs, dimensions, self._parts.split)
+        have_rows = {*self._batch, *self._loss.results}
+        # The dimension of the rows; none in an array (M,) of the batch, which is a scalar here.
+        row_dims = {i: 0 if i in have_rows and x.ndim else None for i, x in inputs.items()}
+        return self._sums.evaluate(
+            lambda arrays: function(*arrays),
+            (inputs, d_first),
+            (row_dims, dict.fromkeys(d_first, 0)),
+            wanted=self._parts.split,
+        )
 
     def _first_carry(self) -> _Carry:
-        """Returns the carry of the first tick: zeros, and state as it is before the call."""
+        """Returns the carry of the first tick: zeros, and state as it is before the call.
+
+        No value of ``sent`` or of a ring is used before a tick has written it, but idle stages
+        compute with what is there.
+        """
         parts, loss = self._parts, self._loss
-        stages, slots = self._time.stages, self._time.slots
-        types = loss.closed.out_avals
-        x = {
-            i: self._loop.constrain_rows(_zeros((stages, *types[i].shape), types[i].dtype))
+        stages, slots = self._time.stages, self._time.slots  # S and K
+        types = loss.closed.out_avals  # of the outputs of the loss
+        sent = {
+            i: self._staged.constrain_rows(_zeros((stages, *types[i].shape), types[i].dtype))
             for i in loss.x
         }
+        # State comes from the input that holds the Variable before the call.
         early = {i: self._arrays[loss.state[i]] for i in parts.early}
+        late = {i: self._arrays[loss.state[i]] for i in parts.late}
+        totals = {}
+        for i in parts.targets:
+            target = self._arrays[i]
+            if i in parts.split:
+                totals[i] = self._sums.zeros(target, self._dtype)  # (shards, …)
+            else:
+                totals[i] = jnp.zeros_like(target, self._dtype)
         return _Carry(
-            sent=x,
-            d_sent=_pick(x, parts.x_with_gradients),
+            sent=sent,
+            d_sent=_pick(sent, parts.x_with_gradients),  # a gradient has the type of its array
             written=_pick(self._fixed, loss.written_of),
             early=early,
-            late={i: self._arrays[loss.state[i]] for i in parts.late},
-            residuals={
-                n: self._loop.constrain(_zeros((stages, slots, *kept.shape), kept.dtype))
+            late=late,
+            residuals={  # on their stages
+                n: self._staged.constrain(_zeros((stages, slots, *kept.shape), kept.dtype))
                 for n, kept in self._stages.residual_types.items()
             },
-            past_early={i: jnp.broadcast_to(x, (slots, *x.shape)) for i, x in early.items()},
+            past_early={i: jnp.broadcast_to(old, (slots, *old.shape)) for i, old in early.items()},
             past_varying={
                 i: _zeros((slots, *types[i].shape), types[i].dtype) for i in parts.varying
             },
-            totals={
-                i: self._sums.zeros(self._arrays[i], self._dtype)
-                if i in parts.split
-                else jnp.zeros_like(self._arrays[i], self._dtype)
-                for i in parts.targets
-            },
-            fixed_totals={i: self._zero_total(i) for i in parts.fixed_with_gradients},
+            totals=totals,
+            fixed_totals={i: self._zero_fixed_total(i) for i in parts.fixed_with_gradients},
         )
 
-    def _zero_total(self, fixed: int) -> jax.Array:
-        """Returns the first sum of the gradients of what is fixed: of each stage, (S, …)."""
-        array = self._fixed[fixed]
-        if fixed not in self._loss.layers:  # all stages have it, and each adds up its own gradient
-            array = jnp.broadcast_to(array, (self._time.stages, *array.shape))
-        if fixed in self._parts.split_fixed:
-            return self._sums.zeros(array, self._dtype, self._loop.axis)
-        return self._loop.constrain(jnp.zeros_like(array, self._dtype))
+    def _zero_fixed_total(self, position: int) -> jax.Array:
+        """Returns zeros, to which the stages add the gradients of a fixed array.
 
-    def _inputs(
-        self,
-        microbatch: jax.Array | None = None,
-        *,
-        early: ByPosition | None = None,
-        late: ByPosition | None = None,
-        results: ByPosition | None = None,
-        written: ByPosition | None = None,
-    ) -> ByPosition:
-        """Returns the inputs of the loss.
+        They are (S, …) on the stages; shard sums, (shards, S, …), if the array is split.
+        """
+        array = self._fixed[position]
+        # All stages have the same array, unless it is one of the layers, (S, D, …). Each stage adds
+        # up a gradient of its own, and these are summed after the loop.
+        if position not in self._loss.layers:
+            array = jnp.broadcast_to(array, (self._time.stages, *array.shape))
+        if position in self._parts.split_fixed:
+            return self._sums.zeros(array, self._dtype, self._staged.axis)
+        return self._staged.constrain(jnp.zeros_like(array, self._dtype))
+
+    def _inputs(self, microbatch: jax.Array, early: ByPosition) -> ByPosition:
+        """Returns the inputs of the loss for a microbatch, by its number.
 
         Args:
-          microbatch: which one; None for the one that the loss was traced with.
-          early: the early state; None for that before the call.
-          late: likewise the late state.
-          results: what the pipeline returns for the microbatch, by the names of what it gets; None
-            where it is not read.
-          written: likewise what layers have written.
+          microbatch: the number, () of integers.
+          early: the early state with which it enters, by the positions of outputs.
         """
-        loss, inputs = self._loss, dict(self._arrays)
-        if microbatch is not None:
-            inputs |= {i: _take(parts, microbatch) for i, parts in self._batch.items()}
-        inputs |= {loss.state[i]: x for i, x in (early or {}).items()}
-        inputs |= {loss.state[i]: x for i, x in (late or {}).items()}
-        inputs |= {loss.result_of[i]: x for i, x in (results or {}).items()}
-        inputs |= {loss.written_of[i]: x for i, x in (written or {}).items()}
-        return inputs
+        of_microbatch = {i: _take(stacked, microbatch) for i, stacked in self._batch.items()}
+        return self._arrays | of_microbatch | _rename(early, self._loss.state)
 
     def _early_of(self, carry: _Carry, microbatch: jax.Array) -> ByPosition:
         """Returns the early state with which a microbatch entered."""
@@ -402,29 +449,37 @@ class OneForwardOneBackward:
         return {i: _take(ring, slot) for i, ring in carry.past_early.items()}
 
     def _fixed_gradients(self, carry: _Carry) -> ByPosition:
-        """Returns the gradients of what is fixed, in the types in which the loss computes it.
+        """Returns the gradients of what is fixed, in the types in which the loss computes it."""
+        types = self._loss.closed.out_avals  # of the outputs of the loss, by position
+        totals = self._added_up(carry.fixed_totals, self._parts.split_fixed)  # (S, …)
+        gradients = {}
+        for i, total in totals.items():
+            # Layers have a part for each stage, (S, D, …). What else is fixed, all stages read, and
+            # each has added up a gradient of its own: (S, …) → (…).
+            gradient = total if i in self._loss.layers else total.sum(0)
+            gradients[i] = gradient.astype(types[i].dtype)  # from the dtype of sums
+        return gradients
 
-        In the carry, each stage has a gradient of its own also of what all stages have.
+    def _added_up(self, totals: ByPosition, names: Mapping[int, str]) -> ByPosition:
+        """Returns sums of gradients, with shard sums added up: (shards, …) → (…).
+
+        ``names`` has a name, for reports, for each position whose total is shard sums.
         """
-        types = self._loss.closed.out_avals
-        totals = self._added_up(carry.fixed_totals, self._parts.split_fixed)
-        return {
-            i: (total if i in self._loss.layers else total.sum(0)).astype(types[i].dtype)
-            for i, total in totals.items()
-        }
-
-    def _added_up(self, totals: ByPosition, split: Mapping[int, str]) -> ByPosition:
-        """Returns sums of gradients, with shard sums added up: (shards, …) → (…)."""
-        return {i: add_up(x, 0, split[i]) if i in split else x for i, x in totals.items()}
+        return {i: add_up(x, 0, names[i]) if i in names else x for i, x in totals.items()}
 
     def _send(self, x: ByPosition, shift: int) -> ByPosition:
         """Sends arrays, (S, rows, …), to the next stage; with a shift of -1 to the one before."""
-        return {i: self._loop.send(array, shift) for i, array in x.items()}
+        return {i: self._staged.send(array, shift) for i, array in x.items()}
 
 
 def _pick(arrays: Mapping[int, Any], positions: Iterable[int]) -> ByPosition:
     """Returns those of some arrays that have these positions."""
     return {i: arrays[i] for i in positions}
+
+
+def _rename(arrays: ByPosition, position_of: Mapping[int, int]) -> ByPosition:
+    """Returns outputs of the loss as inputs: ``position_of`` maps one position to the other."""
+    return {position_of[i]: x for i, x in arrays.items()}
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -435,7 +490,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 def _put(
     rings: Mapping[int, Any], arrays: Mapping[int, Any], slot: jax.Array, axis: int = 0
 ) -> dict[int, Any]:
-    """Replaces one slot of each ring by the array of the same name; slots are along ``axis``."""
+    """Replaces one slot of each ring by the array at its position; slots are along ``axis``."""
     return {
         i: jax.lax.dynamic_update_index_in_dim(ring, arrays[i], slot, axis)
         for i, ring in rings.items()
@@ -443,7 +498,10 @@ def _put(
 
 
 def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
-    """Chooses between arrays, (S, …), by stage; one may lack the first dimension."""
+    """Returns x on the stages where ``on_stage``, (S,), is true, and y on the others.
+
+    Arrays are (S, …), but one may be the same for all stages, (…). With (1, S), they are (n, S, …).
+    """
     ndim = max(jnp.ndim(x), jnp.ndim(y))
     return jnp.where(on_stage.reshape(*on_stage.shape, *[1] * (ndim - on_stage.ndim)), x, y)
 

@@ -12,6 +12,10 @@ tuples, ``x, total = block((x, total))``, it can be unpacked: it has as many ele
 first block got, and the next block may take all of them, in order. All blocks get the same
 further arguments, or arrays that the same operations make anew for each. Variables that a block may
 write, all but parameters, are hidden in the same way until then.
+
+*Further* arguments are all but x: a pair of the positional ones, (mask, …), and those by name. A
+block is known by its *tag*: the name of the argument of the user's function that holds it, and the
+path in it.
 """
 
 from __future__ import annotations
@@ -47,27 +51,32 @@ class _BlockCall(NamedTuple):
                 _compat.set_value(variable, pending)
 
     def unhide(self) -> bool:
-        """Puts the values back; returns whether the block is as it was."""
+        """Puts the values back; returns whether the block is as it was at the call.
+
+        If not, the caller raises an error, so a block with some of its values is never used.
+        """
         for index, value in self.hidden.items():
-            # The model has written to the Variable in the meantime, which would be lost.
-            if type(_compat.get_value(self.flat.objects[index])) is not PendingOutput:
-                return False
-            _compat.set_value(self.flat.objects[index], value)
+            variable = self.flat.objects[index]
+            if type(_compat.get_value(variable)) is not PendingOutput:
+                return False  # the model has written to it since, which `value` would undo
+            _compat.set_value(variable, value)
         now = flatten_layer(self.block)
-        pairs = zip(now.leaves, self.flat.leaves, strict=False)
-        return now.structure == self.flat.structure and all(x is y for x, y in pairs)
+        if now.structure != self.flat.structure:  # with equal ones, there are as many arrays
+            return False
+        return all(x is y for x, y in zip(now.leaves, self.flat.leaves, strict=True))
 
 
 class BlockCalls:
     """The calls of the blocks of one list, so far.
 
     Attributes:
-      tag: the argument and the path of the list.
+      tag: the tag of the list.
       x: what the first block got.
       length: the number of blocks.
     """
 
     def __init__(self, tag: Tag, length: int, x: Any, further: Further):
+        """Starts without calls; ``further`` are the further arguments of the first block."""
         self.tag, self.x, self.length = tag, x, length
         self._further = further
         self._calls: list[_BlockCall] = []
@@ -78,18 +87,25 @@ class BlockCalls:
     def add(self, tag: Tag, block: nnx.Module, further: Further) -> PendingOutput | None:
         """Adds a call of the next block, and hides its Variables.
 
+        Args:
+          tag: the tag of the block, for errors.
+          block: the block. That it is the next one, `calls_before` has checked.
+          further: its further arguments.
+
         Returns:
           What the call returns to the model; None if it is the last one, which runs all.
         """
-        # All blocks run as one loop, which gets them once.
-        if problem := _difference(self._further, further):
+        # All blocks run as one loop, which gets further arguments once: those of the first block.
+        problem = _difference(self._further, further)  # such as "gets another mask"
+        if problem:
             raise ValueError(_HOW_TO_CALL.format(tag.accessor, problem))
-        call = _BlockCall(block, flatten_layer(block), {})
+        call = _BlockCall(block, flatten_layer(block), hidden={})
         self._calls.append(call)
-        if len(self) == self.length:
+        number = len(self)  # of calls so far
+        if number == self.length:
             return None
-        call.hide(PendingOutput(self, len(self), _NOT_WRITTEN))
-        return PendingOutput(self, len(self))
+        call.hide(PendingOutput(self, number, problem=_NOT_WRITTEN))
+        return PendingOutput(self, number)
 
     def finish(self) -> nnx.List[Any]:
         """Returns the blocks with their values, unless one has changed since it was called."""
@@ -105,10 +121,18 @@ class PendingOutput:
     def __init__(
         self, calls: BlockCalls, number: int, problem: str = "", element: int | None = None
     ):
+        """Makes the output of a call.
+
+        Args:
+          calls: the calls of the list.
+          number: the number of calls when it was made, the one that returns it included.
+          problem: what the block does if this is used, for the error.
+          element: which element of the tuple that the block returns; None for all it returns.
+        """
         # Names with an underscore, as `__getattr__` refuses all that users may look for.
         self._calls, self._number = calls, number
         self._problem = problem or "returns what is not passed to the next one"
-        self._element = element  # of the tuple that the block returns; None for all of it
+        self._element = element
 
     def __getattr__(self, name: str) -> Any:
         block = f"{self._calls.tag.accessor}[{self._number - 1}]"
@@ -154,52 +178,72 @@ _CHANGED = "has changed since it was called, before the last one is"
 def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCalls:
     """Finds the calls that the call of a block continues.
 
+    That is not the first block of its list, which has none before it.
+
     Args:
-      tag: the argument and the path of the block.
+      tag: the tag of the block.
       list_path: the path of its list.
-      number: its index in that.
+      number: the index of the block in the list: 1 for the second one.
       x: what it gets, which has to be what the block before returned.
+
+    Raises:
+      ValueError: it gets anything else.
     """
-    pending = x[0] if isinstance(x, tuple) and x else x
+    pending = x[0] if isinstance(x, tuple) and x else x  # any element knows the calls
     if type(pending) is PendingOutput:
         calls = pending._calls
-        # The output of the last call, so that no block is left out or called twice.
-        is_next = pending._number == len(calls) == number
-        is_list = (calls.tag.name, calls.tag.path) == (tag.name, list_path)
-        if is_next and is_list and _is_whole(x, pending):
+        # Before block 1 there has been one call, which returned this. With another number, a block
+        # is left out or called twice.
+        is_of_last_call = pending._number == len(calls)
+        is_next = len(calls) == number
+        # A module may hold two lists, or one model be two arguments.
+        is_same_list = calls.tag.name == tag.name and calls.tag.path == list_path
+        if is_of_last_call and is_next and is_same_list and _is_whole_output(x, pending):
             return calls
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
 
-def _is_whole(x: object, pending: PendingOutput) -> bool:
-    """Whether this is all that a block returns: as it is, or its elements in order."""
+def _is_whole_output(x: object, pending: PendingOutput) -> bool:
+    """Whether a block gets all that the block before it returned.
+
+    Args:
+      x: what it gets: that output as it is, or a tuple of all elements of it, in order.
+      pending: the output, or an element of it.
+    """
     if not isinstance(x, tuple):
-        return pending._element is None
-    numbers = [
-        y._element if type(y) is PendingOutput and y._calls is pending._calls else None for y in x
-    ]
-    return numbers == [*range(len(pending._calls.x))]
+        return pending._element is None  # an element alone is not all
+    elements = []  # of the output: [0, 1, …] if it has been unpacked, and packed again
+    for part in x:
+        is_of_this = type(part) is PendingOutput and part._calls is pending._calls
+        elements.append(part._element if is_of_this else None)
+    return elements == [*range(len(pending._calls.x))]
 
 
 class FurtherLeaf(NamedTuple):
     """A module, array or other leaf in the further arguments of layers."""
 
-    parameter: str  # of the layer, as far as it has a name
-    accessor: str
+    parameter: str  # of the layer, such as ``mask``; ``argument 2`` if its name is not known
+    accessor: str  # an expression for the leaf, such as ``mask['causal']``
     value: Any
 
 
 def further_leaves(further: Further, names: Sequence[str] = ()) -> list[FurtherLeaf]:
-    """Lists the leaves in further arguments; ``names`` are the parameters of these positions."""
+    """Lists the leaves in the further arguments of a call.
+
+    Args:
+      further: the arguments: ``(args, kwargs)``, without x.
+      names: the names of the parameters after x, for what is passed by position.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(further, is_leaf=_compat.is_graph_object)
     found = []
+    # The first key tells args from kwargs, the second one which argument it is.
     for (_, argument, *keys), value in leaves:
         if isinstance(argument, jax.tree_util.DictKey):
             name = argument.key
+        elif argument.idx < len(names):
+            name = names[argument.idx]
         else:
-            name = f"argument {argument.idx + 2}"
-            if argument.idx < len(names):
-                name = names[argument.idx]
+            name = f"argument {argument.idx + 2}"  # counted from 1, and x is the first
         found.append(FurtherLeaf(name, accessor(name, tuple(map(path_key, keys))), value))
     return found
 
@@ -214,11 +258,14 @@ def _difference(further: Further, other: Further) -> str:
     treedef: Any = jax.tree.structure(further)
     if treedef != jax.tree.structure(other):
         return "gets other further arguments"
-    for (_, name, x), (*_, y) in zip(further_leaves(further), further_leaves(other), strict=True):
+    for leaf, other_leaf in zip(further_leaves(further), further_leaves(other), strict=True):
+        x, y = leaf.value, other_leaf.value
+        # The same object, or two arrays of a trace that equal operations have made.
         is_equal = x is y or _compat.is_made_alike(x, y)
-        # Arrays of a trace have no values that could be compared.
+        # Arrays of a trace have no values that could be compared; all else has.
         if not is_equal and type(x) is type(y) and not isinstance(x, jax.Array):
             is_equal = np.array_equal(x, y)
         if not is_equal:
+            name = leaf.accessor
             return f"gets another {name}, made by other operations or from other arrays"
     return ""

@@ -29,7 +29,8 @@ and what it writes to Variables is discarded.
 
 *Further arguments* are what all layers get besides the rows ``x``; those that have rows, too, are
 on all stages, and each takes the rows of its microbatch. `StagedLayers` (``staged_layers.py``)
-has the arrays of the layers, each with a *slot*; `write_back` writes to them what a copy has got.
+has the arrays of the layers, each with a *slot*. Layers run as copies with other arrays, and may
+change their Variables; `write_back` then writes these to the original.
 
 The schedule is that of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
 Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473); its form as one program is that of GSPMD (Xu
@@ -45,13 +46,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..activations.trace_keys import pass_tags
 from ..core.flatten import Flat
-from ..specs.paths import Path
-from ..specs.types import AnyMesh
 from ..transforms.in_trace import replace_slots
 from ..transforms.mapped_axes import Carry, captures
 from ..transforms.remat import remat
@@ -65,41 +63,33 @@ from ..transforms.stacked_layers import (
     with_arrays,
 )
 from ..transforms.vmap import vmap
-from .staged_layers import Further, PipelineSizes, StagedLayers, take, write_back
+from .staged_layers import Further, StagedLayers, take, write_back
 
 
-class PipelineLoop(StagedLayers):
-    """One call of a ``Stack`` in stages, with the schedule of GPipe.
+class PipelineLoop:
+    """One call of a ``Stack`` in stages, with the schedule of GPipe."""
 
-    ``flat``, ``slots`` and ``call_layers`` are those of `StagedLayers`: the flattened layers, the
-    slots of their arrays, and a function that calls one group, ``(layers, x, args, kwargs) → x``.
+    def __init__(self, staged: StagedLayers, has_rows: Sequence[bool]):
+        """Prepares the loop.
 
-    Args:
-      has_rows: for each leaf in the further arguments whether it is an array (batch, …) of the
-        same rows.
-    """
-
-    def __init__(
-        self,
-        sizes: PipelineSizes,
-        stack: Stack,
-        further: Further,
-        mesh: AnyMesh,
-        row_axes: tuple[str, ...],
-        block_specs: Mapping[Path, PartitionSpec],
-        has_rows: Sequence[bool],
-    ):
-        super().__init__(sizes, stack, further, mesh, row_axes, block_specs)
-        self._has_rows = has_rows
+        Args:
+          staged: the layers, on their stages, with the further arguments of the call.
+          has_rows: for each leaf in the further arguments whether it is an array (batch, …) of the
+            same rows as x.
+        """
+        self._staged, self._sizes, self._has_rows = staged, staged.sizes, has_rows
         call_stage = self.call_stage
-        if stack.remat is True:
+        if staged.is_remat:  # only the inputs of a stage are kept for its backward pass
             # In a scan, no compiler merges what is recomputed with the forward pass.
             call_stage = remat(call_stage, prevent_cse=False, graph=True, graph_updates=True)
+        # The arguments of `call_stage`: layers and x have a dimension of stages, (S, …), but for
+        # Variables that all layers share; the stage is a number of each; all have the same tick.
+        layers, x, stage, tick = layer_axes(staged.stack.shared), 0, 0, None
         self._call_stages = vmap(
             call_stage,
-            in_axes=(layer_axes(stack.shared), 0, 0, None),
-            spmd_axis_name=sizes.axis,
-            **LAYER_OPTIONS,
+            in_axes=(layers, x, stage, tick),
+            spmd_axis_name=staged.axis,  # which constraints in layers give to the stages
+            **LAYER_OPTIONS,  # which layers that share Variables need
         )
 
     def run(self, x: Any) -> Any:
@@ -108,34 +98,45 @@ class PipelineLoop(StagedLayers):
         Args:
           x: a pytree of arrays of shape (batch, …).
         """
-        self._split_further = _SplitFurther(self.further, self._has_rows, self._microbatches)
-        flat, slots = self.flat, self.slots
-        rows = len(jax.tree.leaves(x)[0]) // self.sizes.microbatches
-        # A copy with another shape; the caller's layers are written to after the loop.
-        layers = _copy(flat, {s: self.to_stages(s) for s in slots}, self.stack, nnx.spmd.add_axis)
+        staged, flat, slots = self._staged, self._staged.flat, self._staged.slots
+        self._split_further = _SplitFurther(staged.further, self._has_rows, self._microbatches)
+        rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
+        # A copy with arrays (S, R, D, …). The caller's layers, (L, …), are written to after the
+        # loop.
+        on_stages = {slot: staged.to_stages(slot) for slot in slots}
+        layers = _copy_layers(flat, on_stages, staged.stack, nnx.spmd.add_axis)
         before = flatten_layer(layers)
         buffer = jax.tree.map(self._split_rows, x)  # (S, M, rows, …)
         # Stages that wait compute with rows of the batch, as zeros might have no finite gradient.
         inputs = jax.tree.map(lambda parts: parts[:, 0], buffer)  # (S, rows, …)
+        # The layers are the same object in each tick, which updates their Variables.
         ticks = scan(self.run_tick, in_axes=(None, Carry, 0), out_axes=Carry, **LAYER_OPTIONS)
-        buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self.sizes.ticks))
+        buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self._sizes.ticks))
         old = {slot: before.leaves[slot] for slot in slots}
-        write_back(flat, flatten_layer(layers), old, lambda _, leaf: self.from_stages(leaf))
+        write_back(flat, flatten_layer(layers), old, lambda _, leaf: staged.from_stages(leaf))
         self._collect_sown(rows)
         return jax.tree.map(_join_rows, buffer)
 
     def run_tick(self, layers: object, carry: tuple[object, object], tick: jax.Array) -> Any:
-        """Runs one tick; the carry is the buffers, (S, M, rows, …), and the inputs, (S, rows, …).
+        """Runs one tick for all stages, and updates the layers.
+
+        Args:
+          layers: the layers of all stages, with arrays (S, R, D, …).
+          carry: the buffers of microbatches, (S, M, rows, …), and the inputs that the stages have
+            been sent, (S, rows, …).
+          tick: the number of the tick.
 
         Returns:
           The new carry.
         """
         buffer, inputs = carry
-        stages = jnp.arange(self.sizes.stages)
-        inputs = jax.tree.map(functools.partial(self._feed_first_stage, tick), buffer, inputs)
+        stages = jnp.arange(self._sizes.stages)  # the number of each
+        feed = functools.partial(self._feed_first_stage, tick)
+        store = functools.partial(self._store_last_stage, tick)
+        inputs = jax.tree.map(feed, buffer, inputs)
         outputs = self._call_stages(layers, inputs, stages, tick)
-        sent = jax.tree.map(self.send, outputs)
-        return jax.tree.map(functools.partial(self._store_last_stage, tick), buffer, sent), sent
+        sent = jax.tree.map(self._staged.send, outputs)
+        return jax.tree.map(store, buffer, sent), sent
 
     def call_stage(self, layers: Any, x: Any, stage: jax.Array, tick: jax.Array) -> Any:
         """Calls the layers of one stage, within a ``vmap`` over all, and updates their Variables.
@@ -149,78 +150,94 @@ class PipelineLoop(StagedLayers):
         Returns:
           What the last layer of the stage returns; of no meaning if the stage has no item.
         """
+        staged, sizes = self._staged, self._sizes
         item = tick - stage
-        # Clipped, as stages that wait compute as well.
-        repeat = jnp.clip(item // self.sizes.microbatches, 0, self.sizes.repeats - 1)
+        has_item = (item >= 0) & (item < sizes.items)
+        # A stage without an item computes as well: some repeat and microbatch that there are.
+        repeat = jnp.clip(item // sizes.microbatches, 0, sizes.repeats - 1)
+        microbatch = item % sizes.microbatches  # in 0 … M-1, also of a negative item
+        # The D layers of this repeat, as a copy: (R, D, …) → (D, …).
         flat = flatten_layer(layers)
-        before = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in self.slots}  # (D, …)
-        group = _copy(flat, before, self.stack, nnx.spmd.remove_axis)
-        args, kwargs = self._split_further.of_microbatch(item % self.sizes.microbatches)
-        out = self.call_layers(group, x, args, kwargs)
-        has_item = (item >= 0) & (item < self.sizes.items)
+        before = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in staged.slots}
+        group = _copy_layers(flat, before, staged.stack, nnx.spmd.remove_axis)
+        args, kwargs = self._split_further.of_microbatch(microbatch)
+        out = staged.call_layers(group, x, args, kwargs)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
+            """Puts a new array of the copy, (D, …), in its place in that of the stage."""
             kept = jnp.where(has_item, new, before[slot])
             return _put(flat.leaves[slot], kept, repeat, axis=0)
 
+        # To the Variables of `layers`, what has changed in those of the copy.
         write_back(flat, flatten_layer(group), before, put_into_repeat)
         return out
 
     def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
         """Gives the first stage a microbatch: (S, M, rows, …) and (S, rows, …) → (S, rows, …)."""
-        stages = jnp.arange(self.sizes.stages)
+        stages = jnp.arange(self._sizes.stages)
         is_first = stages.reshape(-1, *[1] * (x.ndim - 1)) == 0  # (S, 1, …)
-        microbatch = take(buffer, tick % self.sizes.microbatches, axis=1)
-        return self.constrain(jnp.where(is_first, microbatch, x), *self.row_entry)
+        microbatch = take(buffer, tick % self._sizes.microbatches, axis=1)
+        return self._staged.constrain_rows(jnp.where(is_first, microbatch, x))
 
     def _store_last_stage(self, tick: jax.Array, buffer: jax.Array, sent: jax.Array) -> jax.Array:
         """Stores what the first stage got from the last one: (S, rows, …) into (S, M, rows, …)."""
-        item = tick - (self.sizes.stages - 1)  # of the last stage
-        index = item % self.sizes.microbatches
+        item = tick - (self._sizes.stages - 1)  # of the last stage
+        index = item % self._sizes.microbatches
         # Until the last stage has an item, the first one has not read this microbatch.
         stored = jnp.where(item >= 0, sent, take(buffer, index, axis=1))
-        return self.constrain(_put(buffer, stored, index, axis=1), None, *self.row_entry)
+        buffer = _put(buffer, stored, index, axis=1)
+        return self._staged.constrain(buffer, None, *self._staged.row_entry)  # (S, M, rows, …)
 
     def _split_rows(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches: (batch, …) → (S, M, rows, …)."""
         parts = self._microbatches(leaf)
-        buffers = jnp.broadcast_to(parts, (self.sizes.stages, *parts.shape))
-        return self.constrain(buffers, None, *self.row_entry)
+        buffers = jnp.broadcast_to(parts, (self._sizes.stages, *parts.shape))
+        return self._staged.constrain(buffers, None, *self._staged.row_entry)
 
     def _microbatches(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches, on all stages: (batch, …) → (M, rows, …)."""
         # Every M-th row is of one microbatch, so that rows stay on their devices.
-        parts = leaf.reshape(-1, self.sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
+        parts = leaf.reshape(-1, self._sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
         return jnp.swapaxes(parts, 0, 1)
 
     def _collect_sown(self, rows: int) -> None:
         """Puts what layers sowed for ``nnx.capture`` into the form that it has in one call."""
-        for index in captures(self.flat.structure):
-            sown = _compat.get_value(self.flat.objects[index])
+        flat = self._staged.flat
+        for index in captures(flat.structure):
+            sown = _compat.get_value(flat.objects[index])
             order = functools.partial(self._order_sown, rows)
             sown = jax.tree_util.tree_map_with_path(order, sown)
-            _compat.set_value(self.flat.objects[index], sown)
+            _compat.set_value(flat.objects[index], sown)
 
     def _order_sown(self, rows: int, keys: Any, leaf: jax.Array) -> jax.Array:
-        """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …)."""
-        # Behind (ticks, S, D). What has no rows, such as a mean, cannot be put together from
-        # microbatches.
-        if leaf.shape[3:4] != (rows,):
+        """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …).
+
+        Args:
+          rows: the number of rows of a microbatch.
+          keys: JAX's path of the array in what a layer sowed: the name, then keys in its value.
+          leaf: the array.
+        """
+        shape_in_layer = leaf.shape[3:]
+        # What has no rows, such as a mean, cannot be put together from microbatches.
+        if shape_in_layer[:1] != (rows,):
+            name = jax.tree_util.keystr(keys[:1])
             raise ValueError(
-                f"pipeline: layers sow {jax.tree_util.keystr(keys[:1])} of shape "
-                f"{leaf.shape[3:]}, without a first dimension for the {rows} rows of a microbatch. "
+                f"pipeline: layers sow {name} of shape "
+                f"{shape_in_layer}, without a first dimension for the {rows} rows of a microbatch. "
                 "Sow a value for each row, or return it from layer to layer: "
                 "x, loss = blocks((x, loss))."
             )
-        sizes = self.sizes
-        # Stage s has items in the R·M ticks from s on.
+        sizes = self._sizes
+        # Stage s has items in the R·M ticks from s on: (ticks, S, …) → (S, R·M, …).
         take_items = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=sizes.items)
         items = jax.vmap(take_items, in_axes=(1, 0))(leaf, jnp.arange(sizes.stages))
         items = items.reshape(sizes.stages, sizes.repeats, sizes.microbatches, *items.shape[2:])
-        # (S, R, M, D, rows, …) → (R, S, D, rows, M, …)
+        # Layer (r·S + s)·D + d, and row r·M + m of the batch, which is row r of microbatch m:
+        # (S, R, M, D, rows, …) → (R, S, D, rows, M, …).
         layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))
         batch = rows * sizes.microbatches
-        return self.constrain(layers.reshape(self.stack.length, batch, *layers.shape[5:]))
+        length = self._staged.stack.length  # L
+        return self._staged.constrain(layers.reshape(length, batch, *layers.shape[5:]))
 
 
 class _SplitFurther:
@@ -265,23 +282,25 @@ def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Arra
     return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
 
 
-def _copy(
+def _copy_layers(
     flat: Flat, new: Mapping[int, object], stack: Stack, change: Callable[..., object]
 ) -> Any:
-    """Returns layers with other arrays in some slots, and one more or one less leading dimension.
+    """Returns a copy of layers with other arrays, which have a dimension more or less in front.
 
     Args:
-      flat: the given layers.
-      new: the other arrays, by slot.
+      flat: the layers, flattened.
+      new: the arrays of the copy that are not those of the layers, by slot.
       stack: the stack whose layers these are.
-      change: ``nnx.spmd.add_axis`` or ``remove_axis``, for the names of dimensions.
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``, which changes the names of dimensions in
+        the metadata of Variables in the same way.
     """
     layers = with_arrays(flat, new)
-    copy = flatten_layer(layers)
-    pass_tags(flat, copy)
-    # What `nnx.capture` has put on modules, which is no part of their structure.
-    for old, module in zip(flat.objects, copy.objects, strict=True):
-        if sown := vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None:
-            vars(module)[_compat.CAPTURES] = sown
+    copied = flatten_layer(layers)
+    pass_tags(flat, copied)  # so that activation shardings know the modules
+    # What the copy sows is collected in the Variables that `nnx.capture` has put on the original.
+    for old, module in zip(flat.objects, copied.objects, strict=True):
+        captured = vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None
+        if captured:
+            vars(module)[_compat.CAPTURES] = captured
     name_axis(change, layers, stack.shared)
     return layers

@@ -16,8 +16,9 @@ at once (random streams), and *late* otherwise (statistics of a head).
 
 From other modules: a *slot* is the number of an array among all arrays of the arguments (``Flat``:
 their structure, and ``leaves`` by slot). An ``Outcome`` says what a call has done to its arguments:
-the structure afterwards, and where the array in each slot comes from. A *position* counts the
-inputs or the outputs of the trace, which are arrays only.
+the structure afterwards, and the *source* of the array in each slot: an input, or an output of the
+program. A *position* counts the inputs or the outputs of the trace, which are arrays only. For S
+stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ..core.rebuild import slots_before
 from ..core.structure import Structure
 from ..errors import raise_listed
 from ..transforms.in_trace import Function, replace_slots
-from .pipeline_loop import PipelineLoop
+from .staged_layers import StagedLayers
 
 Arrays: TypeAlias = Sequence[Any]
 # Arrays by the position of an input, or of an output, of a trace.
@@ -59,16 +60,20 @@ def refuse_loss(reasons: Sequence[str], remedy: str) -> None:
 
 
 def without_callbacks(closed: Jaxpr, what: str) -> Jaxpr:
-    """Returns a trace that can be cut into parts: a callback would belong to each of them.
+    """Returns a trace without its callbacks, so that it can be cut into parts.
+
+    A part keeps all callbacks of its trace, so each of several parts would run them. Callbacks that
+    return nothing, such as ``jax.debug.print``, are left out. Others cannot be, as the program may
+    need what they return.
 
     Args:
       closed: the trace.
-      what: names it in the error, such as "the loss".
+      what: names the traced function in the error, such as "a layer".
 
     Raises:
-      ValueError: something depends on what a callback returns.
+      ValueError: a callback with side effects returns something.
     """
-    without: Jaxpr = _compat.without_callbacks(closed)
+    without: Jaxpr = _compat.without_callbacks(closed)  # without those that return nothing
     if _compat.has_effects(without):
         refuse_loss(
             [f"{what} has a callback that returns something, such as `io_callback`"],
@@ -78,10 +83,14 @@ def without_callbacks(closed: Jaxpr, what: str) -> Jaxpr:
 
 
 class PipelineCall:
-    """Takes the place of a pipeline's call while a loss is traced, and runs nothing.
+    """Takes the place of a pipeline's call while a loss is traced, and runs no layers.
+
+    The loss is traced twice. The first trace (`find_call`) finds the call: there nothing is known
+    of what layers return, so the call returns the x that it gets, which has the same types. In the
+    second one (`TracedLoss`), results and written arrays are inputs of the trace.
 
     Attributes:
-      loop: the loop that would run; None before the call.
+      staged: the layers that are called, on their stages; None before the call.
       x: the arrays that it would get.
       layers: the arrays of the layers, (S, D, …), by slot.
       others: all other arrays that layers get: further arguments, and what all layers share.
@@ -89,64 +98,73 @@ class PipelineCall:
     """
 
     def __init__(self, results: Arrays | None = None, written: Mapping[int, Any] | None = None):
-        """Chooses what the call returns and writes.
+        """Chooses what the call returns and writes; to be made in the trace of the loss.
 
         Args:
           results: the arrays that it returns; None for those that it gets.
-          written: the arrays of the layers that it writes, (S, D, …), by slot.
+          written: the arrays of the layers that it writes, (S, D, …), by slot; None for nothing.
         """
-        self.loop: PipelineLoop | None = None
+        self.staged: StagedLayers | None = None
         self.x: list[Any] = []
         self.layers: dict[int, jax.Array] = {}
         self.others: list[Any] = []
         self._results, self.written = results, written or {}
-        self._trace = _compat.new_trace_state()
+        self._trace = _compat.new_trace_state()  # of the loss, to which `run` compares its own
 
-    def run(self, loop: PipelineLoop, x: object) -> Any:
-        """Records the call; returns what was chosen."""
-        if self.loop is not None:
+    def run(self, staged: StagedLayers, x: object) -> Any:
+        """Records a call of layers, and writes the arrays ``written`` to them.
+
+        Returns:
+          What the call returns to the loss: ``results`` as a pytree like x; without them, x.
+        """
+        if self.staged is not None:
             refuse_loss(["it calls the layers more than once"], "Call them once.")
+        # Within another transform, the arrays would belong to an inner trace, and be no outputs.
         if _compat.new_trace_state() != self._trace:
             refuse_loss(
                 ["it calls the layers within another transform, such as jit, remat or scan"],
                 "Call the model in the loss itself, and give remat=True to stack.",
             )
-        self.x, treedef = jax.tree.flatten(x)
-        self.loop, self.layers, self.others = loop, loop.layers_by_stage(), loop.other_arrays()
-        self._treedef = treedef
+        self.x, self._treedef = jax.tree.flatten(x)
+        self.staged = staged
+        self.layers, self.others = staged.layers_by_stage(), staged.other_arrays()
         if self.written:
-            loop.write_layers(self.written)
-        return x if self._results is None else jax.tree.unflatten(treedef, self._results)
+            staged.write_layers(self.written)
+        return x if self._results is None else jax.tree.unflatten(self._treedef, self._results)
 
     def call_layers(
         self, layers: Arrays, x: Arrays, others: Arrays
     ) -> tuple[list[Any], dict[int, Any]]:
-        """Calls the layers of one stage.
+        """Runs the D layers of one stage, with flat lists of arrays. Needs a recorded call.
 
         Args:
-          layers: their arrays, (D, …), in the order of ``layers``.
-          x: what the first one gets, in the order of ``x``.
-          others: in the order of ``others``.
+          layers: the arrays of the layers, (D, …), in the order of the attribute ``layers``.
+          x: what the first layer gets, in the order of the attribute ``x``.
+          others: in the order of the attribute ``others``.
 
         Returns:
-          What the last one returns, in the order of ``x``, and the arrays that layers have written,
-          (D, …), by slot.
+          What the last layer returns, in the order of ``x``, and the arrays that layers have
+          written, (D, …), by slot.
         """
-        assert self.loop is not None
+        assert self.staged is not None
         by_slot = dict(zip(self.layers, layers, strict=True))
-        tree = jax.tree.unflatten(self._treedef, x)
-        out, written = self.loop.call_group(by_slot, tree, others)
+        tree = jax.tree.unflatten(self._treedef, x)  # as the loss passed it
+        out, written = self.staged.call_group(by_slot, tree, others)
         return jax.tree.leaves(out), written
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Takes the place of pipelines within the block."""
+        """Within the block, a pipeline that is called calls :meth:`run` in place of its loop.
+
+        Raises:
+          ValueError: none was called in the block.
+        """
         token = PIPELINE_CALL.set(self)
         try:
             yield
         finally:
             PIPELINE_CALL.reset(token)
-        if self.loop is None:
+        if self.staged is None:
             refuse_loss(["it does not call the layers"], "Call the model in the loss itself.")
 
 
@@ -155,23 +173,30 @@ PIPELINE_CALL: ContextVar[PipelineCall | None] = ContextVar("PIPELINE_CALL", def
 
 
 def find_call(function: Function, arrays: Arrays) -> PipelineCall:
-    """Returns the call of a pipeline in a function of arrays, with types in place of arrays."""
+    """Traces a loss, and returns the call of a pipeline in it, with types in place of arrays.
+
+    Its ``written`` are the arrays that the layers do write: these are traced for it, too.
+
+    Args:
+      function: the loss, a function of a list of arrays.
+      arrays: these arrays.
+    """
     calls = list[PipelineCall]()
 
     def run(arrays: Arrays) -> None:
-        calls.append(PipelineCall())
+        calls.append(PipelineCall())  # here, as it belongs to the trace in which it is made
         with calls[-1].in_place():
             function(arrays)
 
     jax.eval_shape(run, arrays)
-    call = calls[-1]
+    [call] = calls
+    assert call.staged is not None
+    # The arrays are those of a trace that has ended; only their types are of use.
     call.x, call.others, call.layers = jax.tree.map(as_type, (call.x, call.others, call.layers))
-    assert call.loop is not None
-    stages = call.loop.stages
-    # What the layers of one stage, (D, …), write, and the same of all stages, (S, D, …).
-    of_stage = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in call.layers.values()]
-    _, written = jax.eval_shape(call.call_layers, of_stage, call.x, call.others)
-    call.written = {slot: as_type(x, stages) for slot, x in written.items()}
+    # What the layers of one stage write, (D, …), all stages write, (S, D, …).
+    of_one_stage = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in call.layers.values()]
+    _, written = jax.eval_shape(call.call_layers, of_one_stage, call.x, call.others)
+    call.written = {slot: as_type(x, call.staged.stages) for slot, x in written.items()}
     return call
 
 
@@ -202,15 +227,18 @@ class Part:
 
 
 class SortedOutputs(NamedTuple):
-    """The arrays after a call of a loss, by slot: those that it returns, and its new state."""
+    """The outputs of a loss, by their slots after the call: what it returns, and its new state."""
 
-    outcome: Outcome  # says what the array in each slot is
+    outcome: Outcome  # says where the array in each slot comes from
     returned: list[int]  # the slot of the value, then those of auxiliary data
     state: dict[int, int]  # the slot of what a Variable gets → the slot of what it had before
 
 
 def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutputs:
-    """Sorts the arrays after a call; those that only pass through the loss are left out.
+    """Sorts the arrays that there are after a call of a loss.
+
+    They are its value, auxiliary data, and new values of Variables. Inputs that modules still hold
+    are left out, but not those that the loss returns as they are, outside of any module.
 
     Args:
       outcome: what the loss returns and changes.
@@ -220,21 +248,22 @@ def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutpu
     Raises:
       ValueError: it changes more than the values of Variables.
     """
+    # Attributes of modules, metadata, static objects, and modules returned as new ones.
     if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
         refuse_loss(
             ["it changes the structure of its arguments"],
             "Return what it adds, with has_aux=True.",
         )
-    is_input = [source.group == INPUT for source in outcome.sources]
-    state = {
-        slot: old
-        for index in outcome.values  # of the Variables that were assigned to
-        for slot, old in slots_before(before, outcome.structure, index).items()
-        if not is_input[slot]
-    }
-    # Of the inputs, only those that are returned as they are, outside of any module.
-    is_returned = {*outcome.structure.root_slots}
-    outputs = [i for i, is_old in enumerate(is_input) if not is_old or i in is_returned]
+    is_input = [source.group == INPUT for source in outcome.sources]  # by slot after the call
+    state = dict[int, int]()
+    for variable in outcome.values:  # the indices of those that were assigned to
+        for slot, slot_before in slots_before(before, outcome.structure, variable).items():
+            if not is_input[slot]:
+                state[slot] = slot_before
+    outside_of_modules = {*outcome.structure.root_slots}  # in what the loss returns
+    outputs = [
+        slot for slot, is_old in enumerate(is_input) if not is_old or slot in outside_of_modules
+    ]
     auxiliary = [slot for slot in outputs if slot != value and slot not in state]
     return SortedOutputs(outcome, [value, *auxiliary], state)
 
@@ -243,7 +272,8 @@ class TracedLoss:
     """A loss of one microbatch, traced with what the pipeline returns and writes as inputs.
 
     Inputs and outputs are named by their positions: inputs are the arrays of the arguments, then
-    the ``results`` of the pipeline, then what its layers have ``written``.
+    the ``results`` of the pipeline, then what its layers have ``written``. Outputs are all that a
+    part of the loss may be asked for: ``returned``, ``state``, ``x``, ``others``, ``layers``.
 
     Attributes:
       closed: the trace, without callbacks, which would run in every part.
@@ -272,17 +302,20 @@ class TracedLoss:
         """Traces a loss.
 
         Args:
-          function: the loss, of the arrays; returns ``([value], (*groups, outcome))``.
+          function: the loss, of the arrays; returns ``([value], (*groups, outcome))``: its outputs
+            in groups, and what they are for the arguments.
           arrays: the arrays of its arguments.
           before: the arguments.
           slots: the slots of the arrays.
-          call: the call of the pipeline, from :func:`find_call`.
+          call: the call of the pipeline that :func:`find_call` has found, which has the types of
+            results and written arrays.
         """
 
-        # Returns all that a part may be asked for, in the order of the positions of outputs.
+        # Besides its outputs, the trace leaves `self.call`, the call in it, and `self._sorted`,
+        # which says what the outputs are.
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
             self.call = PipelineCall(results, dict(zip(call.written, written, strict=True)))
-            with self.call.in_place():
+            with self.call.in_place():  # the pipeline in the function returns `results`
                 [value], (*groups, outcome) = function(arrays)
             # All arrays of the arguments and of what the loss returns, by slot, after the call.
             after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
@@ -290,52 +323,56 @@ class TracedLoss:
             self._sorted = sort_outputs(outcome, before.structure, slot_of_value)
             return [
                 [after[slot] for slot in self._sorted.returned],
-                [after[slot] for slot in self._sorted.state],
+                [after[slot] for slot in self._sorted.state],  # the keys: new values
                 self.call.x,
                 self.call.others,
                 [*self.call.layers.values()],
             ]
 
         inputs = [*arrays], call.x, [*call.written.values()]
-        self.with_callbacks, shapes = jax.make_jaxpr(program, return_shape=True)(*inputs)
+        self.with_callbacks, outputs = jax.make_jaxpr(program, return_shape=True)(*inputs)
         self.closed = without_callbacks(self.with_callbacks, "it")
+        # The positions of each list among all inputs, and among all outputs.
         _, self.results, self.written = positions_of(inputs)
-        self.returned, state, self.x, self.others, self.layers = positions_of(shapes)
-        position = {slot: i for i, slot in enumerate(slots)}
-        replaced = [position[old] for old in self._sorted.state.values()]
-        self.state = dict(zip(state, replaced, strict=True))
+        self.returned, new_values, self.x, self.others, self.layers = positions_of(outputs)
+
+        # What belongs together: new and old values of Variables, x and results, layers and written.
+        input_of_slot = {slot: i for i, slot in enumerate(slots)}
+        old_values = [input_of_slot[slot] for slot in self._sorted.state.values()]
+        self.state = dict(zip(new_values, old_values, strict=True))
         self.result_of = dict(zip(self.x, self.results, strict=True))
-        layer = dict(zip(self.call.layers, self.layers, strict=True))  # slot → position
-        written_layers = [layer[slot] for slot in call.written]
-        self.written_of = dict(zip(written_layers, self.written, strict=True))
+        layer_of_slot = dict(zip(self.call.layers, self.layers, strict=True))
+        layers_written = [layer_of_slot[slot] for slot in call.written]
+        self.written_of = dict(zip(layers_written, self.written, strict=True))
 
     def has_gradient(self, output: int) -> bool:
         """Whether an output is of floating-point numbers."""
         return bool(jnp.issubdtype(self.closed.out_avals[output].dtype, jnp.inexact))
 
     def outputs(self, returned: Arrays, state: Arrays) -> tuple[Any, ...]:
-        """Returns the groups of outputs, and the outcome, of a call that returns these arrays.
+        """Returns what the traced function returns, with these arrays: one group, and the outcome.
+
+        The outcome is that of the trace, but all arrays are in one group of outputs.
 
         Args:
-          returned: what the loss returns, in the order of ``returned``.
-          state: what Variables get, in the order of ``state``.
+          returned: what the loss returns, in the order of the attribute ``returned``.
+          state: what Variables get, in the order of the attribute ``state``.
         """
-        traced, slots = self._sorted.outcome, [*self._sorted.returned, *self._sorted.state]
-        position = {slot: Source(0, i) for i, slot in enumerate(slots)}
-        sources = traced.sources
-        outcome = dataclasses.replace(
-            traced,
-            sources=tuple(position.get(slot, source) for slot, source in enumerate(sources)),
-            update=None,
-        )
-        return OutputGroup(("",) * len(slots), (*returned, *state)), outcome
-
-    def depends(self, output: int) -> frozenset[int]:
-        """Returns the positions of the inputs of which an output depends."""
-        return frozenset(Part(self.closed, [output]).used)
+        slots = [*self._sorted.returned, *self._sorted.state]
+        # Each is in the only group, number 0; all other arrays are the inputs that they were.
+        new_sources = {slot: Source(group=0, position=i) for i, slot in enumerate(slots)}
+        traced = self._sorted.outcome
+        sources = tuple(new_sources.get(slot, old) for slot, old in enumerate(traced.sources))
+        # What is written back depends on the sources, so it is computed anew: `update` is unknown.
+        outcome = dataclasses.replace(traced, sources=sources, update=None)
+        names = ("",) * len(slots)  # for messages of JAX, which are not about these
+        return OutputGroup(names, (*returned, *state)), outcome
 
 
 def positions_of(lists: Iterable[Arrays]) -> list[range]:
-    """Returns the positions of the items of some lists in all of them together."""
+    """Returns the positions of the items of some lists in all of them together.
+
+    For lists of 3, 0 and 2 items, these are 0 … 2, none, and 3 … 4.
+    """
     ends = [*itertools.accumulate(map(len, lists), initial=0)]
     return [range(*pair) for pair in itertools.pairwise(ends)]

@@ -15,6 +15,12 @@ microbatch i, in a pipeline that computes several microbatches at once::
 
 *Targets* are the inputs that are differentiated, parameters. Gradients of *split* targets are kept
 as one sum for each shard of the rows (``shard_sums.py``) until all microbatches are done.
+
+Of the `TracedLoss`, this reads (all by position): the outputs ``x``, ``layers`` and ``others``,
+which are what the layers get; the outputs ``returned``, and ``state``, which maps each output that
+a Variable gets to the input with its old value; and the inputs ``results`` and ``written``, which
+are what the layers return and write. A `Part` is some of the outputs, as a function of the inputs
+that they depend on.
 """
 
 from __future__ import annotations
@@ -27,14 +33,16 @@ from .pipeline_loss import Part, TracedLoss, refuse_loss
 class LossParts:
     """A traced loss in parts, each a function of the inputs of the loss.
 
-    The module's docstring has the words. All are lists of positions: of inputs for ``targets``, of
-    outputs for the others.
+    The module's docstring has the words.
 
     Attributes:
-      fixed_with_gradients: the fixed ones that depend on targets.
-      x_with_gradients: those of what the first layer gets that are floating-point numbers.
-      split: the names of the split targets, by position.
-      split_fixed: the same for fixed ones with gradients whose targets are all split.
+      targets: the positions of the inputs that are differentiated.
+      early, late, ending, varying, fixed: the positions of outputs.
+      fixed_with_gradients: the fixed outputs that are floating-point and depend on targets.
+      x_with_gradients: the floating-point arrays among what the first layer gets.
+      split: the split targets, with the name of each, such as ``model.up.kernel``.
+      split_fixed: the fixed outputs that depend on split targets only, with the name of one.
+      run_…: the parts. Each takes the inputs, by position, and returns its outputs, by position.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class LossParts:
           loss: the loss.
           targets: the positions of the inputs that are differentiated.
           rows: the positions of the inputs that differ between microbatches.
-          split: the names of the targets whose gradients are kept as shard sums.
+          split: by position, the names of the targets whose gradients are kept as shard sums.
 
         Raises:
           ValueError: microbatches cannot pass each other in this loss.
@@ -59,24 +67,31 @@ class LossParts:
         closed = loss.closed
         # For each output the inputs on which it depends.
         self._depends = [{*Part(closed, [i]).used} for i in range(len(closed.out_avals))]
+
+        # New state, by when it is known: after the last microbatch, after the layers, before them.
         self.ending = self._dependent(loss.state, loss.written)
-        outside = [i for i in loss.state if i not in self.ending]
+        others = [i for i in loss.state if i not in self.ending]
         self.late = list[int]()
         known_after = {*loss.results}  # the inputs that are known after the layers
-        # What depends on late state is late, too.
-        while found := set(self._dependent(outside, known_after)).difference(self.late):
+        # What depends on late state is late, too, so this is repeated until nothing is added.
+        while found := set(self._dependent(others, known_after)).difference(self.late):
             self.late += sorted(found)
-            known_after.update(loss.state[i] for i in found)
-        self.early = [i for i in outside if i not in self.late]
-        # The inputs that differ between microbatches, and are known before the layers.
+            known_after.update(loss.state[i] for i in found)  # the next microbatch reads it there
+        self.early = [i for i in others if i not in self.late]
+
+        # What the layers get: what differs between microbatches, and all else. The inputs that
+        # differ, and are known before the layers, are the batch and early state.
         known_before = {*rows, *(loss.state[i] for i in self.early)}
         self.varying = self._dependent(loss.others, known_before)
         self.fixed = [*loss.layers, *(i for i in loss.others if i not in self.varying)]
+
         self.fixed_with_gradients = [
             i for i in self._dependent(self.fixed, self.targets) if loss.has_gradient(i)
         ]
         self.x_with_gradients = [i for i in loss.x if loss.has_gradient(i)]
-        # An array of layers may come from several targets, such as the blocks of a list.
+        # An array of layers may come from several targets: the blocks of a list, which are stacked.
+        # Its gradient is kept as shard sums if all of theirs may be. Reports know it by a module,
+        # so the name of one target has to do.
         self.split_fixed = dict[int, str]()
         for i in self.fixed_with_gradients:
             sources = sorted(self._depends[i].intersection(targets))
@@ -88,6 +103,7 @@ class LossParts:
         self.run_fixed_with_gradients = Part(closed, self.fixed_with_gradients)
         self.run_prefix = Part(closed, [*loss.x, *self.varying, *self.early])
         self.run_x_with_gradients = Part(closed, self.x_with_gradients)
+        # Callbacks run once for each microbatch, with its loss.
         self.run_suffix = Part(loss.with_callbacks, [*loss.returned, *self.late])
         self.run_ending = Part(closed, self.ending)
 
@@ -99,32 +115,36 @@ class LossParts:
         """Refuses a loss whose microbatches cannot pass each other.
 
         Args:
-          known_before: the inputs that differ between microbatches, known before the layers.
-          known_after: those that are known after the layers.
+          known_before: the inputs that differ between microbatches, and are known before the
+            layers: the batch and early state.
+          known_after: the inputs that are known after the layers: their results and late state.
+
+        Raises:
+          ValueError: lists all reasons.
         """
-        loss = self.loss
-        of_microbatch = known_before | known_after
-        # What layers write, and state that depends on it, is known after the last microbatch.
+        loss, reasons = self.loss, list[str]()
+        of_microbatch = known_before | known_after  # all inputs that differ between microbatches
+        # What layers write, and state that depends on it, is known after the last microbatch only.
         known_at_the_end = {*loss.written, *(loss.state[i] for i in self.ending)}
-        outside = [*loss.returned, *self.early, *self.late, *loss.x, *loss.others]
-        varying_of_targets = self._dependent(self.varying, self.targets)
-        problems: dict[str, object] = {
-            "what layers write is used outside of them": self._dependent(outside, known_at_the_end)
-            or self._dependent(self.ending, of_microbatch),
-            "a callback, such as jax.debug.print, reads what layers write": (
-                known_at_the_end.intersection(Part(loss.with_callbacks, []).used)
-            ),
-            "what layers get depends on what is written after they are called": self._dependent(
-                [*loss.x, *self.varying], known_after
-            ),
-            "the parameters of layers depend on the microbatch": self._dependent(
-                loss.layers, of_microbatch
-            ),
-            "further arguments of layers depend on the microbatch and on parameters": any(
-                map(loss.has_gradient, varying_of_targets)
-            ),
-        }
-        refuse_loss(
-            [problem for problem, found in problems.items() if found],
-            "Pass values from layer to layer, x, y = blocks((x, y)).",
-        )
+
+        # So no microbatch can read it, neither before nor after the layers; and what depends on it
+        # is computed once, at the end, when no microbatch is there to be read.
+        of_each_microbatch = [*loss.returned, *self.early, *self.late, *loss.x, *loss.others]
+        is_read = self._dependent(of_each_microbatch, known_at_the_end)
+        if is_read or self._dependent(self.ending, of_microbatch):
+            reasons.append("what layers write is used outside of them")
+        # A part with no outputs has all callbacks, and what these read.
+        read_by_callbacks = Part(loss.with_callbacks, []).used
+        if known_at_the_end.intersection(read_by_callbacks):
+            reasons.append("a callback, such as jax.debug.print, reads what layers write")
+        # A microbatch enters before the one in front of it has left the layers.
+        if self._dependent([*loss.x, *self.varying], known_after):
+            reasons.append("what layers get depends on what is written after they are called")
+        # A stage has its layers once, and calls them with several microbatches.
+        if self._dependent(loss.layers, of_microbatch):
+            reasons.append("the parameters of layers depend on the microbatch")
+        # The backward pass returns gradients of x and of what is fixed, but of nothing varying.
+        varying_with_targets = self._dependent(self.varying, self.targets)
+        if any(loss.has_gradient(i) for i in varying_with_targets):
+            reasons.append("further arguments of layers depend on the microbatch and on parameters")
+        refuse_loss(reasons, "Pass values from layer to layer, x, y = blocks((x, y)).")

@@ -39,7 +39,7 @@ from ..transforms.stacked_layers import flatten_layer, locations_of
 from .pipeline_blocks import BlockCalls, FurtherLeaf, calls_before, further_leaves
 from .pipeline_loop import PipelineLoop
 from .pipeline_loss import PIPELINE_CALL
-from .staged_layers import RUNNING, Further, PipelineSizes, write_back
+from .staged_layers import RUNNING, Further, PipelineSizes, StagedLayers, write_back
 
 NO_PREFETCH = (
     "pipeline: the layers of a stage gather their own parameters, not ahead. Leave out the option "
@@ -94,21 +94,24 @@ class Schedule(PipelineSizes):
         """
         if not self.blocks:
             return tag, module, (args, kwargs)
-        list_path, number = tag.path[:-1], tag.path[-1]
+        list_path, number = tag.path[:-1], tag.path[-1]  # of ``blocks/3``: ``blocks``, 3
         names = parameters_of(module)
         if not args and names and names[0] in kwargs:  # block(x=x)
             kwargs = {**kwargs}
             args = (kwargs.pop(names[0]),)
         x = args[0] if args else None
         further = args[1:], kwargs
-        # The calls of one list: of block 0 they begin, of others they are found by the pending `x`.
+        # Block 0 begins the calls of its list. Another block gets what the one before returned,
+        # a pending output, which knows the calls so far.
         if number == 0:
             calls = BlockCalls(tag._replace(path=list_path), self.blocks, x, further)
         else:
             calls = calls_before(tag, list_path, number, x)
-        pending = calls.add(tag, module, further)  # None for the last block
-        if pending is not None:
+        pending = calls.add(tag, module, further)
+        if pending is not None:  # not the last block
             return tag, None, pending
+        # The rows are those of the first block. All blocks have equal further arguments, so those
+        # of the last one, which is being called, stand for all.
         return calls.tag, calls.finish(), ((calls.x, *args[1:]), kwargs)
 
     def wrap(
@@ -124,7 +127,7 @@ class Schedule(PipelineSizes):
 
         Args:
           module: the ``Stack``, or the ``nnx.List`` of blocks.
-          call: what would be called without a pipeline, which is not used: stages call layers.
+          call: what would be called without a pipeline. It is not used: stages call the layers.
           mesh: the mesh of the strategy.
           batch_axes: the mesh axes that shard the batch.
           axes_of_rows: returns the mesh axes over which the rows of an array are declared to be
@@ -138,68 +141,57 @@ class Schedule(PipelineSizes):
             raise ValueError(NO_PREFETCH)
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
+            # 1. The mesh of the call, and the sizes of the pipeline on it.
             call_mesh = mesh_in_trace(mesh)
-            # The stages share the batch: over their axis it is not sharded. In a `shard_map` over
-            # some of the axes, it is that of one device along these.
-            unused = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
-            row_axes = tuple(axis for axis in batch_axes if axis not in unused)
             schedule = self._on_mesh(call_mesh, len(module))
-            if varying := set().union(*map(_compat.varying_axes, jax.tree.leaves(x))):
-                raise ValueError(
-                    "pipeline: JAX cannot map over the stages in a shard_map over "
-                    f"{' and '.join(map(repr, sorted(varying)))} with check_vma=True. Pass "
-                    "check_vma=False to it."
-                )
-            # `accumulate_gradients` traces the loss of one microbatch, for the ticks of 1F1B.
+            _check_axis_types(call_mesh, x)
+            # With 1F1B, `accumulate_gradients` traces the loss of one microbatch.
             is_in_accumulation = PIPELINE_CALL.get() is not None
             if is_in_accumulation:
                 schedule = dataclasses.replace(schedule, microbatches=1)
-            # The constraints of the loop cannot speak of Explicit axes.
-            if axes_of_type(call_mesh, AxisType.Explicit):
-                raise ValueError(
-                    "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
-                    "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
-                    "axes."
-                )
+
+            # 2. The rows. Each stage gets all of them, so the axis of the stages divides none; and
+            # in a `shard_map`, they are already those of one device along its (Manual) axes.
+            unused = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
+            row_axes = tuple(axis for axis in batch_axes if axis not in unused)
             further = args, kwargs
             layer = module[0] if self.blocks else module.layers
             further_names = parameters_of(layer)[1:]  # the first one is that of `x`
             leaves = further_leaves(further, further_names)
-
-            def is_declared(leaf: jax.Array) -> bool:
-                return bool(row_axes) and axes_of_rows(leaf) >= {*row_axes}
-
-            has_rows = schedule._have_rows(x, leaves, is_declared)
+            has_rows = schedule._have_rows(x, leaves, row_axes, axes_of_rows)
             schedule._check_inputs(module, x, leaves, has_rows)
+
+            # 3. The loop. Stacks within a layer are called as usual, not as further pipelines.
             run = schedule._run_blocks if self.blocks else schedule._run_stack
-            # Stacks inside of a layer are called as usual.
             token = RUNNING.set(True)
             try:
                 with _explain_changed_arguments(further):
                     out = run(module, _LayersCall(x, further, has_rows, call_mesh, row_axes))
             finally:
                 RUNNING.reset(token)
+            # Outside of `accumulate_gradients`, 1F1B ran as GPipe. That returns the same, but keeps
+            # the activations of all microbatches as soon as it is differentiated.
             if self.interleaves and not is_in_accumulation:
-                # Only `accumulate_gradients` can run 1F1B; without gradients, GPipe is the same.
                 return jax.tree.map(functools.partial(_refuse_gradient, self.microbatches), out)
             return out
 
         return run_stages
 
     def _run_stack(self, layers: Stack, call: _LayersCall) -> Any:
-        """Calls a ``Stack`` in stages."""
-        loop = PipelineLoop(
-            self,
+        """Calls a ``Stack`` in stages: in the loop of GPipe, or for the one of 1F1B around it."""
+        staged = StagedLayers(
+            self,  # the sizes of the pipeline
             layers,
             call.further,
             call.mesh,
             call.row_axes,
             block_specs=dict(self.specs),
-            has_rows=call.has_rows,
         )
-        if (interleaved := PIPELINE_CALL.get()) is not None:
-            return interleaved.run(loop, call.x)
-        return loop.run(call.x)
+        # `accumulate_gradients` with 1F1B traces the loss, and runs the layers later by itself.
+        pipeline_call = PIPELINE_CALL.get()
+        if pipeline_call is not None:
+            return pipeline_call.run(staged, call.x)
+        return PipelineLoop(staged, call.has_rows).run(call.x)
 
     def _run_blocks(self, blocks: nnx.List[Any], call: _LayersCall) -> Any:
         """Calls the blocks of a list in stages, as a ``Stack`` that is made for the call.
@@ -214,45 +206,60 @@ class Schedule(PipelineSizes):
         """
         layers = stack([*blocks])
         flat = flatten_layer(layers.layers)
-        # Modules in the stack are new; those of the first block say how activations are sharded.
+        # Modules in the stack are new. They get the tags of the first block's modules, by which
+        # activation shardings know them.
         pass_tags(flatten_layer(blocks[0]), flat)
         out = self._run_stack(layers, call)
-        after = flatten_layer(layers.layers)
+        after = flatten_layer(layers.layers)  # the same objects, some with new arrays
         for number, block in enumerate(blocks):
-            _write_row(block, number, flat, after)
+            _write_row(block, number, before=flat, after=after)
         return out
 
     def _have_rows(
         self,
         x: object,
         leaves: Sequence[FurtherLeaf],
-        is_declared: Callable[[jax.Array], bool],
+        row_axes: Sequence[str],
+        axes_of_rows: Callable[[jax.Array], Set[Any]],
     ) -> list[bool]:
-        """Returns which arrays in further arguments are split with the batch.
+        """Returns for each leaf in further arguments whether it is split with the batch.
+
+        These are the arrays that ``rows`` names, and those that are declared to be sharded in their
+        first dimension as the rows of x are, and have as many.
 
         Args:
           x: what the first layer gets.
           leaves: the leaves in the further arguments.
-          is_declared: whether an array is declared to be sharded like the rows.
+          row_axes: the mesh axes that shard the rows of x.
+          axes_of_rows: returns the mesh axes over which the first dimension of an array is declared
+            to be sharded.
         """
-        batch = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(x)), ())
+        # The first dimension, as a shape: (batch,), or () without one.
+        first_dimension_of_x = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(x)), ())
 
         def has_rows(leaf: FurtherLeaf) -> bool:
-            if not isinstance(leaf.value, jax.Array | np.ndarray):
+            array = leaf.value
+            if not isinstance(array, jax.Array | np.ndarray):
                 return False
-            rows = leaf.value.shape[:1]
+            first_dimension = array.shape[:1]
             if leaf.parameter in self.rows:
-                return rows != (1,)  # one that is the same for all rows stays whole
-            # A parameter may be sharded over the same axes, but has another number of rows.
-            is_alike = bool(rows) and rows == batch
-            return is_alike and isinstance(leaf.value, jax.Array) and is_declared(leaf.value)
+                return first_dimension != (1,)  # one that is the same for all rows stays whole
+            # The number of rows counts, too: over the same axes, a parameter may be sharded.
+            has_as_many = first_dimension != () and first_dimension == first_dimension_of_x
+            if not has_as_many or not row_axes or isinstance(array, np.ndarray):
+                return False  # a NumPy array has not been declared
+            return axes_of_rows(array) >= {*row_axes}
 
         return [has_rows(leaf) for leaf in leaves]
 
     def _on_mesh(self, mesh: AnyMesh, layers: int) -> Schedule:
-        """Returns the schedule on the mesh of a call, which may have another size than the specs'.
+        """Returns the schedule with as many stages as the mesh of a call has.
 
-        So a step is compared with one device by the same specs.
+        The specs may be of another mesh: a step with them also runs on one device, for comparison.
+
+        Args:
+          mesh: the mesh of the call.
+          layers: the number of layers, which stages times repeats have to divide.
         """
         stages = mesh.shape.get(self.axis, 0)
         if stages == self.stages:
@@ -281,7 +288,8 @@ class Schedule(PipelineSizes):
           has_rows: for each of these whether it is split with the batch.
         """
         count = self.microbatches
-        # Otherwise the first stage would read a microbatch before the last one has stored it.
+        # The first stage would read a microbatch of the next repeat before the last one has stored
+        # it, which is S ticks after it entered.
         if self.repeats > 1 and count < self.stages:
             raise ValueError(
                 f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
@@ -292,28 +300,34 @@ class Schedule(PipelineSizes):
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
         shapes |= {leaf.accessor: jnp.shape(leaf.value) for leaf in of_rows}
-        batch = next((shape[0] for shape in shapes.values() if shape), 0)
+        batch = next((shape[0] for shape in shapes.values() if shape), 0)  # of the first array
+        wrong_shapes = {
+            where: shape
+            for where, shape in shapes.items()
+            if not shape or shape[0] != batch or not batch or batch % count
+        }
         raise_listed(
             ValueError,
             f"pipeline: {count} microbatches cannot be made of the inputs of the layers:",
-            [
-                f"  {where}: shape {shape}"
-                for where, shape in shapes.items()
-                if not shape or shape[0] != batch or not batch or batch % count
-            ],
+            [f"  {where}: shape {shape}" for where, shape in wrong_shapes.items()],
             "All need the same number of rows, which the microbatches divide. Scalars that layers "
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
+        # An array of as many rows is a mask or the like, most likely. That makes a difference only
+        # if there are several microbatches; and a first dimension of 1 says that it has no rows.
+        unsplit = [leaf for leaf, splits in zip(further, has_rows, strict=True) if not splits]
+        suspects = [
+            leaf
+            for leaf in unsplit
+            if isinstance(leaf.value, jax.Array) and leaf.value.shape[:1] == (batch,)
+        ]
         raise_listed(
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
-            [
-                f"  {leaf.accessor}: shape {jnp.shape(leaf.value)}"
-                for leaf, splits in zip(further, has_rows, strict=True)
-                if isinstance(leaf.value, jax.Array) and leaf.value.shape[:1] == (batch,)
-                if not splits and batch > 1 and count > 1
-            ],
+            [f"  {leaf.accessor}: shape {leaf.value.shape}" for leaf in suspects]
+            if batch > 1 and count > 1
+            else [],
             "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
             "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or constrain "
             "them, as in with_sharding_constraint(mask, P('data')), where the layers are called.",
@@ -341,11 +355,19 @@ class Schedule(PipelineSizes):
     def report_other_method(
         self, tag: Tag, method: str, args: tuple[object, ...], out: object
     ) -> None:
-        """Warns if blocks of a list are called by a method of which no pipeline is made."""
-        # Once, for the first block of a list; all others are called alike.
+        """Warns if blocks of a list are called by a method of which no pipeline is made.
+
+        Args:
+          tag: says which module was called, such as ``blocks/3``.
+          method: the name of its method, which is not ``__call__``.
+          args: its positional arguments.
+          out: what it returned.
+        """
+        # Once, for block 0 of a list: all others are called alike. A Stack has no blocks.
         if not self.blocks or not tag.path or tag.path[-1] != 0:
             return
-        # A layer returns arrays like those that it gets; a helper does not.
+        # A method that runs a layer returns arrays like its first arguments, (x, …) → (x, …).
+        # Others, such as one that makes a mask, are no mistake.
         returned = _shapes(out)
         if not returned or returned != _shapes(args)[: len(returned)]:
             return
@@ -362,21 +384,46 @@ def _write_row(block: nnx.Module, number: int, before: Flat, after: Flat) -> Non
     """Writes to a block its row of the arrays that have changed in a stack of blocks.
 
     Args:
-      block: the block, whose arrays have the slots of the stack's.
+      block: the block. Its objects and arrays are numbered as those of the stack, which was made
+        of equal blocks.
       number: its index in the stack.
       before: the stack as it was made, with arrays (L, …).
       after: the same stack after it ran.
     """
 
     def row(slot: int, stacked: jax.Array) -> jax.Array:
-        return stacked[number]
+        return stacked[number]  # (L, …) → (…)
 
     flat = flatten_layer(block)
-    write_back(flat, after, dict(enumerate(before.leaves)), row)
-    # What layers sowed has a first dimension for them, too, but no slots that `before` knows.
+    # An array has changed if the stack holds another one in its slot than before.
+    write_back(flat, after, dict(enumerate(before.leaves)), in_form=row)
+    # What layers sowed, (L, …), was not there before. It is in Variables of `nnx.capture`, whose
+    # indices these are.
     for index in captures(flat.structure):
         sown = _compat.get_value(after.objects[index])
         _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
+
+
+def _check_axis_types(mesh: AnyMesh, x: object) -> None:
+    """Refuses a call on a mesh with axes of a type that the loop cannot run with.
+
+    Args:
+      mesh: the mesh of the call.
+      x: what the first layer gets.
+    """
+    if varying := set().union(*map(_compat.varying_axes, jax.tree.leaves(x))):
+        raise ValueError(
+            "pipeline: JAX cannot map over the stages in a shard_map over "
+            f"{' and '.join(map(repr, sorted(varying)))} with check_vma=True. Pass "
+            "check_vma=False to it."
+        )
+    # The loop constrains arrays to their stages, which is for Auto axes only.
+    if axes_of_type(mesh, AxisType.Explicit):
+        raise ValueError(
+            "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
+            "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
+            "axes."
+        )
 
 
 def parameters_of(layer: object) -> list[str]:
@@ -393,17 +440,25 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
-    """Returns an output of the layers, which cannot be differentiated.
+    """Returns x, an output of the layers, such that differentiating it is an error.
 
-    JAX asks for the derivative, ``_raise_no_gradient``, only where a value depends on what is
-    differentiated, whatever transform does so: a call in an evaluation passes.
+    JAX calls the rule for its derivative, `_raise_no_gradient`, only where x depends on what is
+    differentiated. So an evaluation runs, and a gradient outside of ``accumulate_gradients`` is
+    refused, whatever transform takes it.
+
+    Args:
+      microbatches: the number of microbatches, for the message of the rule.
+      x: the output.
     """
     return x
 
 
 @_refuse_gradient.defjvp
 def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> NoReturn:
-    """The derivative of the layers outside of ``accumulate_gradients``: an error."""
+    """Raises the error of `_refuse_gradient`, as its rule for derivatives.
+
+    JAX passes what is not differentiated, ``microbatches``, then the inputs and their tangents.
+    """
     text = message(
         'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '
         "loss of each microbatch:",
@@ -418,10 +473,15 @@ def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> 
 
 
 def _check_captures(layers: nnx.Module) -> None:
-    """Refuses a ``nnx.capture`` that has collected something already, and perturbations."""
+    """Raises an error if ``nnx.capture`` collects from these layers what it cannot in a pipeline.
+
+    A second call would have to be merged with what the first has sown. A perturbation is an input,
+    not an output, of which each microbatch would need its rows.
+    """
+    # In each module, `nnx.capture` puts a tuple of Variables. Each holds a dict of what was sown.
     captured = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
-    sown = itertools.chain.from_iterable(captured)
-    if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in sown):
+    collecting = itertools.chain.from_iterable(captured)
+    if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in collecting):
         raise ValueError(
             "pipeline: nnx.capture collects what layers sow in one call of the Stack, and no "
             "perturbations. Use a nnx.capture for each call, or leave out the pipeline."
@@ -430,25 +490,27 @@ def _check_captures(layers: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def _explain_changed_arguments(further: Further) -> Iterator[None]:
-    """Raises an error that names further arguments which layers change."""
+    """Within the block, names the Variables of further arguments that layers may have changed.
+
+    Flax refuses to change a Variable of another trace, by an error that does not say which one it
+    is. So all but parameters are listed, which layers only read.
+    """
     try:
         yield
-    # Flax refuses the change, but knows neither the name of the argument nor the pipeline.
     except _compat.TraceContextError as error:
         lines = []
-        for _, name, leaf in further_leaves(further):
-            if not _compat.is_graph_object(leaf):
+        for leaf in further_leaves(further):
+            if not _compat.is_graph_object(leaf.value):
                 continue
-            flat = flatten_layer(leaf)
-            located = [(x.path, x.object_index) for x in locations_of(flat)]
-            entries = [(path, index) for path, index in located if index is not None]
-            variables = [(path, flat.objects[index]) for path, index in entries]
-            lines += [
-                f"  {accessor(name, path)}: {type(variable).__name__}"
-                for path, variable in variables
-                if not isinstance(variable, nnx.Param)
-            ]
-        if not lines:
+            flat = flatten_layer(leaf.value)
+            for location in locations_of(flat):
+                if location.object_index is None:  # an array outside of Variables
+                    continue
+                variable = flat.objects[location.object_index]
+                if not isinstance(variable, nnx.Param):
+                    name = accessor(leaf.accessor, location.path)
+                    lines.append(f"  {name}: {type(variable).__name__}")
+        if not lines:  # Flax's error is about something else
             raise
         head = "pipeline: layers change Variables of their further arguments. Of those, there are:"
         remedy = (
@@ -459,12 +521,17 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
 
 
 def has_interleaved_pipeline(objects: Iterable[object]) -> bool:
-    """Whether a strategy has chosen ``schedule="1f1b"`` for some of these modules."""
-    nodes = [x for x in objects if _compat.is_node(x)]
-    tagged = ((x, tag) for x in nodes if (tag := _compat.tag_of(x)) is not None)
-    schedules = (
-        source.find_schedule(tag.path, module, "__call__")
-        for module, tag in tagged
-        for source in tag.sources
-    )
-    return any(isinstance(x, Schedule) and x.interleaves for x in schedules)
+    """Whether a strategy has chosen ``schedule="1f1b"`` for some of these modules.
+
+    A module of the arguments has a tag, with its path and the activation shardings that may be for
+    it (``sources``), one of which may have a schedule for its calls.
+    """
+    for module in objects:
+        tag = _compat.tag_of(module) if _compat.is_node(module) else None
+        if tag is None:
+            continue
+        for source in tag.sources:
+            schedule = source.find_schedule(tag.path, module, "__call__")
+            if isinstance(schedule, Schedule) and schedule.interleaves:
+                return True
+    return False

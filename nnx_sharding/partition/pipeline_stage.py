@@ -6,7 +6,15 @@ so the residuals wait in a ring. Those that depend only on what all microbatches
 such as parameters, would be the same in each slot: they are computed again, and the ring keeps the
 others.
 
-All S stages run at once, as ``vmap`` over the stages: what each stage has for itself is (S, …).
+All S stages run at once, as ``vmap`` over the stages: what each stage has for itself is (S, …). The
+layers get and return dicts by *position*, that of an output of the traced loss (``TracedLoss``):
+
+    fixed          what is the same for all microbatches, such as the parameters of the layers
+    x, varying     what differs: x, which goes from stage to stage, and what else they get
+    out            what the layers return, by the position of the x that it is for the next stage
+    written        new arrays of layers, by the position of the old ones
+
+Residuals have no positions. Their *number* is the place in the list that ``vjp`` returns.
 """
 
 from __future__ import annotations
@@ -24,26 +32,28 @@ Residuals: TypeAlias = dict[int, Any]  # by their numbers in the order of `jax.v
 
 
 class TracedStages:
-    """The layers of all stages, traced. Arrays are named by the outputs of the loss that they are.
+    """The layers of all stages, traced once, and cut into what each pass needs.
 
     Attributes:
-      residual_types: the types of the residuals that the ring keeps, of one stage and microbatch.
+      residual_types: by number, the types of the residuals that the ring keeps, of one stage and
+        microbatch.
     """
 
     def __init__(self, parts: LossParts):
         """Traces the layers of a loss."""
         loss, call = parts.loss, parts.loss.call
-        assert call.loop is not None
-        self._axis = call.loop.axis
-        self._targets = sorted({*parts.fixed_with_gradients, *parts.x_with_gradients})
-        # What all stages have in common has no dimension of the stages.
+        assert call.staged is not None
+        self._axis = call.staged.axis
+        # 1. The types of what the layers get, by position. Arrays of layers are (S, …) already, and
+        # what all stages have in common has no dimension for them. Else there is one for each.
         shared = {*loss.others}.difference(parts.varying)
         inputs = (*loss.layers, *loss.x, *loss.others)
         types = {i: as_type(loss.closed.out_avals[i]) for i in inputs}
         for i in {*types} - {*loss.layers} - shared:
-            types[i] = as_type(types[i], call.loop.stages)  # those of layers are (S, …) already
-        self._inputs = sorted(types)  # as JAX flattens a dict
-        # All stages are traced at once: a `shard_map` in a layer has to know of the `vmap`.
+            types[i] = as_type(types[i], call.staged.stages)
+        self._inputs = sorted(types)  # in the order of the trace's inputs: JAX sorts the keys
+
+        # 2. The trace of all stages at once: a `shard_map` in a layer has to know of the `vmap`.
         of_all_stages = jax.vmap(
             self._forward_of_one_stage(parts),
             in_axes=({i: None if i in shared else 0 for i in types},),
@@ -51,66 +61,79 @@ class TracedStages:
         )
         with_callbacks, results = jax.make_jaxpr(of_all_stages, return_shape=True)(types)
         closed = without_callbacks(with_callbacks, "a layer")
-        # The same tree with the position of each result among the outputs of this trace.
-        count = len(jax.tree.leaves(results))
-        positions = jax.tree.unflatten(jax.tree.structure(results), range(count))
-        self._out, self._written, residuals = positions
-        self._residuals = dict(enumerate(residuals))  # number → position
-        constant = {n for n, i in enumerate(self._inputs) if i in parts.fixed}
-        constant -= {n for n, i in enumerate(self._inputs) if i in loss.written_of}
-        kept = {
-            number: position
-            for number, position in self._residuals.items()
-            if not constant.issuperset(Part(closed, [position]).used)
-        }
-        types_of_all = jax.tree.leaves(results)  # (S, …)
+        # In each of the three results, a number for each array: which output of this trace it is.
+        result_types, treedef = jax.tree.flatten(results)  # (S, …)
+        numbered = jax.tree.unflatten(treedef, range(len(result_types)))
+        self._out, self._written, self._residuals = numbered
+
+        # 3. The residuals that depend on a microbatch are kept in a ring. The others depend on
+        # constants only: on what is fixed, and not written by the layers of another microbatch.
+        constants = {*parts.fixed}.difference(loss.written_of)
+        self._kept: dict[int, int] = {}  # number of a residual → output of this trace
+        for number, output in enumerate(self._residuals):
+            read = {self._inputs[n] for n in Part(closed, [output]).used}
+            if not read.issubset(constants):
+                self._kept[number] = output
         self.residual_types = {
-            number: jax.ShapeDtypeStruct(types_of_all[n].shape[1:], types_of_all[n].dtype)
-            for number, n in kept.items()
+            number: jax.ShapeDtypeStruct(result_types[output].shape[1:], result_types[output].dtype)
+            for number, output in self._kept.items()
         }
-        self._kept = kept
-        # Callbacks in layers run in the forward pass, and not again where residuals are computed.
-        forward_outputs = [*self._out.values(), *self._written.values(), *kept.values()]
-        self._run_forward = Part(with_callbacks, forward_outputs)
-        self._recompute = Part(closed, {*residuals}.difference(kept.values()))
+
+        # 4. Callbacks in layers run in the forward pass, not again where residuals are recomputed.
+        kept = self._kept.values()
+        self._run_forward = Part(
+            with_callbacks, [*self._out.values(), *self._written.values(), *kept]
+        )
+        self._recompute = Part(closed, {*self._residuals}.difference(kept))
 
     def _forward_of_one_stage(
         self, parts: LossParts
     ) -> Callable[[ByPosition], tuple[ByPosition, ByPosition, list[Any]]]:
-        """Returns a function of what the layers of one stage get, (D, …) for their own arrays.
+        """Returns the forward pass of the layers of one stage, as a function to trace.
 
-        It returns what they return and write, and all residuals. When it is traced, it stores the
-        transpose of the layers as a tree, whose leaves are the residuals.
+        Its argument is what the layers get; their own arrays are (D, …) for D layers. It returns
+        what they return (``out``), what they write, and the list of all residuals. When it is
+        traced, it stores the transpose, which :meth:`backward` calls, in ``_transpose``.
         """
         loss, call = parts.loss, parts.loss.call
-        assert call.loop is not None
-        is_remat = call.loop.is_remat
-        output_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+        assert call.staged is not None
+        is_remat = call.staged.is_remat
+        # Calls of layers have their arrays by slot, here they have positions.
+        position_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+        differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
 
         def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
             def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
-                """Runs the layers as a function of the targets; returns what has gradients first.
+                """Runs the layers as a function of what is differentiated.
 
-                Each stage returns what the next one gets, so a result has the name of what it
-                takes the place of, and a gradient if that has one.
+                Returns:
+                  What has a gradient of what the layers return, and, with no gradients, all that
+                  they return and write.
                 """
                 merged = arrays | chosen
-                lists = [[merged[i] for i in part] for part in (loss.layers, loss.x, loss.others)]
-                results, written_by_slot = call.call_layers(*lists)
+                layers, x, others = (
+                    [merged[i] for i in positions]
+                    for positions in (loss.layers, loss.x, loss.others)
+                )
+                results, written_by_slot = call.call_layers(layers, x, others)
+                # What a stage returns is the x of the next one, so it has the same positions, and a
+                # gradient where x has one.
                 out = dict(zip(loss.x, results, strict=True))
-                written = {output_of_slot[slot]: x for slot, x in written_by_slot.items()}
+                written = {position_of_slot[slot]: x for slot, x in written_by_slot.items()}
                 return {i: out[i] for i in parts.x_with_gradients}, (out, written)
 
+            # Without `prevent_cse`, as the recomputation is in another iteration of the loop.
             run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
-            chosen = {i: arrays[i] for i in self._targets}
+            chosen = {i: arrays[i] for i in sorted(differentiated)}
             _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
+            # JAX's transpose is a pytree: a function whose leaves are the residuals.
             residuals, self._transpose = jax.tree.flatten(transpose)
             return out, written, residuals
 
         return forward
 
-    def _by_number(self, arrays: Mapping[int, Any]) -> ByPosition:
-        """Returns inputs by their positions in the trace of the stages."""
+    def _as_inputs(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
+        """Returns arrays by their number among the inputs of the trace of the stages."""
         return {n: arrays[i] for n, i in enumerate(self._inputs) if i in arrays}
 
     def forward(self, arrays: ByPosition) -> tuple[ByPosition, ByPosition, Residuals]:
@@ -120,13 +143,14 @@ class TracedStages:
           arrays: what the layers get, (S, …) but for what all stages have in common.
 
         Returns:
-          What the layers return, by the names of what they got, what they write, and the residuals
-          that the ring keeps, all (S, …).
+          Three dicts of arrays (S, …): what the layers return, by the positions of x; what they
+          write, by the positions of layers; and, by number, the residuals that the ring keeps.
         """
-        outputs = self._run_forward(self._by_number(arrays))
-        out = {i: outputs[position] for i, position in self._out.items()}
-        written = {i: outputs[position] for i, position in self._written.items()}
-        return out, written, {n: outputs[position] for n, position in self._kept.items()}
+        outputs = self._run_forward(self._as_inputs(arrays))  # by output of the trace
+        out = {i: outputs[output] for i, output in self._out.items()}
+        written = {i: outputs[output] for i, output in self._written.items()}
+        kept = {number: outputs[output] for number, output in self._kept.items()}
+        return out, written, kept
 
     def backward(
         self,
@@ -140,29 +164,35 @@ class TracedStages:
 
         Args:
           fixed: what the layers get with all microbatches alike.
-          kept: the residuals from the ring, (S, …).
+          kept: the residuals of each stage's microbatch, from the ring, (S, …).
           d_out: the gradients of what the layers returned, apart from integers, (S, rows, …).
-          sums: splits sums over rows.
-          wanted: whose gradients are shard sums, (shards, S, …).
+          sums: computes gradients as one sum for each shard of the rows.
+          wanted: the positions whose gradients are such shard sums, (shards, S, …).
 
         Returns:
-          The gradients of what has one, (S, …).
+          The gradients of what the layers got, (S, …), by position: of what is fixed and of x, as
+          far as they have one.
         """
-        recomputed = self._recompute(self._by_number(fixed))
-        residuals = [
-            kept[number] if number in kept else recomputed[position]
-            for number, position in self._residuals.items()
+        recomputed = self._recompute(self._as_inputs(fixed))  # by output of the trace
+        residuals = [  # all of them, in the order of their numbers
+            kept[number] if number in kept else recomputed[output]
+            for number, output in enumerate(self._residuals)
         ]
 
         def transpose(inputs: tuple[list[Any], ByPosition]) -> ByPosition:
+            """Computes the gradients of one stage."""
             residuals, d_out = inputs
-            [gradients] = jax.tree.unflatten(self._transpose, residuals)(d_out)
+            # The function that `vjp` returned in the forward pass, with these residuals in it.
+            run_transpose = jax.tree.unflatten(self._transpose, residuals)
+            [gradients] = run_transpose(d_out)  # of the only argument of what was differentiated
             return gradients  # type: ignore[no-any-return]
 
         def of_all_stages(inputs: Any) -> tuple[ByPosition, tuple[()]]:
-            return jax.vmap(transpose, spmd_axis_name=self._axis)(inputs), ()
+            gradients = jax.vmap(transpose, spmd_axis_name=self._axis)(inputs)
+            return gradients, ()  # and nothing besides gradients, which `evaluate` allows
 
-        # The dimension of rows: none in residuals, the second one in gradients, (S, rows, …).
-        rows = [None] * len(residuals), dict.fromkeys(d_out, 1)
-        gradients, _ = sums.evaluate(of_all_stages, (residuals, d_out), rows, wanted)
+        # Where the rows are: nowhere in residuals, as far as is known; in gradients, (S, rows, …),
+        # in dimension 1.
+        row_dims = [None] * len(residuals), dict.fromkeys(d_out, 1)
+        gradients, _ = sums.evaluate(of_all_stages, (residuals, d_out), row_dims, wanted)
         return gradients

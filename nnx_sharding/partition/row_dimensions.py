@@ -32,37 +32,53 @@ def shape_of(variable: Var | Literal) -> Shape:
 
 
 def rows_of_outputs(equation: JaxprEqn, rows: Dims) -> list[int | None]:
-    """Returns which dimension of each output has the rows: those of the first input that tells."""
+    """Returns which dimension of each output has the rows, or None.
+
+    The first input with rows decides whose rows can be found in the output.
+    """
     name = equation.primitive.name
+    # Most operations work on each element, as `_keep` assumes; it asks the shapes, so that others
+    # have no rows, unless the sizes happen to be the same.
     move = _MOVES.get(name, _keep)
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         move = _reduce
-    outputs = []
-    for shape in map(shape_of, equation.outvars):
-        moved = (
-            move(equation, position, dim, shape)
-            for position, dim in enumerate(rows)
-            if dim is not None
-        )
-        outputs.append(next((dim for dim in moved if dim is not None and dim < len(shape)), None))
-    return outputs
+    rows_of_output: list[int | None] = []
+    for shape in map(shape_of, equation.outvars):  # of several outputs, each by the same rule
+        found = None
+        for position, dim in enumerate(rows):
+            if dim is not None and found is None:
+                found = move(equation, position, dim, shape)
+                if found is not None and found >= len(shape):
+                    found = None  # a rule for another output: this one has fewer dimensions
+        rows_of_output.append(found)
+    return rows_of_output
 
 
 def summed_dims(equation: JaxprEqn, rows: Dims) -> Dims | None:
     """Returns the dimension of each input over whose rows an operation sums.
 
-    None if it does not, and for an operation of which that is not known.
+    Args:
+      equation: the operation.
+      rows: for each input the dimension that has the rows, or None.
+
+    Returns:
+      For each input the dimension that is summed over, or None for an input that lacks it. None in
+      place of all, if the operation does not sum over rows, or if that is not known.
     """
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        (contracted, _) = params["dimension_numbers"]
-        # Pairs of dimensions, one of each operand, over which the product sums.
-        pairs = zip(*contracted, strict=True)
-        return next((pair for pair in pairs if rows[0] == pair[0] or rows[1] == pair[1]), None)
-    if name == "reduce_sum":
+        contracted, _ = params["dimension_numbers"]
+        # ((1,), (0,)) of a matrix product → (1, 0): the sum goes over both dimensions together. So
+        # it is one over rows if either of them has the rows, though the other is not known to.
+        for lhs_dim, rhs_dim in zip(*contracted, strict=True):
+            if rows[0] == lhs_dim or rows[1] == rhs_dim:
+                return (lhs_dim, rhs_dim)
+        return None
+    if name == "reduce_sum":  # of one input, so the dimension of its rows is all there is to return
         return rows if rows[0] in params["axes"] else None
     if name == "conv_general_dilated":
-        # The rows are the input features of a convolution that returns a kernel's gradient.
+        # A convolution sums over the input features, (…) of lhs and rhs. In the one that computes
+        # the gradient of a kernel, JAX puts the rows of x and of d_y there.
         numbers = params["dimension_numbers"]
         features = numbers.lhs_spec[1], numbers.rhs_spec[1]
         is_summed = params["feature_group_count"] == 1 and features == tuple(rows)
@@ -73,23 +89,29 @@ def summed_dims(equation: JaxprEqn, rows: Dims) -> Dims | None:
 
 
 def _scattered_dims(equation: JaxprEqn, rows: Dims) -> Dims | None:
-    """Returns the dimensions of the rows in the operand, indices and updates of a scatter.
+    """Returns which dimensions of a scatter's inputs have the rows that are added up, or None.
 
-    The operand has none: what all rows add to is the same array.
+    The inputs are operand, indices and updates. In the gradient of an embedding, they are the table
+    (words, features), indices (rows, positions, 1) and updates (rows, positions, features): these
+    give (None, 0, 0). The operand has no rows: all of them add to the same array.
     """
     numbers = equation.params["dimension_numbers"]
-    num_dims = len(shape_of(equation.invars[2]))  # of the updates
-    # The dimensions of the updates that are no window are those of the indices, in order.
-    others = [i for i in range(num_dims) if i not in numbers.update_window_dims]
-    if rows[2] not in others:
+    update_rows = rows[2]
+    num_dims = len(shape_of(equation.invars[2]))
+    # Each index adds a window, such as (features,), so the other dimensions of the updates are
+    # those of the indices, in the same order.
+    index_dims = [i for i in range(num_dims) if i not in numbers.update_window_dims]
+    if update_rows not in index_dims:  # no rows, or in the window: nothing is summed over them
         return None
-    index = others.index(rows[2])
-    is_batched = index in numbers.scatter_indices_batching_dims  # then each row has its own array
-    return None if is_batched else (None, index, rows[2])
+    rows_of_indices = index_dims.index(update_rows)
+    # Along a batching dimension, each row adds to an array of its own in the operand.
+    if rows_of_indices in numbers.scatter_indices_batching_dims:
+        return None
+    return (None, rows_of_indices, update_rows)
 
 
-# Each of the following functions returns which dimension of the output has the rows that input
-# number `position` has in dimension `rows`; None if the output has none, or if that is not known.
+# Each of the following functions returns which dimension of an output, of this shape, has the rows
+# that input number `position` has in dimension `rows`; None if it has none, or that is not known.
 
 
 def _keep(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
@@ -105,16 +127,22 @@ def _reduce(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int |
 
 
 def _multiply(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
-    """For a product, of shape (batch dimensions, other ones of lhs, other ones of rhs)."""
-    ndims = [len(shape_of(operand)) for operand in equation.invars]
-    contracted, batched = (dims[position] for dims in equation.params["dimension_numbers"])
+    """For a product of two inputs, lhs (number 0) and rhs (1).
+
+    Its output has (the batch dimensions, the other ones of lhs, the other ones of rhs). Those that
+    are summed over, *contracted*, are in neither.
+    """
+    contracted_of_both, batched_of_both = equation.params["dimension_numbers"]
+    contracted, batched = contracted_of_both[position], batched_of_both[position]
     if rows in batched:
         return batched.index(rows)  # type: ignore[no-any-return]
-    others = [i for i in range(ndims[position]) if i not in (*contracted, *batched)]
-    if rows not in others:
+    lhs_ndim, rhs_ndim = (len(shape_of(operand)) for operand in equation.invars)
+    ndim = (lhs_ndim, rhs_ndim)[position]
+    others = [i for i in range(ndim) if i not in (*contracted, *batched)]
+    if rows not in others:  # they are summed over
         return None
-    # Those of rhs are behind all that lhs has, but for what is summed over.
-    first = len(batched) if position == 0 else ndims[0] - len(contracted)
+    # Where these begin in the output: for rhs, after the batch dimensions and the others of lhs.
+    first = len(batched) if position == 0 else lhs_ndim - len(contracted)
     return first + others.index(rows)
 
 
@@ -127,13 +155,18 @@ def _broadcast(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> in
 
 
 def _gather(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
-    """For what has rows in its indices, as an embedding of tokens."""
-    if position == 0:  # the operand, of which each index may take any row
+    """For what has rows in its indices, such as an embedding of tokens.
+
+    The inputs are the table (words, features) and indices (rows, positions, 1), whose last
+    dimension is one index. The output has a window of the table for each, (rows, positions,
+    features), where (features,) is the window.
+    """
+    if position == 0:  # the table, of which each index may take any row
         return None
-    offsets = equation.params["dimension_numbers"].offset_dims
-    # The dimensions of the output that are no window are those of the indices, in order.
-    others = [i for i in range(len(shape)) if i not in offsets]
-    return others[rows] if rows < len(others) else None
+    window_dims = equation.params["dimension_numbers"].offset_dims  # of the output
+    # The other dimensions of the output are those of the indices, in the same order.
+    index_dims = [i for i in range(len(shape)) if i not in window_dims]
+    return index_dims[rows] if rows < len(index_dims) else None
 
 
 def _reshape(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:

@@ -26,7 +26,8 @@ Shard sums are on the devices of their rows. On Explicit axes their type says so
 (`ShardSums.with_type`); on Auto axes they are constrained (`ShardSums.constrain`). One backward
 pass may have both, as modules of a strategy run with Auto axes. From other modules: `type_mesh` and
 `type_spec` are the mesh and the spec in the type of an array, or None; `retype` gives an array
-another type; `keep_axes` removes all other axes from a spec.
+another type; `keep_axes` removes all other axes from a spec. An operation is an *equation* of a
+jaxpr, with inputs (``invars``) and outputs (``outvars``).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def add_up(sums: jax.Array, axis: int, name: str) -> jax.Array:
         return sums.sum(axis)
 
 
-# Operations whose output is linear in all of their inputs.
+# Operations whose output is linear in all of their inputs together: f(a + b) = f(a) + f(b).
 _LINEAR = frozenset(
     (
         "add_any",
@@ -86,7 +87,8 @@ _LINEAR = frozenset(
         "transpose",
     )
 )
-# Linear in one input, if the other one is fixed. A division is in the first one only.
+# Linear in one input while the other one stays the same: a · (b + c) = a·b + a·c. A division is so
+# in the first input only: (a + b) / c.
 _PRODUCTS = frozenset(("mul", "div"))
 _CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 _REMAT = frozenset(("checkpoint", "remat", "remat2"))
@@ -97,7 +99,7 @@ class ShardSums:
     """Splits sums over rows by the shards of these.
 
     Attributes:
-      mesh: the mesh.
+      mesh: the mesh, for arrays whose types name none.
       axes: the mesh axes that shard the rows.
     """
 
@@ -110,15 +112,18 @@ class ShardSums:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def zeros(self, x: jax.Array, dtype: Any, *entries: object) -> jax.Array:
-        """Returns shard sums of zero for an array.
+        """Returns shard sums of zero for an array, to add its gradients to.
 
         Args:
           x: the array.
           dtype: that of the sums; None for that of the array.
-          *entries: of a spec: they shard the first dimensions of the array, on Auto axes.
+          *entries: Auto axes that shard the first dimensions of the array, such as ``"stage"`` for
+            one of shape (stages, …): the first entries of a spec.
         """
         sums = jnp.zeros((self.shards, *x.shape), dtype or x.dtype)
-        return self.constrain(self.with_type_like(sums, x), *entries)
+        # Explicit axes are a matter of the type, Auto axes of a constraint; the mesh may have both.
+        typed = self.with_type_like(sums, x)
+        return self.constrain(typed, *entries)
 
     def evaluate(
         self,
@@ -135,26 +140,30 @@ class ShardSums:
           inputs: what it gets.
           rows: the same tree with the dimension of the rows of each array; None if it has none.
           wanted: the numbers of the gradients that are to be shard sums, (shards, *shape).
+
+        Returns:
+          What the function returns, with these gradients as shard sums.
         """
         if not wanted:
             return function(inputs)
         closed, results = jax.make_jaxpr(function, return_shape=True)(inputs)
-        dimensions = jax.tree.leaves(rows, is_leaf=lambda x: x is None)
-        pairs = zip(jax.tree.leaves(inputs), dimensions, strict=True)
-        values = [_Value(x, dimension) for x, dimension in pairs]
+        row_dims = jax.tree.leaves(rows, is_leaf=lambda x: x is None)
+        pairs = zip(jax.tree.leaves(inputs), row_dims, strict=True)
+        values = [_Value(x, rows=dim) for x, dim in pairs]
+        # The same tree as the results, so that its leaves are in the order of the outputs.
         gradients, rest = results
-        # In the order in which JAX flattens the results.
-        is_wanted = [number in wanted for number in sorted(gradients)]
-        is_wanted += [False] * len(jax.tree.leaves(rest))
+        is_wanted_tree = {i: i in wanted for i in gradients}, jax.tree.map(lambda _: False, rest)
+        is_wanted = jax.tree.leaves(is_wanted_tree)
         evaluation = _Evaluation(self)
         values = evaluation.run(closed, values, is_wanted)
+        # Where no sum over rows leads to a gradient, it is a whole value, which is split here.
         outputs = [
             evaluation.split(x) if wants else evaluation.add_up(x)
             for x, wants in zip(values, is_wanted, strict=True)
         ]
-        found: tuple[dict[int, Any], Rest]
-        found = jax.tree.unflatten(jax.tree.structure(results), outputs)
-        return found
+        evaluated: tuple[dict[int, Any], Rest]
+        evaluated = jax.tree.unflatten(jax.tree.structure(results), outputs)
+        return evaluated
 
     def with_type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
         """Gives shard sums, (shards, *shape), a type with Explicit axes.
@@ -183,12 +192,12 @@ class ShardSums:
 
         Args:
           sums: the sums, (shards, *shape).
-          *entries: of a spec, for the dimensions after the first one; the compiler chooses how the
-            rest is sharded.
+          *entries: the entries of a spec for the dimensions after that of the shards. How further
+            ones are sharded is left to the compiler.
         """
         mesh = self._mesh_of(sums)
         auto = axes_of_type(mesh, AxisType.Auto)
-        if not entries and auto.isdisjoint(self.axes):
+        if not entries and auto.isdisjoint(self.axes):  # all is in the type
             return sums
         rest = [PartitionSpec.UNCONSTRAINED] * (sums.ndim - 1 - len(entries))
         spec = keep_axes(PartitionSpec(self.axes, *entries, *rest), auto)
@@ -272,6 +281,7 @@ class _Evaluation:
             outputs = self._run_with_sums(equation, inputs, wanted)
             if outputs is not None:
                 return outputs
+        # On arrays: what else is done with shard sums needs the whole value.
         arrays = [self.add_up(x) for x in inputs]
         outputs = _compat.run_equation(equation, arrays)
         rows = rows_of_outputs(equation, [x.rows for x in inputs])
@@ -294,16 +304,15 @@ class _Evaluation:
             return self._run_scan(equation, inputs, wanted)
         if _is_linear(equation, inputs):
             return self._map(equation, inputs)
+        # The dimension of each input that the operation sums over, if those are the rows.
         dims = summed_dims(equation, [x.rows for x in inputs])
         if dims is None:
             return None
-        sizes = [
-            shape_of(variable)[dim]
-            for variable, dim in zip(equation.invars, dims, strict=True)
-            if dim is not None
-        ]
-        is_divisible = all(size % self._sums.shards == 0 for size in sizes)
-        return self._split_sum(equation, inputs, dims) if is_divisible else None
+        for variable, dim in zip(equation.invars, dims, strict=True):
+            # Each shard has as many rows: (rows,) → (shards, rows / shards).
+            if dim is not None and shape_of(variable)[dim] % self._sums.shards:
+                return None
+        return self._split_sum(equation, inputs, dims)
 
     def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
         """Runs a linear operation on each shard sum."""
@@ -319,18 +328,25 @@ class _Evaluation:
         return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, mapped)]
 
     def _shard_like_value(self, sums: jax.Array, equation: JaxprEqn) -> jax.Array:
-        """Shards sums, (shards, *shape), as a sharding operation shards their value, (*shape).
+        """Shards sums as an operation shards their value.
 
-        The axes of the rows shard the sums already. A ``reshard`` may also change to the types of
-        another mesh.
+        The axes of the rows shard the first dimension of the sums, so they shard no other one.
+
+        Args:
+          sums: the sums, (shards, *shape).
+          equation: a ``reshard``, which gives the value, (*shape), a type on Explicit axes, also
+            those of another mesh; or a ``sharding_constraint``, which is for Auto axes.
         """
+        # The two operations call it differently.
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return sums
-        mesh, spec = sharding.mesh, sharding.spec
+        mesh, spec = sharding.mesh, sharding.spec  # the spec is that of the value
         if equation.primitive.name == "reshard":
             return self._sums.constrain(self._sums.with_type(sums, mesh, spec))
         entries = self._sums.without_rows(spec, mesh).partitions
+        # Without its axes, a dimension may be sharded as the compiler likes: the sums need not be
+        # gathered where their value would be.
         unconstrained = PartitionSpec.UNCONSTRAINED
         return self._sums.constrain(sums, *(entry or unconstrained for entry in entries))
 
@@ -338,27 +354,35 @@ class _Evaluation:
         """Runs an operation that sums over rows once for each shard of these.
 
         Args:
-          equation: the operation.
+          equation: the operation, such as a product: (inputs, rows) · (rows, outputs).
           inputs: its inputs.
           dims: for each of these the dimension that is summed over; None for one that has none.
+
+        Returns:
+          The value of its only output, as shard sums.
         """
+        # Its inputs are factors or terms of the sum, so they have to be whole.
         arrays = [self.add_up(x) for x in inputs]
+        # 1. On Auto axes: JAX cannot type all operations, such as convolutions, if they are mapped
+        # over a dimension that an Explicit axis shards.
         mesh = next(filter(None, map(type_mesh, arrays)), self._sums.mesh)
-        # JAX cannot type all operations that map over an Explicit axis, such as convolutions.
         auto = mesh.abstract_mesh.update_axis_types(
             dict.fromkeys(axes_of_type(mesh, AxisType.Explicit), AxisType.Auto)
         )
         arrays = [retype(x, auto) for x in arrays]
+        # 2. The rows of each shard: (…, rows, …) → (…, shards, rows / shards, …).
         mapped = [None if dim is None else int(dim) for dim in dims]  # from NumPy's integers
         with jax.sharding.use_abstract_mesh(auto):
             for i, dim in enumerate(mapped):
-                if dim is not None:  # (…, rows, …) → (…, shards, rows / shards, …)
+                if dim is not None:
                     shape = arrays[i].shape
                     split = (*shape[:dim], self._sums.shards, -1, *shape[dim + 1 :])
                     arrays[i] = arrays[i].reshape(split)
             if equation.primitive.name == "scatter-add":
-                # What is added to counts once, not for each shard.
+                # Its first input, to which the rows are added, would count once for each shard.
+                # Here it is in the sum of the first shard, and the others start at 0.
                 arrays[0], mapped[0] = self._sums.of_sum(arrays[0]), 0
+            # 3. The operation for each shard, and the type on Explicit axes again.
             [out] = _run_mapped(equation, arrays, mapped, auto)  # (shards, *shape)
         out = self._sums.constrain(out)
         if auto != mesh.abstract_mesh:
@@ -369,38 +393,44 @@ class _Evaluation:
     def _run_scan(
         self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
     ) -> list[_Value]:
-        """Runs a ``scan``: its carry and what it stacks are shard sums where they are wanted."""
+        """Runs a ``scan`` whose carry and stacked outputs are shard sums where they are wanted."""
         params = equation.params
         constants, carried, scanned = _inputs_of_scan(equation, inputs)
         num_carried = len(carried)
-        # Added up here, and not in each step.
-        constants = [_Value(self.add_up(x), x.rows) for x in constants]
-        # What has rows is no sum over these, though sums of a later operation are linear in it.
+        # Added up here, once; in the body it would be done in each step.
+        constants = [_Value(self.add_up(x), rows=x.rows) for x in constants]
+        # A carry with rows stays whole. It may be wanted as shard sums, since gradients are linear
+        # in it, as in that of activations; but it is no sum over rows itself.
         carries_sums = [
             wants and x.rows is None for x, wants in zip(carried, wanted[:num_carried], strict=True)
         ]
         wanted = [*carries_sums, *wanted[num_carried:]]
 
         def carry_of(values: Sequence[_Value]) -> list[Any]:
+            """Returns the arrays of a carry, which are in each step in the form of the first."""
             return [
                 self.split(x) if is_split else self.add_up(x)
                 for x, is_split in zip(values, carries_sums, strict=True)
             ]
 
-        outputs = list[_Value]()  # of the body, as it was traced last
+        # What tracing the body says of its outputs, for all steps: which dimension has the rows.
+        body_outputs = list[_Value]()
 
         def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
-            values = [
-                _Value(x, old.rows, is_split)
-                for x, old, is_split in zip(carry, carried, carries_sums, strict=True)
+            carried_values = [
+                _Value(x, rows=first.rows, is_split=is_split)
+                for x, first, is_split in zip(carry, carried, carries_sums, strict=True)
             ]
-            # Without the first dimension, that of the steps.
-            values += [
-                _Value(x, old.rows - 1 if old.rows else None)
-                for x, old in zip(xs, scanned, strict=True)
+            # In a step, the first dimension is gone: dimension 2 is 1 there. Rows in dimension 0
+            # would be what it loops over, one in each step.
+            scanned_values = [
+                _Value(x, rows=whole.rows - 1 if whole.rows else None)
+                for x, whole in zip(xs, scanned, strict=True)
             ]
-            outputs[:] = self.run(params["jaxpr"], [*constants, *values], wanted)
-            return carry_of(outputs[:num_carried]), [x.array for x in outputs[num_carried:]]
+            values = [*constants, *carried_values, *scanned_values]
+            body_outputs[:] = self.run(params["jaxpr"], values, wanted)
+            to_stack = [x.array for x in body_outputs[num_carried:]]  # also as shard sums
+            return carry_of(body_outputs[:num_carried]), to_stack
 
         carry, stacked = jax.lax.scan(
             body,
@@ -411,10 +441,12 @@ class _Evaluation:
             unroll=params["unroll"],
         )
         results = [
-            _Value(x, last.rows, is_split)
-            for x, last, is_split in zip(carry, outputs[:num_carried], carries_sums, strict=True)
+            _Value(x, rows=last.rows, is_split=is_split)
+            for x, last, is_split in zip(
+                carry, body_outputs[:num_carried], carries_sums, strict=True
+            )
         ]
-        pairs = zip(stacked, outputs[num_carried:], strict=True)
+        pairs = zip(stacked, body_outputs[num_carried:], strict=True)
         return results + [self._stacked(x, step) for x, step in pairs]
 
     def _stacked(self, array: jax.Array, step: _Value) -> _Value:
@@ -431,10 +463,11 @@ def _inputs_of_scan(
 ) -> tuple[Sequence[_Value], Sequence[_Value], Sequence[_Value]]:
     """Sorts the inputs of a ``scan``: constants, the first carry, and what it scans over.
 
-    Outputs are the carry and what is stacked. Scanned and stacked are the arrays that have one
-    dimension more outside of the body than in it, and both come last.
+    The outputs are the carry and what is stacked. How many there are of each, releases of JAX say
+    in different parameters, so the arrays are compared: what is scanned or stacked has one
+    dimension more outside of the body than in it, and comes last.
     """
-    jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+    jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])  # of the body
 
     def count_scanned(outside: Arrays, inside: Arrays) -> int:
         return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outside, inside, strict=True))
@@ -467,17 +500,27 @@ def _run_mapped(
 
 
 def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
-    """Returns the variables of which wanted outputs are linear functions, and these."""
+    """Returns the wanted outputs of a program, and the variables that these are linear in.
+
+    If such a variable is a sum over rows, it may be shard sums, and the outputs with it. Both
+    factors of a product are returned: only when it runs is it known which of them is a sum.
+
+    Args:
+      jaxpr: the program.
+      wanted: for each of its outputs whether it is wanted as shard sums.
+    """
     chosen: set[Any] = {
         x for x, wants in zip(jaxpr.outvars, wanted, strict=True) if wants and isinstance(x, Var)
     }
-    for equation in reversed(jaxpr.eqns):
+    for equation in reversed(jaxpr.eqns):  # from the outputs back to the inputs
         wants = [x in chosen for x in equation.outvars]
         if not any(wants):
             continue
         if equation.primitive.name in _LINEAR | _PRODUCTS:
             chosen.update(x for x in equation.invars if isinstance(x, Var))
         elif (inner := _called(equation)) is not None:
+            # A call: its inputs are those of the program in it. A `scan` is none: what leads to its
+            # outputs is found in its body, when it runs.
             inside = _variables_that_lead_to(inner, wants)
             pairs = zip(equation.invars, inner.invars, strict=True)
             chosen.update(x for x, y in pairs if y in inside and isinstance(x, Var))
@@ -485,24 +528,31 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """Returns what an operation calls once, with its own inputs; None for all other operations."""
+    """Returns the program that an operation calls once, with its own inputs, as of a ``jit``.
+
+    None for all other operations; also for a ``remat`` behind a barrier (``prevent_cse``), whose
+    operations may not be run among those around it.
+    """
     name, params = equation.primitive.name, equation.params
-    # What is recomputed behind a barrier is no part of what is around it.
     if name in _CALLS or (name in _REMAT and not params["prevent_cse"]):
         return getattr(params["jaxpr"], "jaxpr", params["jaxpr"])  # type: ignore[no-any-return]
     return None
 
 
 def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
-    """Whether an operation is linear in the inputs that are shard sums, and is run on each."""
+    """Whether an operation may be run on each shard sum in place of their sum.
+
+    That is possible if it is linear in those of its inputs that are shard sums.
+    """
     name = equation.primitive.name
     pairs = zip(equation.invars, inputs, strict=True)
-    sizes = [math.prod(shape_of(variable)) for variable, x in pairs if x.is_split]
-    # Sums that are broadcast, as to all rows, are added up before: they take less memory so.
+    split_sizes = [math.prod(shape_of(variable)) for variable, x in pairs if x.is_split]
+    # Sums that it broadcasts, as to all rows, are added up before, as they take less memory so.
     out_sizes = [math.prod(shape_of(x)) for x in equation.outvars]
-    if not sizes or max(out_sizes) > max(sizes):
+    if not split_sizes or max(out_sizes) > max(split_sizes):
         return False
     if name in _PRODUCTS:
+        # With two split factors, shards would be multiplied with themselves only.
         first, second = (x.is_split for x in inputs)
         return first != second and not (name == "div" and second)
     return name in _LINEAR

@@ -15,8 +15,11 @@ Variables of a copy of the layers writes that back (:func:`write_back`). The sch
 ``pipeline_loop.py`` (GPipe) and ``pipeline_1f1b.py``.
 
 From other modules: `flatten_layer` returns the ``Flat`` of layers; `with_arrays` makes new layers
-with other arrays in some slots; `replace_slots` does so in a list of leaves; `pass_tags` lets
-copies of modules be known as the originals, for their activation shardings.
+with other arrays in some slots, and keeps their other Variables; `replace_slots` returns a list of
+leaves with others in some slots; `captures` returns the indices of the objects in which
+``nnx.capture`` collects what layers sow; `pass_tags(original, copy)` lets activation shardings know
+the modules of a copy as the originals; `layer_axes` are the axes of ``vmap`` or ``scan`` over
+layers: 0, but None for what all layers share.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from ..core.unflatten import perform, unflatten
 from ..specs.fitting import axes_of, keep_axes, spec_axes
 from ..specs.paths import Path
 from ..specs.types import AnyMesh
-from ..transforms.in_trace import is_traced, replace_slots, traced_slots
+from ..transforms.in_trace import replace_slots, traced_slots
 from ..transforms.mapped_axes import captures
 from ..transforms.stack import Stack
 from ..transforms.stacked_layers import (
@@ -89,15 +92,6 @@ class OtherArrays(NamedTuple):
 class StagedLayers:
     """The layers of a ``Stack`` on the stages of a pipeline.
 
-    Args:
-      sizes: the sizes of the pipeline; S·R divides the number of layers.
-      stack: the layers.
-      further: the further arguments of the layers.
-      mesh: the mesh of the call, whose axes are Auto.
-      row_axes: the mesh axes that shard the rows.
-      block_specs: the specs of the arrays of one layer, by path, that shard it over the stages in
-        another dimension than that of the layers, as the blocks of a list are.
-
     Attributes:
       sizes, stack, further, mesh: as given.
       row_entry: the entry of a spec for a dimension of rows, in a list; empty if they are whole.
@@ -116,18 +110,29 @@ class StagedLayers:
         row_axes: tuple[str, ...],
         block_specs: Mapping[Path, PartitionSpec],
     ):
+        """Flattens the layers.
+
+        Args:
+          sizes: the sizes of the pipeline; S·R divides the number of layers.
+          stack: the layers.
+          further: the further arguments of the layers.
+          mesh: the mesh of the call, whose axes are Auto.
+          row_axes: the mesh axes that shard the rows.
+          block_specs: the specs of the arrays of one layer, by path, that shard it over the stages
+            in another dimension than that of the layers, as the blocks of a list are.
+        """
         self.sizes, self.stack, self.further, self.mesh = sizes, stack, further, mesh
         self.row_entry = [row_axes] if row_axes else []
         self.depth = stack.length // (sizes.stages * sizes.repeats)
         self.flat = flatten_layer(stack.layers)
         self.slots = stacked_slots(self.flat, stack.shared)
-        self._specs = {  # of an array of one layer, by slot
-            slot: block_specs.get(x.path, PartitionSpec())
-            for x in locations_of(self.flat)
-            for slot in x.slots
-        }
-        # With remat=True only the input of a stage is kept, which is less than those of all layers.
-        policy = False if stack.remat is True else stack.remat
+        self._specs = dict[int, PartitionSpec]()  # of an array of one layer, by slot
+        for location in locations_of(self.flat):
+            spec = block_specs.get(location.path, PartitionSpec())
+            self._specs.update(dict.fromkeys(location.slots, spec))
+        # A loop over the D layers of a stage. With remat=True, the caller recomputes the whole
+        # stage, which keeps only its input; to recompute each layer would keep the input of each.
+        policy = False if self.is_remat else stack.remat
         axes = layer_axes(stack.shared)
         self.call_layers = loop_of_calls(axes, self.depth, stack.unroll, policy)
 
@@ -160,12 +165,12 @@ class StagedLayers:
     @functools.cached_property
     def _other_arrays(self) -> OtherArrays:
         """Where the arrays are that layers get besides their own and the rows."""
-        flat_further, leaves = flatten(self.further), self.flat.leaves
-        shared = {*range(len(leaves))}.difference(self.slots)
+        flat_further, own_slots = flatten(self.further), {*self.slots}
+        # What JAX traces, which is no flag; in the layers, what is not an array of each layer.
         return OtherArrays(
             flat_further=flat_further,
             further_slots=traced_slots(flat_further.leaves),
-            shared_slots=[slot for slot in shared if is_traced(leaves[slot])],
+            shared_slots=[slot for slot in traced_slots(self.flat.leaves) if slot not in own_slots],
         )
 
     def other_arrays(self) -> list[Any]:
@@ -187,29 +192,34 @@ class StagedLayers:
         Args:
           arrays: the arrays of the layers, (D, …), by slot.
           x: what the first one gets.
-          others: as in :meth:`other_arrays`.
+          others: what else they get, in the order of :meth:`other_arrays`.
 
         Returns:
           What the last one returns, and the arrays that layers have written, by slot.
         """
         flat_further, further_slots, shared_slots = self._other_arrays
-        count = len(further_slots)
-        shared = dict(zip(shared_slots, others[count:], strict=True))
+        num_further = len(further_slots)
+        # The layers, as a copy that they may change.
+        shared = dict(zip(shared_slots, others[num_further:], strict=True))
         group = with_arrays(self.flat, {**arrays, **shared})
         before = flatten_layer(group)
         pass_tags(self.flat, before)
-        leaves = replace_slots(flat_further.leaves, further_slots, others[:count])
+        # Their further arguments, likewise: ``(args, kwargs)`` with modules among them.
+        leaves = replace_slots(flat_further.leaves, further_slots, others[:num_further])
         further = unflatten(flat_further.structure, leaves)
         pass_tags(flat_further, further)
         args, kwargs = further.root
-        token = RUNNING.set(True)
+        token = RUNNING.set(True)  # a Stack within a layer is no further pipeline
         try:
             out = self.call_layers(group, x, args, kwargs)
         finally:
             RUNNING.reset(token)
-        after = flatten_layer(group)
-        pairs = ((slot, after.leaves[slot]) for slot in arrays)
-        return out, {slot: x for slot, x in pairs if x is not before.leaves[slot]}
+        # A Variable that layers write to holds another array then.
+        after, written = flatten_layer(group), dict[int, jax.Array]()
+        for slot in arrays:
+            if after.leaves[slot] is not before.leaves[slot]:
+                written[slot] = after.leaves[slot]
+        return out, written
 
     def send(self, x: jax.Array, shift: int = 1) -> jax.Array:
         """Sends what each stage returned, (S, rows, …), in a ring.
@@ -231,51 +241,71 @@ class StagedLayers:
         return self.constrain_rows(send(x))
 
     def take_on_stages(self, x: jax.Array, indices: jax.Array) -> jax.Array:
-        """Takes a part of each stage's own array: (S, K, …), and indices (S,) → (S, …)."""
+        """Takes from the array of each stage the part at an index: (S, K, …) → (S, …).
+
+        Args:
+          x: the arrays of the stages, each with K parts.
+          indices: the index of each stage, in 0 … K-1, (S,).
+        """
+
+        def take_own(x: jax.Array, index: jax.Array) -> jax.Array:
+            """Runs on one stage, which has x (1, K, …) and index (1,)."""
+            return take(x, index[0], axis=1)  # (1, …)
+
         # Not `vmap`, whose gather the compiler may not divide over the stages.
-        take_own: Callable[[jax.Array, jax.Array], jax.Array] = jax.shard_map(
-            lambda x, index: take(x, index[0], axis=1),
+        on_stages: Callable[[jax.Array, jax.Array], jax.Array] = jax.shard_map(
+            take_own,
             mesh=self.mesh,
-            in_specs=PartitionSpec(self.sizes.axis),
-            out_specs=PartitionSpec(self.sizes.axis),
-            axis_names={self.sizes.axis},
+            in_specs=PartitionSpec(self.axis),
+            out_specs=PartitionSpec(self.axis),
+            axis_names={self.axis},
         )
-        return self.constrain(take_own(x, indices))
+        return self.constrain(on_stages(x, indices))
 
     def constrain_rows(self, x: jax.Array) -> jax.Array:
-        """Shards the first dimension over the stages, and the rows, which are the next, as such."""
+        """Constrains an array (S, rows, …): stages over their axis, rows over those of the rows."""
         return self.constrain(x, *self.row_entry)
 
     def constrain(self, x: jax.Array, *entries: object) -> jax.Array:
-        """Shards the first dimension over the stages, and the next ones as these entries say."""
+        """Constrains an array (S, …) to its stages, in a trace.
+
+        The compiler might else compute all of it on each. It chooses how the dimensions after these
+        are sharded.
+
+        Args:
+          x: the array.
+          *entries: entries of a spec, for the dimensions after the first one.
+        """
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
-        # Other dimensions stay as the compiler and the layers shard them.
-        spec = PartitionSpec(self.sizes.axis, *entries, *rest)
+        spec = PartitionSpec(self.axis, *entries, *rest)
         constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         return cast(jax.Array, constrained)
 
     def to_stages(self, slot: int) -> jax.Array:
         """Puts an array of the layers, (L, …), on the stages that call them: (S, R, D, …)."""
-        leaf, spec, axis = self.flat.leaves[slot], self._specs[slot], self.sizes.axis
+        leaf, axis = self.flat.leaves[slot], self.axis
         sizes = (self.sizes.repeats, self.sizes.stages, self.depth)
         groups = leaf.reshape(*sizes, *leaf.shape[1:])  # (R, S, D, …)
         groups = jnp.swapaxes(groups, 0, 1)  # (S, R, D, …)
+        spec = self._specs[slot]  # of one layer, (…)
         axes = {*spec_axes(spec)}
         if axis not in axes:
             return self.constrain(groups)
-        # A block of a list: each stage has a part of all layers, in this dimension of a layer, and
-        # gets all of its own layers.
+        # The blocks of a list: in this dimension of a layer, each stage has a part of all L layers.
+        # It sends each stage its part of the layers there, and gets the other parts of its own: on
+        # one of S stages, (L, …, n/S, …) → (L/S, …, n, …). So layers come in the order of stages.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
-        others = keep_axes(spec, axes - {axis})
+        other_axes = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.all_to_all(x, axis, 0, dimension + 1, tiled=True),
             mesh=self.mesh,
             in_specs=PartitionSpec(None, *spec.partitions),
-            out_specs=PartitionSpec(axis, *others.partitions),
+            out_specs=PartitionSpec(axis, *other_axes.partitions),
             axis_names=axes,
         )
-        moved = move(groups.reshape(leaf.shape))  # (L, …), in the order of the stages
-        return self.constrain(moved.reshape(groups.shape))
+        in_order_of_stages = groups.reshape(leaf.shape)  # (S, R, D, …) → (L, …)
+        moved = move(in_order_of_stages).reshape(groups.shape)  # (L, …) → (S, R, D, …)
+        return self.constrain(moved)
 
     def from_stages(self, leaf: jax.Array) -> jax.Array:
         """Puts an array back into the order of the layers: (S, R, D, …) → (L, …)."""
@@ -296,36 +326,41 @@ def write_back(
 ) -> None:
     """Updates the Variables of layers from those of a copy that have changed.
 
+    A Variable has changed if it holds another array than before: arrays do not change in place.
+
     Args:
       flat: the layers.
       after: the copy, as it is now.
-      before: the arrays that the copy had, by slot.
-      in_form: returns what to write, from the slot and the new array of the copy.
+      before: the arrays that the copy had, by the slots of the layers.
+      in_form: returns what to write to the layers, from the slot and the new array of the copy:
+        the copy may have arrays of another shape.
 
     Raises:
       ValueError: the copy has Variables that the layers have not.
     """
     structure = flat.structure
+    # An entry for each object: the same ones in both, in the same order.
     if len(after.structure.entries) != len(structure.entries):
         raise ValueError(
             "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
             "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
-    # What layers sow has another number of arrays in the copy, so slots are found by the object.
+    # The new arrays by the slots of the layers. Those of the copy differ if layers have sown more
+    # arrays in it, so they are matched object by object; what is sown is left out.
     leaves_after = dict[int, Any]()
     for index in {*range(len(structure.slots))}.difference(captures(structure)):
         pairs = zip(structure.slots[index], after.structure.slots[index], strict=True)
-        leaves_after |= {slot: after.leaves[slot_after] for slot, slot_after in pairs}
+        for slot, slot_after in pairs:
+            leaves_after[slot] = after.leaves[slot_after]
     new = {
         slot: in_form(slot, leaves_after[slot])
         for slot, old in before.items()
         if leaves_after[slot] is not old
     }
-    written_to = [
+    variables_to_write = [  # by index
         index
         for index, slots in enumerate(structure.slots)
-        if isinstance(structure.entries[index], VariableEntry)
-        if not new.keys().isdisjoint(slots)
+        if isinstance(structure.entries[index], VariableEntry) and not new.keys().isdisjoint(slots)
     ]
-    leaves = replace_slots(flat.leaves, new, new.values())
-    perform(update_operations(structure, leaves, flat.objects, written_to))
+    leaves = replace_slots(flat.leaves, slots=new.keys(), arrays=new.values())
+    perform(update_operations(structure, leaves, flat.objects, variables_to_write))
