@@ -21,7 +21,12 @@ From other modules:
     Groups         tuples with the numbers of the devices that exchange data with each other
     Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
     Use            the purpose, the parameters and the module of a collective
-    Scheduled      what is computed while a collective is in progress, and before it
+    Overlap        finds what is `Scheduled`: computed while a collective is in progress, or before
+    Located        an instruction, and the computation that it is in
+    operations     the names that XLA has joined to the name of one instruction
+
+A mesh may have several *slices*, tori of TPUs. Then the program is that of one slice, and numbers
+the devices of that (`slices.py`).
 """
 
 from __future__ import annotations
@@ -235,19 +240,19 @@ class Collectives(tuple[Collective, ...], Pictured):
         if not self:
             yield text("no collectives")
             return
-        header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
-        row_counts = Counter(
-            (*cells, of, _end(source, longest=15)) for *cells, of, source in map(_row, self)
-        )
-        widths = [max(map(len, column)) for column in zip(header, *row_counts, strict=True)]
-        # The column "of" is cut so that a row has 100 columns, with two spaces after each cell.
-        others = sum(widths) - widths[-2]
-        of_width = min(26, 100 - others - 2 * len(widths))
+        row_counts = Counter(map(_row, self))
+        columns = zip(_HEADER, *row_counts, strict=True)
+        widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))
+        # The column "of" is cut, to at most 26 characters, so that a row fits into 100 with the two
+        # spaces after each cell.
+        width_of_others = sum(widths.values()) - widths["of"] + 2 * len(widths)
+        longest = min(26, 100 - width_of_others)
         rows = []
-        for (*cells, of, source), count in row_counts.items():
+        for row, count in row_counts.items():
             number = f" ({count} ×)" if count > 1 else ""
-            rows.append((*cells, _end(of, longest=of_width - len(number)) + number, source))
-        yield table(header, rows)
+            of = _end(row.of, longest=longest - len(number)) + number
+            rows.append(row._replace(of=of))
+        yield table(_HEADER, rows)
         line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
         if self.has_unknown_times:
             line += " or more, as a loop is of unknown length"
@@ -261,33 +266,54 @@ def axes_text(axes: MeshAxes) -> str:
     return "?" if axes is None else "+".join(axes) or "-"
 
 
-def _cells(collective: Collective) -> tuple[str, ...]:
-    """Returns the texts of a row: kind, axes, bytes, sent, times, purpose, of, source."""
+class _Row(NamedTuple):
+    """The cells of a collective in a table."""
+
+    kind: str
+    axes: str
+    bytes: str
+    sent: str
+    times: str
+    purpose: str
+    of: str
+    source: str
+
+
+_HEADER = _Row._fields
+
+
+def _cells(collective: Collective) -> _Row:
+    """Writes the cells of a collective in full."""
     times = "?" if collective.times is None else str(collective.times)
     if collective.conditional and collective.times is not None:
         times = f"≤ {times}"
-    return (
-        collective.kind,
-        axes_text(collective.axes),
-        bytes_text(collective.bytes),
-        bytes_text(collective.bytes_sent),
-        times,
-        collective.purpose or "",
-        collective.of,
-        collective.source or "",
+    return _Row(
+        kind=collective.kind,
+        axes=axes_text(collective.axes),
+        bytes=bytes_text(collective.bytes),
+        sent=bytes_text(collective.bytes_sent),
+        times=times,
+        purpose=collective.purpose or "",
+        of=collective.of,
+        source=collective.source or "",
     )
 
 
-def _row(collective: Collective) -> tuple[str, ...]:
-    """Returns the cells of a collective, with the same name for all modules of a list.
+def _row(collective: Collective) -> _Row:
+    """Writes the cells of a collective in a table, which are equal for all modules of a list.
 
     For example, ``model.blocks[0].up.kernel`` and ``[1]`` become ``model.blocks[*].up.kernel``.
+    Without parameters, the column "of" has the operations. Of several names it has the first one
+    and the number of others: ``model.up.kernel +3``.
     """
-    *cells, of, source = _cells(collective)
-    if names := collective.parameters or operations(collective.operation or ""):
-        first, *rest = names
-        of = f"{first} +{len(rest)}" if rest else first
-    return *cells, folded(_FUNCTION.sub("", of)), source
+    row = _cells(collective)
+    of = row.of
+    names = collective.parameters or operations(collective.operation or "")
+    if names:
+        first, *others = names
+        of = f"{first} +{len(others)}" if others else first
+    of = _FUNCTION.sub("", of)  # "jit(step)/up/dot_general" → "up/dot_general"
+    return row._replace(of=folded(of), source=_end(row.source, longest=15))
 
 
 def _end(name: str, longest: int) -> str:
@@ -331,16 +357,18 @@ def collectives_of(
         return None
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
-    # A program with fewer devices than the mesh is that of one of several slices.
+    # A program with fewer devices than the mesh is that of one of several slices. Without a mesh
+    # there are no positions in any case.
     is_of_slice = module.num_devices != math.prod(sizes.values())
     placement = _Placement(
         sizes=sizes,
         positions=positions_of(mesh) if is_of_slice else {},
         num_devices=module.num_devices,
     )
-    continuations = _continuations(module)  # the names of those that others have started
+    # The names of instructions that only carry on what others have started.
+    continuations = _continuations(module)
     starts = [f"{kind}-start" for kind in COLLECTIVES]
-    found = [
+    found = [  # each with its computation, and named after the user's operations
         Located(computation, _with_operation(instruction, computation, module))
         for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
         if instruction.name not in continuations
@@ -348,7 +376,8 @@ def collectives_of(
     uses: Mapping[str, Use] = {}  # by the name of the instruction
     if found and arguments is not None:
         uses = uses_of(module, found, arguments, results)
-    # The device waits for each collective, unless one has a start of its own or in a fusion.
+    # Without any start, of its own or in a fusion, the device waits for each collective, so that
+    # nothing overlaps with one.
     has_starts = continuations or module.with_opcode(*starts, "async-start")
     overlap = Overlap(module) if has_starts else None
     collectives = [
@@ -368,13 +397,17 @@ def collectives_of(
 def _without_smaller_branches(
     collectives: Sequence[Collective], module: Module
 ) -> Sequence[Collective]:
-    """Sets ``times`` to 0 in those branches of conditionals that do not send most."""
+    """Sets ``times`` to 0 in those branches of conditionals that do not send most.
+
+    Of each conditional one branch is taken, so that the bytes of several do not add up.
+    """
     if not any(collective.conditional for collective in collectives):
         return collectives
     sent: Counter[str] = Counter()  # bytes, by computation
     for collective in collectives:
         sent[collective.computation] += collective.bytes_sent
-    taken = module.taken(sent)  # the names of the computations that run if most is sent
+    # The names of all computations but those in branches that send less than another one.
+    taken = module.taken(sent)
     return [c if c.computation in taken else dataclasses.replace(c, times=0) for c in collectives]
 
 
@@ -401,6 +434,7 @@ def _collective(
     size = max(map(len, members.groups), default=1)
     payload = _payload(instruction, computation, module=module, group_size=size)
     runs = module.runs[computation.name]  # as often as the computation that it is in
+    # If the device waits for it, nothing else is done meanwhile.
     schedule = Scheduled(home=computation.name, before=Work(), beside=Work(), operations=())
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
@@ -443,7 +477,9 @@ class _Placement(NamedTuple):
     """Where the devices of a program are."""
 
     sizes: Mapping[str, int]  # of the mesh axes; empty without a mesh
-    positions: Mapping[Position, int]  # of devices in several slices; empty otherwise
+    # Of a program for one of several slices, by the names that it has for devices, their positions
+    # in the mesh (`slices.positions_of`). Empty if the program is for the whole mesh.
+    positions: Mapping[Position, int]
     num_devices: int | None  # of the program: for one of several slices, fewer than in the mesh
 
     def members_of(self, instruction: Instruction) -> _Members:
@@ -453,14 +489,19 @@ class _Placement(NamedTuple):
             placed = self._in_mesh(instruction, instruction.source_target_pairs)
             # A device that sends to itself sends nothing over a link.
             pairs = tuple(pair for pair in placed.groups if len({*pair}) > 1)
-            is_known = placed.in_mesh or not sizes  # without a mesh, as the program numbers devices
+            # Devices that are not in the mesh have numbers that mean nothing to a reader. Without a
+            # mesh, all have the numbers that the program gives them.
+            are_numbers_known = placed.in_mesh or not sizes
             return _Members(
-                groups=connected(pairs),
+                groups=connected(pairs),  # (0, 1), (1, 2) → (0, 1, 2)
                 axes=axes_of_pairs(pairs, sizes) if placed.in_mesh else None,
-                pairs=pairs if is_known else (),
+                pairs=pairs if are_numbers_known else (),
             )
-        is_for_mesh = self.sizes and not self.positions  # rather than for one of its slices
-        count = math.prod(self.sizes.values()) if is_for_mesh else self.num_devices or 1
+        # The devices that the program numbers, which groups may leave out: those of the mesh, or
+        # without a mesh or for one slice, as many as the text says.
+        count = self.num_devices or 1
+        if self.sizes and not self.positions:
+            count = math.prod(self.sizes.values())
         placed = self._in_mesh(instruction, _groups_of_partitions(instruction, count))
         axes = axes_of_groups(placed.groups, sizes) if placed.in_mesh else None
         return _Members(placed.groups, axes)
@@ -474,24 +515,27 @@ class _Placement(NamedTuple):
         """
         if between := instruction.attributes.get("between_slices"):
             return groups_between(between, self.positions)
-        if self.positions:
+        if self.positions:  # the same groups in each slice
             return groups_within(groups, self.positions)
-        return Placed(groups, in_mesh=bool(self.sizes))
+        return Placed(groups, in_mesh=bool(self.sizes))  # False without a mesh
 
 
 def _groups_of_partitions(instruction: Instruction, num_devices: int) -> Groups:
     """Returns the groups of devices that exchange data, as the instruction numbers them.
 
-    ``replica_groups`` may be empty, for all devices, or a group of replicas: ``{{0}}`` with a
-    channel is the only replica of JAX, in which all partitions take part.
+    The attribute ``replica_groups`` has groups of devices, or is empty for all of them. In one mode
+    of XLA it has groups of replicas, of which all partitions take part: a program of JAX has only
+    the replica 0, so that ``{{0}}`` stands for all of its ``num_devices`` devices, too.
     """
     groups, attributes = instruction.replica_groups or (), instruction.attributes
-    has_replica_ids = (
+    # For these kinds, a channel without global ids stands for that mode; for others, it stands for
+    # groups of partitions: https://openxla.org/xla/operation_semantics
+    are_replicas = (
         "channel_id" in attributes
         and "use_global_device_ids" not in attributes
         and instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
     )
-    if groups == () or (groups == ((0,),) and has_replica_ids):
+    if groups == () or (are_replicas and groups == ((0,),)):
         return (tuple(range(num_devices)),)
     return groups
 
@@ -507,27 +551,41 @@ class _Payload(NamedTuple):
 def _payload(
     instruction: Instruction, computation: Computation, *, module: Module, group_size: int
 ) -> _Payload:
-    """Returns what a collective, which is in ``computation``, moves on each device of a group."""
+    """Returns what a collective moves on each device.
+
+    Args:
+      instruction: the collective.
+      computation: the computation that it is in.
+      module: the program.
+      group_size: the number of devices that exchange data with each other.
+    """
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
     num_bytes = total_bytes(results)
     if kind == "reduce-scatter":  # its operand is larger than its result
         num_bytes *= group_size
     if kind == "ragged-all-to-all":
+        # The first operand is what is sent; the others say where parts of it begin.
         operands = operands_of(instruction, module.within[computation.name])
         operand_bytes = total_bytes(operands[0])  # 0 where damaged text lacks it
         num_bytes = min(operand_bytes or num_bytes, num_bytes)
     if kind == "all-reduce" and module.runs[computation.name].is_fused and group_size > 1:
-        parts = tuple(arrays(module.roots[computation.name].shape))
-        # A fusion that sums and keeps each device's part is a reduce-scatter.
+        # A fusion of an all-reduce and a slice of its result, the device's own part, is how some
+        # compilers write a reduce-scatter. The bytes stay those of the operand.
+        parts = tuple(arrays(module.roots[computation.name].shape))  # what the fusion returns
         if total_bytes(parts) * group_size == num_bytes:
             kind, results = "reduce-scatter", parts
     return _Payload(kind, results, num_bytes)
 
 
 def _bytes_sent(kind: CollectiveKind, *, payload_bytes: int, group_size: int) -> int:
-    """Returns the bytes that one device sends in a ring; ``Collective`` has the formulas."""
+    """Returns the bytes that one device of a group sends in a ring.
+
+    ``payload_bytes`` is the size of the larger of operand and result: of what an all-gather makes,
+    and of what a reduce-scatter takes. ``Collective`` has the formulas.
+    """
     if group_size < 2:
         return 0
+    # Each device sends to one other.
     if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
         return payload_bytes
     passes = 2 if kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
@@ -567,44 +625,52 @@ def file_title(file: str) -> str:
 def _with_operation(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Instruction:
-    """Returns a collective with the names of the user's operations, which TPU compilers leave out.
+    """Returns a collective that is named after the user's operations.
 
-    They are those of the innermost instruction around it that has any, such as the fusion that it
-    is in.
+    TPU compilers leave out such names. They are those of the innermost instruction around it that
+    has any, such as the fusion that it is in, and if that takes several operands, of these.
     """
     around = [Located(computation, instruction), *module.around(computation.name)]  # from inside
     with_name = (located for located in around if located.instruction.operation is not None)
     home, named = next(with_name, around[-1])
     names, operands = [named.operation], {*named.operand_names}
-    # One that moves several arrays has the name of one of them: the operands have all.
+    # If the compiler has merged several collectives into one, that has the name of one of them: the
+    # instructions that make its operands have the names of all.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:
         names = [other.operation for other in home.instructions if other.name in operands] + names
     joined = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
     if joined == (instruction.operation or ""):
         return instruction
-    # Written as XLA writes it: ``metadata={op_name="…" source_line=…}``.
+    # The text of the instruction gets the metadata of ``named`` with the new name, in the form of
+    # XLA: ``…, metadata={op_name="…" source_line=…}``. Its own metadata, if it is ``named``, goes.
     metadata = named.attributes.get("metadata", "")
-    others = OP_NAME.sub("", metadata).strip("{}")  # but for the name
-    quoted = joined.replace("\\", r"\\").replace('"', r"\"")
+    source = OP_NAME.sub("", metadata).strip("{}")  # ``source_line=…``
+    escaped = joined.replace("\\", r"\\").replace('"', r"\"")
     rest = instruction.rest
     if metadata:
         rest = rest.replace(f", metadata={metadata}", "")
-    return instruction._replace(rest=f'{rest}, metadata={{op_name="{quoted}" {others}}}')
+    return instruction._replace(rest=f'{rest}, metadata={{op_name="{escaped}" {source}}}')
 
 
 def _continuations(module: Module) -> set[str]:
     """Returns the names of collectives that only carry on one that was started before.
 
-    The TPU compiler writes an asynchronous collective as several fusions. Each has a copy of it,
-    all with one channel; the fusion that starts it also has an "AsyncCollectiveStart".
+    The TPU compiler writes an asynchronous collective as several fusions. Each has a copy of the
+    collective, with ``async_collective_fusion_config`` in its text. All copies have one channel;
+    the fusion that starts it also has an "AsyncCollectiveStart".
     """
-    starts: dict[str, str | None] = {}  # name of the copy → its channel
-    others: dict[str, str | None] = {}
+    started_channels: set[str | None] = set()  # None is that of all copies without a channel
+    channels_of_others: dict[str, str | None] = {}  # by the name of the copy
     for computation in module.computations:  # a fusion is a computation
         is_start = any("AsyncCollectiveStart" in op.rest for op in computation.instructions)
-        for instruction in computation.instructions:
-            if "async_collective_fusion_config" in instruction.rest:
-                channels = starts if is_start else others
-                channels[instruction.name] = instruction.attributes.get("channel_id")
-    started_channels = {*starts.values()}
-    return {name for name, channel in others.items() if channel in started_channels}
+        copies = (op for op in computation.instructions if _ASYNC_CONFIG in op.rest)
+        for copy in copies:
+            channel = copy.attributes.get("channel_id")
+            if is_start:
+                started_channels.add(channel)
+            else:
+                channels_of_others[copy.name] = channel
+    return {name for name, channel in channels_of_others.items() if channel in started_channels}
+
+
+_ASYNC_CONFIG = "async_collective_fusion_config"

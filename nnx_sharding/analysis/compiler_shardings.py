@@ -32,6 +32,9 @@ from .program import ProgramReport
 def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """Returns the spec of a sharding as the compiler writes it; None if no spec says the same.
 
+    A dimension may be *open*, which a ``?`` marks: the compiler was free to shard it further. The
+    spec has the axes that are written.
+
     Args:
       written: the text.
       rank: the number of dimensions of the array; None for that of the text.
@@ -49,19 +52,21 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
         return PartitionSpec(*[None] * (rank or 0))
     named = _NAMED.match(written)
     if named is not None:
-        axes_of_dims = named[1]
-        entries = [tuple(_AXIS.findall(part)) for part in _BRACES.findall(axes_of_dims)]
-        has_parts = "):(" in written or ":(" in axes_of_dims  # of axes, which no spec can name
-        is_known = all(axis in sizes for axes in entries for axis in axes)
-        fits = rank in (None, len(entries)) and is_known and not has_parts
-        return _spec(entries) if fits else None
+        dims = named["dims"]  # "{'model', ?}, {}"
+        if ":(" in dims:  # `'model':(1)2` is a part of an axis, which no spec can name
+            return None
+        entries = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(dims)]  # [("model",), ()]
+        is_of_mesh = all(axis in sizes for axes in entries for axis in axes)
+        return _spec(entries) if is_of_mesh and rank in (None, len(entries)) else None
     tiled = _TILED.match(written)
     return None if tiled is None else _read_tiles(tiled, rank, sizes)
 
 
-_NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(.*?)\]")
-_BRACES, _AXIS = re.compile(r"\{([^}]*)\}"), re.compile(r"'([^']+)'")
-# The last dimension of the tiles may be that of replicas.
+# {mesh['data'=2,'model'=4], [{'model', ?}, {}]}
+_NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(?P<dims>.*?)\]")
+_DIM = re.compile(r"\{([^}]*)\}")  # {'model', ?}
+_AXIS = re.compile(r"'([^']+)'")  # 'model'
+# {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}, whose last tile dimension is of replicas
 _TILED = re.compile(
     r"\{devices=\[(?P<tiles>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
     r"(?P<replicas> last_tile_dim_replicate)?"
@@ -73,9 +78,13 @@ def _read_tiles(
 ) -> PartitionSpec | None:
     """Reads the form with devices: which mesh axes change along each dimension of the tiles.
 
+    ``[1,8]<=[2,4]T(1,0)`` are the devices 0 to 7 as (2, 4), transposed to (4, 2), as tiles (1, 8):
+    0, 4, 1, 5, 2, 6, 3, 7. On a mesh of data 2 × model 4, the position in data changes from the
+    first device to the next, and that in model at the third: P(None, ("model", "data")).
+
     Args:
-      match: the number of tiles in each dimension, and the order of the devices as a transposed
-        iota: ``[1,8]<=[2,4]T(1,0)`` are the numbers 0 to 7 as (2, 4), transposed, as (1, 8).
+      match: of ``_TILED``: the number of ``tiles`` in each dimension; ``dims`` and ``order``, the
+        shape of the devices and how it is transposed; and whether there are ``replicas``.
       rank: the number of dimensions of the array; None for that of the text.
       sizes: the sizes of the mesh axes, in their order.
     """
@@ -83,7 +92,7 @@ def _read_tiles(
     dims = [int(size) for size in match["dims"].split(",")]
     order = [int(x) for x in match["order"].split(",")] if match["order"] else range(len(dims))
     is_of_mesh = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
-    num_dimensions = len(tiles) - bool(match["replicas"])
+    num_dimensions = len(tiles) - 1 if match["replicas"] else len(tiles)
     if not is_of_mesh or rank not in (None, num_dimensions):
         return None
     # The position of each device along each mesh axis, in an array of the shape of the tiles.
@@ -91,15 +100,15 @@ def _read_tiles(
     positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
     entries = []
     for dimension in range(num_dimensions):
-        line: list[int | slice] = [0] * len(tiles)
-        line[dimension] = slice(None)  # the tiles along this dimension, at the first of others
-        along = {axis: position[tuple(line)] for axis, position in positions.items()}
-        # Axis → the first place on this line where its position changes. An axis that changes later
-        # is a more major one.
-        changes = {
-            axis: int(np.argmax(x != x[0])) for axis, x in along.items() if np.any(x != x[0])
-        }
-        major_first = sorted(changes, key=lambda axis: -changes[axis])
+        # The line of tiles along this dimension, at the first ones of all others.
+        line = tuple(slice(None) if i == dimension else 0 for i in range(len(tiles)))
+        first_change: dict[str, int] = {}  # axis → the first place on the line where it changes
+        for axis, position in positions.items():
+            changed = np.flatnonzero(position[line] != position[line][0])
+            if changed.size:
+                first_change[axis] = int(changed[0])
+        # Of several axes, the minor one changes first, a major one when that has run through.
+        major_first = sorted(first_change, key=first_change.__getitem__, reverse=True)
         entries.append(tuple(major_first))
         if math.prod(sizes[axis] for axis in major_first) != tiles[dimension]:
             return None  # it is over a part of an axis
@@ -118,12 +127,12 @@ class Rematerialization(NamedTuple):
     before: str  # the sharding, as the compiler writes it
     after: str
 
-    def told(self, report: ProgramReport) -> str:
-        """Says it in the names of the user's program, whose report has its line.
+    def text(self, report: ProgramReport) -> str:
+        """Writes the remark in the names of the user's program, which ``report`` has.
 
         Such as ``dot_general in model.up (model.py:12): P('data') → P('model')``.
         """
-        sizes = {} if report.mesh is None else report.mesh.axes
+        sizes = {} if report.mesh is None else report.mesh.axes  # without a mesh, no text is read
 
         def spec_of(written: str) -> str:
             spec = read_sharding(written, None, sizes)
@@ -131,6 +140,8 @@ class Rematerialization(NamedTuple):
 
         modules = {row.path for row in report.activations}
         module = module_of(self.operation, modules)
+        # The line is that of a collective with this operation, perhaps among others that the
+        # compiler has joined to its name.
         collectives = report.collectives or Collectives()
         sources = [x.source for x in collectives if self.operation in (x.operation or "")]
         where = f" in {module}" if module else ""
@@ -139,6 +150,7 @@ class Rematerialization(NamedTuple):
         return f"{name}{where}{line}: {spec_of(self.before)} → {spec_of(self.after)}"
 
 
+# … Involuntary full rematerialization … from sharding {…} to {…} without … op_name="jit(f)/dot" …
 _REMARK = re.compile(
     r"^.*Involuntary full rematerialization.*? from sharding (\{.*?\}) to (\{.*?\}) "
     r"(?:efficiently|without) .*?(?:op_name=\"([^\"]*)\".*)?$",

@@ -15,6 +15,15 @@ than wrong.
 A computation *calls* others: a `while` its condition and body, a `fusion` what it runs as one
 kernel, a `reduce` what it *applies* to pairs of elements (`Call`, with the attribute that names the
 callee). Lines of the user's code are in tables before the computations, by the number of a frame.
+
+From other modules:
+
+    Values          what a `Module` also is: ``calls``, the calls in each computation by its name;
+                    ``callers``, those of each computation; ``maker``, the instruction of a value
+    is_known        whether all of an instruction is understood
+    spell_out       writes asynchronous operations that the compiler abbreviates in full
+    with_exchanges  the collectives between slices, which the compiler writes as sends and receives
+    nesting         the brackets that a text opens, less those that it closes
 """
 
 from __future__ import annotations
@@ -30,14 +39,17 @@ from typing import NamedTuple
 
 from .instructions import ABBREVIATED, MAX_SIZE, Computation, Instruction, nesting, spell_out
 from .slices import with_exchanges
-from .values import Value, Values, trip_counts
+from .values import Call, Value, Values, trip_counts
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one call, if each branch of a conditional is taken."""
+    """How often a computation runs in one call, if each branch of a conditional is taken.
 
-    times: int | None = 1  # None if it is unknown
-    least: int = 1  # with loops of unknown length once
+    By default that of the entry computation, which runs once.
+    """
+
+    times: int | None = 1  # None in a loop of unknown length
+    least: int = 1  # a lower bound of ``times``: loops of unknown length count as one run
     in_loop: bool = False
     is_fused: bool = False  # part of one operation: a fusion, or the computation of a reduction
     is_applied: bool = False  # to elements, as the computation of a reduction
@@ -45,10 +57,12 @@ class Runs(NamedTuple):
 
     def plus(self, other: Runs) -> Runs:
         """Returns how often it runs if another caller runs it, too."""
-        is_known = self.times is not None and other.times is not None
+        times = None if self.times is None or other.times is None else self.times + other.times
         return Runs(
-            times=(self.times or 0) + (other.times or 0) if is_known else None,
+            times=times,
             least=self.least + other.least,
+            # One caller in a loop is enough that it runs in a loop. It is only a part of an
+            # operation if all callers fuse it: otherwise it also runs on its own.
             in_loop=self.in_loop or other.in_loop,
             is_fused=self.is_fused and other.is_fused,
             is_applied=self.is_applied and other.is_applied,
@@ -113,17 +127,16 @@ class Module(Values):
         unread = [*self.skipped]
         if not self.computations or (self.name and self.entry is None):
             unread.append("no entry computation")
-        if self.callees_first is None:
+        if self.callees_first is None:  # there are cycles, which HLO does not have
             unread.append("computations that call each other")
         for computation in self.computations:
             unread += map(_unread_text, (x for x in computation.instructions if not x.is_known))
-            # What is applied to elements, such as by a sum, need not be known.
-            unread += [
-                f"{call.callee}, which {call.instruction.name} calls"
-                for call in self.calls[computation.name]
-                if call.callee not in self.by_name
-                and (call.attribute != "to_apply" or call.instruction.opcode == "call")
-            ]
+            for call in self.calls[computation.name]:
+                # What a ``reduce`` applies to elements (``to_apply``) may be missing: it sends
+                # nothing. A ``call`` names what it runs by the same attribute.
+                is_applied = call.attribute == "to_apply" and call.instruction.opcode != "call"
+                if call.callee not in self.by_name and not is_applied:
+                    unread.append(f"{call.callee}, which {call.instruction.name} calls")
         return unread
 
     @functools.cached_property
@@ -142,10 +155,7 @@ class Module(Values):
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
-        """How often each computation runs, summed over its callers; once without a caller.
-
-        ``times`` is None where that is unknown, as in a loop of unknown length.
-        """
+        """How often each computation runs, by name, summed over its callers; once without one."""
         runs: dict[str, Runs] = {}
         # Callers before what they call, so that all runs of a caller are known. Damaged text may
         # have cycles: then in the order of the text, and what is called is undercounted.
@@ -153,27 +163,32 @@ class Module(Values):
         for name in callers_first:
             caller = runs.setdefault(name, Runs())
             for call in self.calls.get(name, ()):
-                called = self._called(caller, call.instruction, call.attribute)
+                called = self._runs_of_callee(caller, call)
                 if call.callee in runs:  # another instruction calls it as well
                     called = runs[call.callee].plus(called)
-                is_plausible = called.times is not None and called.times <= MAX_SIZE
-                runs[call.callee] = called if is_plausible else called._replace(times=None)
+                if called.times is not None and called.times > MAX_SIZE:  # the text is damaged
+                    called = called._replace(times=None)
+                runs[call.callee] = called
         return runs
 
-    def _called(self, caller: Runs, instruction: Instruction, attribute: str) -> Runs:
-        """Returns how often an instruction runs what it calls by an attribute, such as ``body``.
+    def _runs_of_callee(self, caller: Runs, call: Call) -> Runs:
+        """Returns how often one call runs its callee.
 
-        ``caller`` is how often the computation of the instruction runs.
+        Args:
+          caller: how often the computation runs that the calling instruction is in.
+          call: the instruction, the callee, and the attribute that names it, such as ``body``.
         """
+        instruction = call.instruction
         is_loop = instruction.opcode == "while"
-        times = self.trip_counts.get(instruction.name) if is_loop else 1
-        if times is not None and attribute == "condition":
+        times = self.trip_counts.get(instruction.name) if is_loop else 1  # None if unknown
+        if times is not None and call.attribute == "condition":
             times += 1  # the last time it is false
         is_applied = instruction.opcode not in _CALLS
         return Runs(
             times=None if times is None or caller.times is None else caller.times * times,
             least=caller.least * (1 if times is None else times),
             in_loop=caller.in_loop or is_loop,
+            # What is applied to elements is a part of the instruction, as what a fusion runs is.
             is_fused=caller.is_fused or instruction.opcode == "fusion" or is_applied,
             is_applied=caller.is_applied or is_applied,
             in_branch=caller.in_branch or instruction.opcode == "conditional",
@@ -182,12 +197,19 @@ class Module(Values):
     def taken(self, weights: Mapping[str, int]) -> set[str]:
         """Returns the computations that run if conditionals take the branch with the most weight.
 
+        All others run, too, except for those that only such a branch that is not taken calls.
+
         Args:
-          weights: the weight of each computation by name, without what it calls.
+          weights: the weight of each computation by name, without what it calls: its bytes, say.
+
+        Returns:
+          The names of the computations. If they call each other in cycles, as in damaged text, only
+          those without a caller.
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
-        sums = Counter(weights)  # by computation, with what each calls
+        # Weigh the branches. Callees come before their callers, so that what they weigh is known.
+        sums = Counter(weights)  # by computation, with what each calls, in all runs of loops
         largest: dict[str, str] = {}  # name of a conditional → the branch that it takes
         for name in self.callees_first or ():
             branches = defaultdict[str, list[str]](list)  # of the conditionals in this computation
@@ -201,10 +223,12 @@ class Module(Values):
                 # The last one of those with the most weight.
                 largest[conditional] = max(reversed(callees), key=sums.__getitem__)
             sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
+        # Follow the calls from the entry, callers first.
         taken = {name for name in self.calls if name not in self.callers}  # the entry
-        for name in reversed(self.callees_first or ()):  # callers first
+        for name in reversed(self.callees_first or ()):
             for call in self.calls.get(name, ()) if name in taken else ():
-                if largest.get(call.instruction.name, call.callee) == call.callee:
+                branch = largest.get(call.instruction.name)  # None if it is no conditional
+                if branch is None or branch == call.callee:
                     taken.add(call.callee)
         return taken
 
@@ -227,12 +251,13 @@ class Module(Values):
         """The calls in the user's code by number, from the tables of files, lines and calls.
 
         FileNames           1 "/home/me/model.py"
-        FunctionNames       …
+        FunctionNames       1 "step"
         FileLocations       4 {file_name_id=1 … line=12 …}
         StackFrames         7 {file_location_id=4 parent_frame_id=6}
         """
-        head, _, tables = self.head.partition("\nFunctionNames")
-        files = {int(n): name for n, name in _FILE.findall(head)}
+        # Names of functions look like those of files, so the text before them is read for these.
+        before_functions, _, tables = self.head.partition("\nFunctionNames")
+        files = {int(n): name for n, name in _FILE.findall(before_functions)}
         locations = {  # number → (file, line)
             int(n): (files.get(int(file)), int(line)) for n, file, line in _LOCATION.findall(tables)
         }
@@ -240,7 +265,8 @@ class Module(Values):
         for n, location, parent in _FRAME.findall(tables):
             file, line = locations.get(int(location), (None, 0))
             frames[int(n)] = _Frame(file, line, parent=int(parent or 0))
-        # Up to jax 0.12 the number of a parent is one too high, so it can equal the child's number.
+        # Up to jax 0.12 the number of a parent is one too high. Then a frame that is numbered right
+        # after its parent, as in the first chain of calls, names itself as its parent.
         if any(number == frame.parent for number, frame in frames.items()):
             frames = {n: frame._replace(parent=frame.parent - 1) for n, frame in frames.items()}
         return frames
@@ -269,12 +295,14 @@ def parse(text: str) -> Module:
       ('all-reduce', ('x',), {'to_apply': '%add'})
     """
     head, computations, skipped = _split(text)
-    # Two ways in which compilers abbreviate are written in full here, so that nothing else has to
-    # know them.
-    if "xla_megascale" in text:  # collectives between slices, as exchanges with the hosts
+    # Two forms that compilers use are rewritten here, so that nothing else has to know them.
+    # Collectives between slices: ``send`` to the host and ``recv`` from it → ``all-reduce``.
+    if "xla_megascale" in text:
         for computation in computations:
             computation.instructions[:] = with_exchanges(computation.instructions)
-    if any(f" {kind}-start(" in text for kind in ABBREVIATED):  # without the computation they run
+    # ``fusion-start(%x), calls=%f`` → ``async-start(%x), calls=%a``, and a computation ``a`` that
+    # has the fusion.
+    if any(f" {kind}-start(" in text for kind in ABBREVIATED):
         computations += [made for computation in [*computations] for made in spell_out(computation)]
     title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
     return Module(title[1] if title else "", head, computations, tuple(skipped))
@@ -289,30 +317,37 @@ class _Parts(NamedTuple):
 
 
 def _split(text: str) -> _Parts:
-    """Splits a text into instructions, by computation."""
+    """Splits a text into instructions, by computation.
+
+    A line is one of these, tried in this order: an instruction; more of the last instruction, if
+    that has open brackets; the header of a computation; its end; or else, before the first
+    computation, a part of the head, and after it, not understood.
+    """
     head: list[str] = []
     computations: list[Computation] = []
     skipped: list[str] = []
     is_open = False  # whether the last computation goes on
-    # How many more brackets the last instruction opens than closes; None if they were not counted,
-    # as for the nearly all that are of one line.
+    # How many brackets of the last instruction are open. None if they were not counted, which takes
+    # long: nearly all instructions are followed by another one, or by the end of the computation.
     depth: int | None = None
     for line in text.splitlines():
-        instructions = computations[-1].instructions if is_open else []
         if match := _INSTRUCTION.match(line):
             if not is_open:  # a part of a module, without a header
-                computations.append(Computation("", False, instructions))
-            is_open, depth = True, None
+                computations.append(Computation("", False, []))
             root, name, shape, opcode, rest = match.groups()
-            instructions.append(Instruction(name, opcode, shape, rest, is_root=bool(root)))
+            instruction = Instruction(name, opcode, shape, rest, is_root=bool(root))
+            computations[-1].instructions.append(instruction)
+            is_open, depth = True, None
             continue
-        if instructions:  # perhaps the next line of the last one
-            last = instructions[-1]
-            # ``rest`` is what follows the bracket before the operands, so one is open already.
-            depth = 1 + nesting(last.rest) if depth is None else depth
+        if is_open and computations[-1].instructions:
+            last = computations[-1].instructions[-1]
+            if depth is None:
+                # ``rest`` is what follows the bracket before the operands, so one is open already.
+                depth = 1 + nesting(last.rest)
             if depth > 0 and len(last.rest) < _LONGEST:
                 depth += nesting(line)
-                instructions[-1] = last._replace(rest=f"{last.rest}\n{line}")
+                continued = last._replace(rest=f"{last.rest}\n{line}")
+                computations[-1].instructions[-1] = continued
                 continue
         if line.rstrip().endswith("{") and (header := _HEADER.match(line)):
             entry, name = header.groups()
@@ -333,6 +368,7 @@ def _split(text: str) -> _Parts:
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z0-9\-]*)\((.*)")
 _LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
+# `ENTRY %main (p: f32[8]) -> f32[8] {`
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")

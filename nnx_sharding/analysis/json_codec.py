@@ -3,7 +3,10 @@
 Reports consist of frozen dataclasses, whose annotations say how to read them: there is no second
 description of the format. A release reads the version that it writes; of other data it says what is
 wrong. A `PartitionSpec` is the list of its entries, `P("data", ("x", "y"))` as
-``["data", ["x", "y"]]``; one with sums that are not computed yet (``unreduced``) is a dictionary.
+``["data", ["x", "y"]]``. One that is *unreduced* over axes, which means that the values of devices
+along these are still to be summed, or *reduced*, is a dictionary::
+
+    {"partitions": ["data", null], "unreduced": ["model"], "reduced": []}
 """
 
 from __future__ import annotations
@@ -74,17 +77,22 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _spec_data(spec: PartitionSpec) -> list[Any] | dict[str, Any]:
-    """Returns a spec as data for JSON: its entries, or a dictionary if it has open sums."""
-    entries = [
-        [*map(str, entry)] if isinstance(entry, tuple) else entry if entry is None else str(entry)
-        for entry in spec.partitions
-    ]
-    sums = {name: sorted(map(str, getattr(spec, name))) for name in ("unreduced", "reduced")}
-    if not any(sums.values()):
+    """Returns a spec as data for JSON: its entries, or a dictionary if it is (un)reduced."""
+    entries: list[Any] = []
+    for entry in spec.partitions:
+        if isinstance(entry, tuple):
+            entries.append([*map(str, entry)])
+        else:
+            entries.append(None if entry is None else str(entry))
+    axes = {name: sorted(map(str, getattr(spec, name))) for name in ("unreduced", "reduced")}
+    if not any(axes.values()):
         return entries
-    kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")  # new in JAX 0.12
-    others = {} if kind == "sum" else {"unreduced_kind": kind}
-    return {"partitions": entries, **sums, **others}
+    data: dict[str, Any] = {"partitions": entries, **axes}
+    # From JAX 0.12 on, values may also be those of a maximum or minimum that is to be computed.
+    kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+    if kind != "sum":
+        data["unreduced_kind"] = kind
+    return data
 
 
 def read(kind: type[T], data: Any, what: str, **unwritten: Any) -> T:
@@ -94,7 +102,7 @@ def read(kind: type[T], data: Any, what: str, **unwritten: Any) -> T:
       kind: the class.
       data: the data.
       what: what it is, in messages.
-      **unwritten: fields that are not in the data.
+      **unwritten: values for fields that :func:`as_data` omits.
     """
     try:
         return typing.cast(T, _read_value(kind, data, unwritten))
@@ -113,11 +121,11 @@ def _read_value(
       kind: the type, as an annotation: a dataclass, ``tuple[X, ...]``, ``Mapping[str, X]``,
         ``PartitionSpec``, a plain type, or a union of these.
       data: the data.
-      unwritten: fields of a dataclass that are not in the data.
+      unwritten: for a dataclass, values for fields that are not in the data.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        # One of them at most is written as a list or a dict.
+        # At most one type of a union is written as a list or a dict: ``Cost | None``.
         structured = [kind for kind in arguments if kind not in _PLAIN]
         if structured and isinstance(data, list | dict):
             return _read_value(structured[0], data)
@@ -125,14 +133,16 @@ def _read_value(
     if kind is PartitionSpec:
         return _read_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        fields = _fields(kind)
-        # Every field has to be there: a default may have another meaning later.
+        fields = _fields(kind)  # those that are written, unless ``unwritten`` has them
         given = {**unwritten, **data}
-        if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
-            raise ValueError(f"{', '.join(wrong)} missing or unknown")
+        # Every field has to be there: a default may have another meaning later.
+        missing = [name for name in fields if name not in given]
+        unknown = [name for name in given if name not in fields]
+        if missing or unknown:
+            raise ValueError(f"{', '.join(missing + unknown)} missing or unknown")
         values = {name: _read_value(fields[name], value) for name, value in data.items()}
         return kind(**unwritten, **values)
-    # `tuple[X, ...]`, or a class with the base `Sequence[X]`.
+    # ``tuple[X, ...]``; or a class such as ``Collectives(tuple[Collective, ...])``.
     for base in (kind, *getattr(kind, "__orig_bases__", ())):
         if typing.get_origin(base) in (tuple, Sequence):
             parts = tuple(_read_value(typing.get_args(base)[0], item) for item in data)
@@ -143,15 +153,18 @@ def _read_value(
 
 
 def _read_plain(kinds: Sequence[Any], data: Any) -> Any:
-    """Returns a value if it has one of these types; where there are others than plain ones, any.
+    """Returns a value that has one of the types ``kinds``; a TypeError for another one.
 
-    Integers count as floats, and floats such as 8e10 as integers.
+    Only plain types are checked: if ``kinds`` has another, such as ``Literal["gpu"]`` or ``Any``,
+    the value is returned as it is.
     """
-    if float in kinds and type(data) in (int, float):
-        return float(data) if int not in kinds else data
-    if int in kinds and isinstance(data, float) and data.is_integer():  # as written by hand
+    # JSON does not tell 1 from 1.0, and people write 8e10 for an integer.
+    if type(data) is int and float in kinds and int not in kinds:
+        return float(data)
+    if isinstance(data, float) and data.is_integer() and int in kinds and float not in kinds:
         return int(data)
-    if type(data) not in kinds and not {*kinds}.difference(_PLAIN):
+    are_plain = all(kind in _PLAIN for kind in kinds)
+    if are_plain and type(data) not in kinds:
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"expected {names}, got {data!r:.100}")
     return data
@@ -161,13 +174,17 @@ _PLAIN = (str, int, float, bool, types.NoneType)
 
 
 def _read_spec(data: Any) -> PartitionSpec:
-    """Reads what `_spec_data` returned."""
+    """Reads what `_spec_data` returned: a list of entries, or a dictionary that has one."""
+    # What is left in ``parts`` at the end are unknown keys, which `PartitionSpec` refuses.
     parts = {"partitions": data} if isinstance(data, list) else dict(data)
     entries = [tuple(x) if isinstance(x, list) else x for x in parts.pop("partitions")]
-    if kind := parts.pop("unreduced_kind", None):  # JAX 0.12 has others than sums
-        parts["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
-    sums = {name: {*parts.pop(name)} for name in ("unreduced", "reduced") if name in parts}
-    return PartitionSpec(*entries, **sums, **parts)
+    options: dict[str, Any] = {}
+    for name in ("unreduced", "reduced"):
+        if name in parts:
+            options[name] = {*parts.pop(name)}
+    if kind := parts.pop("unreduced_kind", None):  # written by JAX 0.12 or later
+        options["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
+    return PartitionSpec(*entries, **options, **parts)
 
 
 @functools.cache

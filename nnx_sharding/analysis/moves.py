@@ -37,23 +37,26 @@ def computing_value(module: Module, value: Value, *, past_user_moves: bool = Fal
       value: the array.
       past_user_moves: whether to follow copies, slices and transposes that the user wrote, too.
     """
-    # What a loop carries comes from two values: the initial one, and what its body returns. The
-    # last is followed. Where the body only returns what it was given, that leads here again, and
-    # then the initial one is.
-    returned_by_bodies: set[Value] = set()
+    followed: set[Value] = set()  # what bodies of loops return, as far as the way went through it
     for _ in range(_MAX_STEPS):
-        before = _values_before(module, value, past_user_moves)
-        if len(before) > 1:
-            before = [previous for previous in before if previous not in returned_by_bodies]
-            returned_by_bodies.update(before[-1:])
-        if not before or module.maker(before[-1]) is None:  # damaged text may lack it
+        sources = _sources(module, value, past_user_moves)
+        if len(sources) > 1:
+            # What a loop carries has the initial value as its first source, and what the body
+            # returns as its last, which is followed. Where the body returns what it was given, that
+            # leads back to this loop; the second time, only the initial value is left.
+            sources = [source for source in sources if source not in followed]
+            followed.update(sources[-1:])
+        if not sources or module.maker(sources[-1]) is None:  # damaged text may lack it
             break
-        value = before[-1]
+        value = sources[-1]
     return value
 
 
-def _values_before(module: Module, value: Value, past_user_moves: bool) -> Sequence[Value]:
-    """Lists the values whose elements an array has; nothing if its instruction computes them."""
+def _sources(module: Module, value: Value, past_user_moves: bool) -> Sequence[Value]:
+    """Lists the values that an array is moved or passed on from; empty if it is computed here.
+
+    There are several for what a loop carries: the initial value, then what its body returns.
+    """
     instruction = module.maker(value)
     operands = module.operands(value)
     if instruction is None:
@@ -61,32 +64,38 @@ def _values_before(module: Module, value: Value, past_user_moves: bool) -> Seque
     opcode = instruction.opcode
     # A move with a name is part of what the user wrote: the array belongs to the move's module.
     is_move_followed = past_user_moves or instruction.operation is None
-    if opcode == "fusion" and not _passes_arrays_on(module, instruction, is_move_followed):
+    if opcode == "fusion" and not _may_pass_on(module, instruction, is_move_followed):
         return ()
-    if opcode == "tuple" and not value.index:
+    if opcode == "tuple" and not value.index:  # a whole tuple has no single source
         return ()
     if opcode == "dynamic-update-slice" and not past_user_moves:
-        return operands[1:2]  # what is written into the array, as a loop over layers does
-    if opcode.endswith(("-start", "-done")) and opcode != "async-start":
-        # The start of a collective that sums computes; its end passes on what the start made.
-        is_sum = base(opcode) in COLLECTIVES - {"all-gather"}
-        return () if is_sum and opcode.endswith("-start") else operands[:1]
+        return operands[1:2]  # what is written: a loop over layers stacks its results so
+    if opcode == "async-start":
+        return module.passed(value)
+    if opcode.endswith("-done"):
+        return operands[:1]
+    if opcode.endswith("-start"):
+        # A collective makes new values, except for an all-gather, which only moves them; the start
+        # of a copy or a slice moves them, too.
+        is_computed = base(opcode) in COLLECTIVES - {"all-gather"}
+        return () if is_computed else operands[:1]
     if base(opcode) in _MOVES and is_move_followed:
         return operands[:1]
-    return module.passed(value)
+    return module.passed(value)  # through tuples, calls, fusions and loops; else nothing
 
 
-def _passes_arrays_on(module: Module, fusion: Instruction, is_move_followed: bool) -> bool:
-    """Tells whether to look for the computing value inside a fusion, as it may only move arrays.
+def _may_pass_on(module: Module, fusion: Instruction, is_move_followed: bool) -> bool:
+    """Tells whether the array that a fusion makes may be computed outside of it.
 
-    Also if it updates an array in place, or makes several, of which each may be a moved one.
     ``is_move_followed`` says whether moves are followed at all.
     """
     fused = module.fused(fusion)
-    if fused is None:
+    if fused is None:  # damaged text: it is taken for a move
         return is_move_followed
+    # One array of several may be a moved one, and an update in place passes on what is written:
+    # `_sources` of the root decides.
     root = module.roots.get(fused.name)
     if root is not None and root.opcode in ("tuple", "dynamic-update-slice"):
         return True
-    opcodes = {instruction.opcode for instruction in fused.instructions}
-    return is_move_followed and opcodes <= _MOVES | {"parameter", "constant", "tuple"}
+    moving = _MOVES | {"parameter", "constant", "tuple"}
+    return is_move_followed and all(x.opcode in moving for x in fused.instructions)

@@ -11,7 +11,9 @@ From other modules:
 
     Module          the HLO program. ``maker`` is the instruction that makes a value, ``around``
                     the calls around a computation, innermost first, ``by_name`` its computations
-    executed_work   the work of each instruction in one run of its computation
+    trip_counts     how often the body of each loop runs, by the name of the loop, if known
+    executed_work   the work of each instruction in one run of its computation; of conditionals only
+                    that of the largest branch
     reached         a node, and all that can be reached from it by a function
 """
 
@@ -22,7 +24,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from .hlo import Module
 from .instructions import Computation, Instruction
@@ -30,9 +32,14 @@ from .opcodes import PRODUCTS
 from .values import Value, reached
 from .work import Work, executed_work
 
-# How often a computation or instruction runs a collective, by channel, or a matrix product.
-_Contents: TypeAlias = Counter[str | None]
-_PRODUCT_COUNT = None  # the key of products in place of a channel
+
+class _Contents(NamedTuple):
+    """What a computation or an instruction consists of, with all that it calls."""
+
+    products: int  # how many matrix products
+    channels: Counter[str]  # how many instructions of each collective, by channel
+
+
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -57,55 +64,61 @@ class Overlap:
 
     def __init__(self, module: Module):
         self._module = module
-        # By the name of a computation: what it contains, and the work until each of its
-        # instructions. Each asks for those that the computation calls, so what is known is kept.
+        # By the name of a computation: what it contains, and the running sums of its work. Both ask
+        # for those of the computations that it calls, which several may call, so they are kept.
         self._contents: Callable[[str], _Contents] = functools.cache(self._contents_of_computation)
         self._work_until: Callable[[str], Sequence[Work]] = functools.cache(self._running_sums)
         instructions = (x for computation in module.computations for x in computation.instructions)
         collectives = filter(_is_collective, instructions)
-        self._chain_lengths = Counter(map(_channel, collectives))  # by channel
+        # How many instructions each collective is written as, by channel.
+        self._chain_lengths = Counter(map(_channel, collectives))
 
     def scheduled(self, collective: Value) -> Scheduled:
         """Returns what the device does before and while a collective is in progress.
 
-        Empty work if the program waits for it.
+        ``beside`` is empty work if the program waits for it.
         """
-        name = collective.computation
-        # The instructions of a fusion are not scheduled: the fusion is.
-        for outer, caller in self._module.around(name):
+        home = collective.computation
+        # The instructions of a fusion are not scheduled: the fusion is, in the computation around.
+        for outer, caller in self._module.around(home):
             if caller.opcode not in ("fusion", "async-start"):
                 break
-            name = outer.name
-        schedule = self._module.by_name[name].instructions
+            home = outer.name
+        schedule = self._module.by_name[home].instructions
         instruction = self._module.maker(collective)
-        assert instruction is not None
+        assert instruction is not None  # a collective that was found in the text
+        # All instructions that the compiler writes the collective as, also in fusions.
         channel = _channel(instruction)
-        chain = {x.name for x in schedule if self._contents_of(x)[channel]}
+        chain = {x.name for x in schedule if channel in self._contents_of(x).channels}
         # The positions of the chain, and of what waits for it, in the schedule.
         steps = []
         for step, x in enumerate(schedule):
             is_end = x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names)
             if x.name in chain or is_end:
                 steps.append(step)
+        # What the device does meanwhile is in schedule[start:end].
         start, end = 0, 0  # of damaged text
         if steps:
             start = steps[0] + 1
-            end = max(start, steps[-1])
+            end = max(start, steps[-1])  # a single instruction is start and end: nothing is between
         between = schedule[start:end]
-        flops = {x.name: self._work_of(x, name).flops for x in between}
+        flops = {x.name: self._work_of(x, home).flops for x in between}
         computing = (x for x in between if flops[x.name] and x.operation)
         most_flops_first = sorted(computing, key=lambda x: -flops[x.name])
-        operations = dict.fromkeys(x.operation or "" for x in most_flops_first)
-        before_start, before_end = (self._work_until(name)[step] for step in (start, end))
+        operations = dict.fromkeys(x.operation or "" for x in most_flops_first)  # each name once
+        work_until = self._work_until(home)
         return Scheduled(
-            home=name,
-            before=before_start,
-            beside=before_end.plus(before_start, times=-1),  # the difference
+            home=home,
+            before=work_until[start],
+            beside=work_until[end].plus(work_until[start], times=-1),  # the difference
             operations=tuple(operations)[:3],
         )
 
     def _running_sums(self, name: str) -> Sequence[Work]:
-        """Sums what is done before each instruction of a computation, and before its end."""
+        """Sums what is done before each instruction of a computation.
+
+        One more sum than instructions, from no work at first to all of it in the end.
+        """
         parts = (self._work_of(x, name) for x in self._module.by_name[name].instructions)
         return [*itertools.accumulate(parts, Work.plus, initial=Work())]
 
@@ -123,11 +136,13 @@ class Overlap:
         if _is_collective(instruction):
             return Work()
         total = self._executed.get(computation, {}).get(instruction.name, Work())
+        times = self._module.trip_counts.get(instruction.name, 1)  # other than 1 for loops
         for callee in instruction.callees:
-            if callee in self._executed:  # others are applied to elements, or not taken
-                times = self._module.trip_counts.get(instruction.name, 1)  # of a loop
-                work_until_end = self._work_until(callee)[-1]
-                total = total.plus(work_until_end, times)
+            # Others are applied to elements, which the instruction's own work has, or are branches
+            # of conditionals that are not taken.
+            if callee in self._executed:
+                all_of_it = self._work_until(callee)[-1]
+                total = total.plus(all_of_it, times)
         return total
 
     def products_beside(self, collective: Value) -> Independent | None:
@@ -139,66 +154,92 @@ class Overlap:
         body = None if instruction is None else self._body_with_chain(_channel(instruction))
         if instruction is None or body is None:
             return None
-        # All that follows are names of instructions in the body.
+        # All that follow are names of instructions in the body.
+        channel = _channel(instruction)
         contents = {x.name: self._contents_of(x) for x in body.instructions}
-        products = {name for name, counts in contents.items() if counts[_PRODUCT_COUNT]}
-        chain = {name for name, counts in contents.items() if counts[_channel(instruction)]}
+        products = {name for name, inside in contents.items() if inside.products}
+        chain = {name for name, inside in contents.items() if channel in inside.channels}
         operands = {x.name: x.operand_names for x in body.instructions}
         users: defaultdict[str, list[str]] = defaultdict(list)
         for name, used in operands.items():
             for operand in used:
                 users[operand].append(name)
-        before = [_all_reached(name, operands) for name in chain]
-        after = [_all_reached(name, users) for name in chain]
-        # The first of the chain needs none of the others, and the last is needed by none.
-        needed = next(names for names in before if not names & chain)
-        waiting = next(names for names in after if not names & chain)
+        # What each instruction of the chain needs, and what needs it.
+        needs = [_all_reached(name, operands) for name in chain]
+        needed_by = [_all_reached(name, users) for name in chain]
+        # Each instruction of a chain uses the one before, so what the collective as a whole needs
+        # is what the first one does, which needs no other one; likewise the last one.
+        before = next(names for names in needs if not names & chain)
+        after = next(names for names in needed_by if not names & chain)
         if _is_moved_into_loop(body, chain, products - chain, users):
             return None
-        own = chain if len(chain) == 1 else set()  # a product with a collective in it
-        return Independent(products=len(products - needed - waiting - own), of=len(products))
+        # If the chain is a single instruction with products, such as an inner loop, these are not
+        # independent. In a longer chain, fusions of the collective and a product are made so that
+        # both run at once.
+        own = chain if len(chain) == 1 else set()
+        return Independent(products=len(products - before - after - own), of=len(products))
 
     def _body_with_chain(self, channel: str) -> Computation | None:
-        """Finds the innermost loop body that has all instructions of a collective; None without."""
+        """Finds the innermost loop body that has all instructions of a collective.
+
+        None if the collective is in no loop, or begins in one loop and ends in another.
+        """
         calls = (call for calls in self._module.calls.values() for call in calls)
         bodies = (call.callee for call in calls if call.attribute == "body")  # of loops
         length = self._chain_lengths[channel]
-        with_all = [name for name in bodies if self._contents(name)[channel] == length]
+        with_all = [name for name in bodies if self._contents(name).channels[channel] == length]
+        # The more calls are around a body, the further inside it is.
         depth = {name: len([*self._module.around(name)]) for name in with_all}
         return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None
 
     def _contents_of_computation(self, name: str) -> _Contents:
         """Counts what is in a computation, and in those that it calls."""
-        computation = self._module.by_name.get(name)
-        parts = map(self._contents_of, computation.instructions if computation else ())
-        return sum(parts, _Contents())
+        computation = self._module.by_name.get(name)  # damaged text may lack it
+        return _sum(map(self._contents_of, computation.instructions if computation else ()))
 
     def _contents_of(self, instruction: Instruction) -> _Contents:
         """Counts what an instruction is, and what is in the computations that it calls."""
-        contents = sum(map(self._contents, instruction.callees), _Contents())
-        if _is_collective(instruction):
-            contents[_channel(instruction)] += 1
         is_call = instruction.opcode == "custom-call" and _PRODUCT.search(instruction.rest)
-        if instruction.opcode in PRODUCTS or is_call:
-            contents[_PRODUCT_COUNT] += 1
-        return contents
+        is_product = instruction.opcode in PRODUCTS or is_call
+        own = _Contents(
+            products=1 if is_product else 0,
+            channels=Counter([_channel(instruction)] if _is_collective(instruction) else []),
+        )
+        return _sum([own, *map(self._contents, instruction.callees)])
+
+
+def _sum(parts: Iterable[_Contents]) -> _Contents:
+    """Adds up the contents of several instructions or computations."""
+    products, channels = 0, Counter[str]()
+    for part in parts:
+        products += part.products
+        channels.update(part.channels)  # adds the counts
+    return _Contents(products, channels)
 
 
 def _is_moved_into_loop(
     body: Computation, chain: Set[str], products: Set[str], users: Mapping[str, Iterable[str]]
 ) -> bool:
-    """Whether a collective only moves what inner loops start with.
+    """Tells whether a collective only moves what inner loops start with.
 
-    So it is if all of the next products that use it are in these: what is reached from the
-    ``chain`` without passing another product.
+    An all-gather of a stack of kernels in front of a loop over layers is an example: the first
+    products that use its result are in the loop, and the loop as a whole waits for it.
+
+    Args:
+      body: the loop body that has the collective.
+      chain: the names of its instructions in the body.
+      products: the names of instructions with products in the body; that of a loop, if there are
+        some in its body.
+      users: the names of the users of each instruction, by its name.
     """
+    # The search from the chain on does not go past a product: its users are left out.
     edges = {name: used for name, used in users.items() if name not in products}
     next_products = set.union(*(_all_reached(x, edges) for x in chain)) & products
     loops = {x.name for x in body.instructions if x.opcode == "while"}
     return bool(next_products) and next_products <= loops
 
 
-# What libraries for CPUs and GPUs call products of matrices.
+# What libraries for CPUs and GPUs call products: `custom_call_target="__cublas$gemm"`.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(matmul|gemm|conv)', re.IGNORECASE)
 
 

@@ -22,8 +22,10 @@ have the shape of a parameter of their own module. From other modules:
                   instruction that makes a value; ``passed`` are the values that it hands on, such
                   as into a loop or out of a call; ``around`` are the calls around a computation
     Value         an array that an instruction makes, perhaps as an item of a tuple
+    Located       an instruction (a collective), after the computation that it is in (its home)
     ParameterRow  an argument: its path, its shape, and that of its shard
     module_of     the path of the user's module that an operation is of, by its name; or None
+    operations    the names that XLA has joined to the name of one instruction
 """
 
 from __future__ import annotations
@@ -57,13 +59,17 @@ def uses_of(
     rows: Iterable[ParameterRow],
     updated: Sequence[str | None] = (),
 ) -> dict[str, Use]:
-    """Decides what collectives are for; returns that by the names of the collectives.
+    """Decides what collectives are for.
 
     Args:
       module: the program.
-      collectives: the collectives.
+      collectives: the collectives, each with the computation that it is in.
       rows: the arguments of the program.
-      updated: for each array of its result the path of the Variable that it updates, or None.
+      updated: for each array that the program returns, the path of the Variable that it updates, or
+        None. Empty if that is not known.
+
+    Returns:
+      What each is for, by its name.
     """
     purposes = _Purposes(module, [row for row in rows if row.used], updated)
     return {collective.name: purposes.of(collective, home.name) for home, collective in collectives}
@@ -78,15 +84,15 @@ class _Purposes:
         Args:
           module: the program.
           used: the arguments that it takes, without those that it does not use.
-          updated: for each array of the result the path of the Variable that it updates, or None.
+          updated: as in `uses_of`.
         """
         self._module = module
         self._variables = _Variables(row for row in used if row.variable is not None)
         # The program's parameters, which are its inputs, by number. They have the names that JAX
         # gave them, such as ``model['up'].value``, or else the compiler's, ``p.3``.
         arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
-        # Paths are better. They are known if the inputs have the types of the arguments in their
-        # order; else `inputs_of` returns nothing.
+        # Paths are better. They are known if the inputs have the shapes of the arguments in their
+        # order: then input i is that of row i. Else `inputs_of` returns nothing.
         if inputs_of(module, used):
             arguments |= {number: row.path for number, row in enumerate(used)}
         # Finds the arguments that a value is computed from, by moves alone.
@@ -105,20 +111,19 @@ class _Purposes:
         modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
         path = common(modules) or None  # the innermost module around all of them
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
-        # A sum of parameters is a result, so only what moves arrays is asked.
-        operands = [] if is_sum else collective.operand_names
-        # For each operand, the names of the arguments that it is computed from.
-        origins = [self._origins.of(Value(home, name)) for name in operands]
-        if origins and all(map(self._origins.are_variables, origins)):
-            sources = frozenset().union(*origins)
-            kind: Purpose = "state" if sources <= self._variables.states else "parameter"
-            return Use(kind, parameters=tuple(sorted(sources)), module=path)
+        if not is_sum:  # it only moves arrays
+            # For each operand, the names of the arguments that it is computed from.
+            origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
+            if origins and all(map(self._origins.are_variables, origins)):
+                sources = frozenset().union(*origins)
+                kind: Purpose = "state" if sources <= self._variables.states else "parameter"
+                return Use(kind, parameters=tuple(sorted(sources)), module=path)
         if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
             return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
         if is_sum:
             return Use("sum", module=path)
-        updated = self._updated_by.get(collective.name)  # None if the result is not returned
-        if updated is None:
+        updated = self._updated_by.get(collective.name)  # the paths of Variables that it updates
+        if updated is None:  # its result is not returned
             return Use("reshard", module=path)
         return Use("result", parameters=updated, module=path)
 
@@ -130,10 +135,11 @@ class _Purposes:
         Args:
           collective: the collective.
           home: the name of the computation that it is in.
-          operations_of: the names of the operations of each array that it makes.
+          operations_of: for each array that it makes, the names of the user's operations.
           is_sum: whether it adds up.
         """
-        # How often the loops around it run; None for an unknown length.
+        # How often the loops around it run; None for an unknown length. In a loop over layers, the
+        # array is a part of one layer of a stacked Variable.
         callers = (caller for _, caller in self._module.around(home))
         loops = (caller.name for caller in callers if caller.opcode == "while")
         lengths = {*map(self._module.trip_counts.get, loops)}
@@ -142,15 +148,18 @@ class _Purposes:
         dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
         paths: set[str] = set()
         for i, (dims, names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
-            # The modules of operations of the backward pass; None for one outside of modules.
+            # The modules of operations of the backward pass, which JAX makes by `transpose`; None
+            # for an operation outside of modules.
             backward = {module_of(x, self._variables.modules) for x in names if "transpose(" in x}
             # A sum outside of modules may belong to any gradient, since the compiler merges sums.
             candidates = backward if is_sum else backward - {None}
-            parts = self._variables.with_part(candidates, dims, lengths)
+            # The paths of the Variables of these modules of which the array can be a part.
+            variables = self._variables.with_part(candidates, dims, lengths)
             own_operands = operands[i : i + 1] if is_each else operands
-            # A partial product with a parameter is an activation of the same shape.
-            if parts and not any(map(self._origins.is_weighted, own_operands)):
-                paths |= parts
+            # A gradient multiplies activations. A product with a parameter is an activation, too,
+            # of the same shape.
+            if variables and not any(map(self._origins.is_weighted, own_operands)):
+                paths |= variables
         return paths
 
 
@@ -159,18 +168,23 @@ def _operations_of_arrays(
 ) -> list[list[str]]:
     """Returns the names of the user's operations for each array that a collective makes.
 
-    XLA may have merged several collectives, and their names, into one. The operand of an array says
-    which operation it is of, or the instruction that takes the array from the tuple of results.
+    XLA may have merged several collectives, and their names, into one, which makes a tuple::
+
+        %sum = (f32[8], f32[4]) all-reduce(%a, %b), metadata={op_name="f/up/add;f/down/add"}
+        %x = f32[8] get-tuple-element(%sum), index=0, metadata={op_name="f/up/add"}
+
+    That the first array is of ``f/up/add`` is said by the name of its operand ``%a``, or of ``%x``,
+    which takes it from the tuple. ``by_name`` has the instructions of the same computation.
     """
-    name, count = collective.operation, len(collective.results)
-    if name is None and len(collective.operand_names) == 1:
+    joined, count = collective.operation, len(collective.results)
+    if joined is None and len(collective.operand_names) == 1:
         # Of several slices, the compiler names none of the parts that it divides a sum into.
         operand = by_name.get(collective.operand_names[0])
-        name = None if operand is None else operand.operation
-    merged = operations(name or "")
+        joined = None if operand is None else operand.operation
+    merged = operations(joined or "")
     if count < 2 or count != len(collective.operand_names):
-        return [merged] * count  # any of them
-    taken_by = {  # index in the tuple of results → the operation that uses it
+        return [merged] * count  # nothing says which array is of which, so each is of all
+    taken_by = {  # index in the tuple of results → the name of the operation that takes it
         instruction.tuple_index: instruction.operation
         for instruction in by_name.values()
         if instruction.opcode == "get-tuple-element"
@@ -178,8 +192,8 @@ def _operations_of_arrays(
     }
     operations_of = []
     for i, operand_name in enumerate(collective.operand_names):
-        made = by_name[operand_name].operation if operand_name in by_name else None
-        known = [operations(name) for name in (made, taken_by.get(i)) if name]
+        made_by = by_name[operand_name].operation if operand_name in by_name else None
+        known = [operations(name) for name in (made_by, taken_by.get(i)) if name]
         # An operand may be named after something else, such as the loop that computes it: the
         # first name that shares an operation with the collective is the right one.
         shared = (names for names in known if not {*names}.isdisjoint(merged))
@@ -192,7 +206,13 @@ def _dims_before_bitcasts(
 ) -> list[tuple[int, ...]]:
     """Returns the shapes of the arrays that a collective makes, as the program has them.
 
-    Between slices it sends them as tiles: by a bitcast of the operand, and one of the result.
+    Between slices, the compiler for TPUs reduces arrays as tiles::
+
+        %tiles = f32[8,128] bitcast(f32[1024] %x)
+        %sum = f32[8,128] all-reduce(%tiles)          an array of the shape (1024,)
+
+    So if the only operand is a bitcast, and has the shape of the result, the shape in front of the
+    bitcast counts. ``by_name`` has the instructions of the same computation.
     """
     dims = [array.dims for array in collective.results]
     if len(collective.operand_names) != 1 or len(dims) != 1:
@@ -207,16 +227,19 @@ def _dims_before_bitcasts(
 def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
     """Returns the parameters of a program if they are in the order of rows; empty if they are not.
 
-    The TPU compiler may rename parameters, so names need not agree, but must not contradict.
+    They are if each is one array of the shape of its row's shard, and none has the name of another
+    row. JAX names a parameter after the path, but the TPU compiler may rename it.
     """
     paths = {row.path for row in rows}
     inputs = [module.parameters[i] for i in range(len(rows)) if i in module.parameters]
-    in_order = len(inputs) == len(rows) == len(module.parameters) and all(
-        [shape.dims for shape in arrays(parameter.shape)] == [row.shard_shape]
-        and (parameter.operation == row.path or parameter.operation not in paths)
-        for parameter, row in zip(inputs, rows, strict=True)
-    )
-    return inputs if in_order else []
+    if not len(inputs) == len(rows) == len(module.parameters):
+        return []
+    for parameter, row in zip(inputs, rows, strict=True):
+        has_shape = [shape.dims for shape in arrays(parameter.shape)] == [row.shard_shape]
+        has_other_name = parameter.operation in paths and parameter.operation != row.path
+        if not has_shape or has_other_name:
+            return []
+    return inputs
 
 
 class _Variables:
@@ -236,7 +259,8 @@ class _Variables:
             if row.role in ("optimizer state", "state"):
                 self.states.add(row.path)
                 continue
-            # A Variable may be in lists and dicts of its module, but not in a module in it.
+            # A Variable may be in lists and dicts of its module, as ``model.up.scales[0]`` is of
+            # ``model.up``, but in no module in it: a dot after the path is that of another module.
             own = [path for path in outer if "." not in row.path[len(path) + 1 :]]
             for key in (None, *own):
                 self._rows.setdefault(key, []).append(row)
@@ -247,16 +271,19 @@ class _Variables:
         """Finds Variables of modules that can have a part of this shape, no smaller than a shard.
 
         Args:
-          modules: the paths of modules; None for all Variables of the program.
-          dims: the shape.
+          modules: the paths of modules; among these, None stands for all Variables of the program.
+          dims: the shape of the part.
           lengths: how often the loops run in which the part is made. A loop over layers takes one
             from the first dimension.
+
+        Returns:
+          The paths of the Variables; empty without any.
         """
         if not dims:
             return set()
         # Without dimensions of size 1, which `vmap` and loops over one leave.
         long = tuple(size for size in dims if size > 1)
-        # Gradients of products may be transposed.
+        # Gradients of products may be transposed. Five dimensions have too many orders to try.
         orders = itertools.permutations(long) if 1 < len(long) < 5 else [long]
         rows = [row for module in modules for row in self._rows.get(module, ())]
         for order in orders:
@@ -276,6 +303,10 @@ class _Dimension(NamedTuple):
 def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[int | None]) -> bool:
     """Tells whether an array of these dimensions can be a part of a Variable, or one layer of it.
 
+    A Variable of shape (12, 8, 16), with shards of (3, 8, 4), holds kernels of 12 layers. It has
+    the part (3, 8, 16), for example; in a loop of 12 runs (8, 16); and so in a pipeline of 4 stages
+    in a loop of 3 runs inside of the loop over ticks.
+
     Args:
       row: the Variable.
       dims: the dimensions of the array, without those of size 1.
@@ -283,14 +314,15 @@ def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[i
     """
     dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
     if dimensions:
-        size, shard = dimensions[0]
-        # A loop over layers takes one; in a pipeline, the inner loop is over those of a stage.
-        if size in lengths or (len(lengths) > 1 and shard in lengths):
+        layers, layers_of_stage = dimensions[0]
+        is_in_stage = len(lengths) > 1 and layers_of_stage in lengths
+        if layers in lengths or is_in_stage:  # the loop takes one layer in each run
             del dimensions[0]
-    long = [dimension for dimension in dimensions if dimension.size > 1]
-    # All layers of a stack, or the layer of a device whose stage has one.
-    layer = [dimension for dimension in long if dimension.shard > 1]
-    return _is_part(dims, long) or _is_part(dims, layer)
+    whole = [dimension for dimension in dimensions if dimension.size > 1]
+    # A stage of one layer needs no loop: of (4, 8, 16) with shards of (1, 8, 4), a device has an
+    # array of (8, 16) or (8, 4).
+    of_device = [dimension for dimension in whole if dimension.shard > 1]
+    return _is_part(dims, whole) or _is_part(dims, of_device)
 
 
 def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
@@ -304,8 +336,9 @@ def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
     )
 
 
-# Operations that pass on the elements that they are given.
+# Opcodes of operations that pass on the elements that they are given.
 _SAME = REARRANGING | {"convert", "get-tuple-element", "parameter", "tuple"}
+# Opcodes of operations that compute each element from the elements there, as optimizers do.
 _BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
 _UNKNOWN = {"unknown"}  # stands for the opcodes of a computation that is not in the text
 
@@ -328,21 +361,24 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     opcodes_in = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
     results = root.operand_names if root.opcode == "tuple" else (root.name,)
     paths = updated if len(updated) == len(results) else [None] * len(results)  # unknown otherwise
-    # Names of instructions to look at, each with the Variable that its value goes to.
+    # Names of instructions to look at, each with the Variable that its value goes to; None if it is
+    # returned as something else.
     pending: list[tuple[str, str | None]] = [*zip(results, paths, strict=True)]
     returned: dict[str, tuple[str, ...]] = {}
     while pending:
         name, path = pending.pop()
-        new = () if path is None else (path,)
-        is_known = name in returned and {*new} <= {*returned[name]}
-        if name not in by_name or is_known:
+        if name not in by_name:  # damaged text may lack it
             continue
-        returned[name] = (*returned.get(name, ()), *new)
+        known = returned.get(name)
+        if known is not None and (path is None or path in known):  # it was looked at
+            continue
+        returned[name] = (*(known or ()), *(() if path is None else (path,)))
         instruction = by_name[name]
-        # What it does, or for a fusion, what the fused instructions do.
+        # What it does; for a fusion or a call, what the instructions inside do.
         inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
         opcodes = {instruction.opcode}.union(*inside) - {"fusion"}
         operands = [by_name[x] for x in instruction.operand_names if x in by_name]
+        # The end of an asynchronous operation passes on what its start has made.
         if instruction.opcode.endswith("-done") or opcodes <= _SAME:
             pending += [(operand.name, path) for operand in operands]
         elif path is not None and opcodes <= _SAME | _BY_ELEMENT:
@@ -357,11 +393,14 @@ def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
     return [shape.dims for shape in arrays(instruction.shape)]
 
 
-_MAX_STEPS = 64  # from the initial value of a loop to constants: counters and zeros need few
+# Values from the initial value of a loop back to constants: counters and zeros need few.
+_MAX_STEPS = 64
 
 
 class Origins:
     """Finds the arguments from which values are computed; some of these are Variables.
+
+    What is found of arguments that are not Variables is kept for the next values.
 
     Args:
       module: the program.
@@ -380,8 +419,8 @@ class Origins:
     def of(self, value: Value) -> frozenset[str]:
         """Returns the names of the arguments from which a value is computed.
 
-        The search goes from the value to its operands, and so on. It ends at the first argument
-        that is not a Variable, and then returns only that one: callers ask whether there is any.
+        If they are Variables only, all of them; otherwise just the first other one. Callers only
+        ask whether there is any, so the search back from the value ends there.
         """
         names: set[str] = set()
         # Each value that was reached → the one computed from it, on the way back to the start.
@@ -392,7 +431,7 @@ class Origins:
             name = self._others.get(value)
             number = self._module.argument(value)
             if name is None and number is not None:
-                name = self._arguments.get(number, value.name)
+                name = self._arguments.get(number, value.name)  # always there but in damaged text
             if name is not None and name not in self._variables:
                 user: Value | None = value
                 while user is not None:  # all values on the way here are computed from it, too
@@ -409,8 +448,9 @@ class Origins:
     def is_weighted(self, value: Value) -> bool:
         """Tells whether a value is a partial result of a product with a parameter.
 
-        The search goes back to the last products and sums before the value: what they are computed
-        from is summed already.
+        The search goes back to the last products before the value. It does not go past a ``reduce``
+        or ``scatter``: the gradient of a bias, for example, sums activations over the batch, which
+        may be products with a parameter, but is none itself.
         """
 
         def is_one_of(x: Value, *opcodes: str) -> bool:
@@ -432,28 +472,34 @@ class Origins:
     def _computed_from(self, value: Value) -> list[Value]:
         """Lists the values that a value is computed from in one step."""
         instruction = self._module.maker(value)
-        passed = self._module.passed(value)  # the values that it is an unchanged copy of
         if instruction is None:
             return []
-        # A loop carry is its initial value; or, where that is a constant to be overwritten, such
-        # as zeros for the outputs of a scan, what the loop computes.
-        caller_opcodes = [
-            x.instruction.opcode for x in self._module.callers.get(value.computation, ())
-        ]
-        if instruction.opcode == "parameter" and passed and caller_opcodes[0] == "while":
-            initial, *after = passed
-            return after if self._is_constant(initial) else [initial]
-        if passed or not value.index:
-            return passed or self._module.operands(value)
-        # A collective of several arrays returns one for each operand.
+        passed = self._module.passed(value)  # the values that it is an unchanged copy of
+        if passed and instruction.opcode == "parameter":
+            # It is passed by the callers of its computation; the body of a loop has only one.
+            caller = self._module.callers[value.computation][0].instruction
+            if caller.opcode == "while":
+                # A loop carry is its initial value; or, where that is a constant to be overwritten,
+                # such as zeros for the outputs of a scan, what the loop computes.
+                initial, *after = passed
+                return after if self._is_constant(initial) else [initial]
+        if passed:  # a fusion, for example: the root inside says more than its operands
+            return passed
         operands = self._module.operands(value)
-        is_each = len(operands) > 1 and len(operands) == len(instruction.results)
-        return operands[value.index[0] :][:1] if is_each else operands
+        # A collective of several arrays makes a tuple, with one item for each operand.
+        if value.index and len(operands) > 1 and len(operands) == len(instruction.results):
+            item = value.index[0]
+            return operands[item : item + 1]
+        return operands
 
     def _is_constant(self, value: Value) -> bool:
-        """Tells whether a value is computed from constants only, in few steps."""
+        """Tells whether a value is computed from constants only.
+
+        If it takes too many steps to find out, it counts as not constant.
+        """
 
         def computed_from(x: Value) -> list[Value]:
+            # What passes a value on, such as a fusion, is followed to what it passes.
             return self._module.passed(x) or self._module.operands(x)
 
         values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]

@@ -1,8 +1,9 @@
 """What collectives send over which links, and in what time.
 
-Collectives send in a hierarchy: within a chip, within a slice, between slices (`_parts`). What
+Collectives send in a hierarchy: within a chip, within a slice, between slices (`_shares`). What
 shares links is sent one after another, other traffic in parallel. Latency counts once for each
-collective.
+collective. Links are called ``chip`` within a chip, ``DCN`` or ``network`` between slices, and
+after the route within a slice.
 
 A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. The *route* of
 a group of devices is how they are connected (`routes.py`).
@@ -80,8 +81,9 @@ def transfers_of(
     for axes in collectives.by_axes():  # each set of axes once
         group = [c for c in collectives if c.axes == axes and c.bytes_sent]
         route = route_of(axes, mesh, hardware)
-        # One that runs over a part of these axes has other links: the compiler divides an
-        # all-reduce over an axis of two slices into one within them and one between them.
+        # The route is that of whole axes. A collective may run over a part of them: the compiler
+        # divides an all-reduce over an axis of two slices into one within slices and one between.
+        # Its links are not known, and neither are those of the others in the group.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = UNKNOWN
         within_bandwidth: float | None = hardware.interconnect_bandwidth
@@ -89,36 +91,43 @@ def transfers_of(
             within_bandwidth = None  # it may send over the network
         elif route.torus:
             within_bandwidth = route.num_links * hardware.link_bandwidth
-        # What each sends within a slice, between slices, and within a chip.
-        parts = [_parts(collective, route, mesh, hardware) for collective in group]
-        # By kind of link, so that a report has a row for each.
-        for links, bandwidth, parts_over_links in (
-            (route.links, within_bandwidth, [x.within_slice for x in parts]),
-            (_network(hardware), hardware.network_bandwidth, [x.between_slices for x in parts]),
-            (_CHIP, math.inf, [x.in_chip for x in parts]),
+        shares = [_shares(collective, route, mesh, hardware) for collective in group]
+        # By kind of link, so that a report has a row for each. Within a chip, nothing is sent over
+        # a link: the bandwidth is unlimited, so that the seconds are 0.
+        for links, bandwidth, shares_of_links in (
+            (route.links, within_bandwidth, [x.within_slice for x in shares]),
+            (_network_name(hardware), hardware.network_bandwidth, [x.between for x in shares]),
+            (_CHIP, math.inf, [x.in_chip for x in shares]),
         ):
             latency = 0.0 if links == _CHIP else hardware.latency or 0.0
-            for collective, part in zip(group, parts_over_links, strict=True):
-                if part.sent:
+            for collective, share in zip(group, shares_of_links, strict=True):
+                if share.sent:
                     yield Transfer(
                         collective=collective,
                         links=links,
                         bandwidth=None if bandwidth == math.inf else bandwidth,
-                        sent=part.sent,
-                        seconds=_seconds(collective, part, bandwidth=bandwidth, latency=latency),
+                        sent=share.sent,
+                        seconds=_seconds(collective, share, bandwidth=bandwidth, latency=latency),
                     )
 
 
 def _seconds(
-    collective: Collective, part: _Part, *, bandwidth: float | None, latency: float
+    collective: Collective, share: _Share, *, bandwidth: float | None, latency: float
 ) -> float | None:
-    """Returns the seconds that a part of a collective takes in all runs; None if unknown.
+    """Returns the seconds that a collective takes over one kind of link in all runs.
 
-    ``bandwidth`` is that of its links in bytes per second, ``latency`` the seconds for each run.
+    Args:
+      collective: the collective.
+      share: what it sends over these links in all runs.
+      bandwidth: bytes per second of all these links together; None if unknown.
+      latency: the seconds that each run takes in addition.
+
+    Returns:
+      The seconds; None if they are unknown.
     """
     if bandwidth is None or collective.times is None:
         return None  # in a loop of unknown length, the bytes are those of one run
-    return part.sent_evenly / bandwidth + collective.times * latency
+    return share.sent * share.slowdown / bandwidth + collective.times * latency
 
 
 def traffic_of(transfers: Iterable[Transfer]) -> tuple[Traffic, ...]:
@@ -144,7 +153,7 @@ def traffic_of(transfers: Iterable[Transfer]) -> tuple[Traffic, ...]:
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
     """Returns the time for all traffic: in sequence over the same links, else in parallel.
 
-    None if the time for a part is unknown.
+    Links are the same if they have the same name. None if the time for a part is unknown.
     """
     seconds_by_links: defaultdict[str, float] = defaultdict(float)
     sent_in_slice = 0  # bytes, over any links between chips
@@ -152,70 +161,83 @@ def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> floa
         if row.seconds is None:
             return None
         seconds_by_links[row.links] += row.seconds
-        if row.links not in (_CHIP, _network(hardware)):
+        if row.links not in (_CHIP, _network_name(hardware)):
             sent_in_slice += row.bytes_sent
-    # Links that count as different may share some: no chip sends faster than over all of them.
+    # ``ICI x`` and ``ICI x + y`` have different names, but share the links of x. So the time is at
+    # least that for all bytes over all links of a chip.
     over_all_links = sent_in_slice / hardware.interconnect_bandwidth
     return max(over_all_links, *seconds_by_links.values(), 0.0)
 
 
-def _network(hardware: Hardware) -> str:
+def _network_name(hardware: Hardware) -> str:
     return "DCN" if hardware.torus_dimensions else "network"  # as their vendors call them
 
 
-class _Part(NamedTuple):
-    """The bytes of a collective that go over one kind of link."""
+class _Share(NamedTuple):
+    """What a collective sends over one kind of link."""
 
-    sent: float
-    sent_evenly: float  # as many as take the same time if all links carry equally much
-
-
-class _Parts(NamedTuple):
-    """The bytes of a collective, by the kind of link that they go over."""
-
-    within_slice: _Part
-    between_slices: _Part
-    in_chip: _Part  # between two devices of one chip
+    sent: float  # bytes, in all runs
+    slowdown: float = 1.0  # the time, relative to that of bytes spread evenly over these links
 
 
-def _parts(
+class _Shares(NamedTuple):
+    """What a collective sends, by the kind of link."""
+
+    within_slice: _Share
+    between: _Share  # slices
+    in_chip: _Share  # between two devices of one chip
+
+
+def _shares(
     collective: Collective, route: Route, mesh: MeshDescription | None, hardware: Hardware
-) -> _Parts:
+) -> _Shares:
     """Divides the bytes of a collective into those within the slice, between slices, and in a chip.
 
-    The bytes are proportional to the number of devices that one reaches over each kind of link, of
-    the ``devices - 1`` others. What several devices of a slice or chip need enters it once, which
-    is a lower bound.
+    A device sends to ``devices - 1`` others, and the bytes are proportional to how many of these it
+    reaches over each kind of link. For a group of 8 devices on 4 chips in 2 slices::
+
+                         within the slice      between slices    in the chip
+        permutation      0                     7                 0
+        all-to-all       4 - 2 = 2             8 - 4 = 4         2 - 1 = 1
+        others           4 - 2 = 2             2 - 1 = 1         8 - 4 = 4
+
+    In an all-to-all, no two devices need the same data. In other collectives, one device of each
+    chip, and one chip of each slice, exchanges data with the others, which is a lower bound.
     """
     devices, chips, slices = route.devices, route.chips, route.slices  # of the group
-    uneven = 1.0  # how much longer the bytes within the slice take than spread evenly over links
+    slowdown = 1.0  # within the slice
     if collective.kind == "collective-permute":  # all of it over the slowest kind
         others = devices - 1
         between = others if slices > 1 else 0
         within = others if chips > 1 and not between else 0
         in_chip = others - between - within
         if route.torus and mesh is not None:
-            uneven = route.num_links * most_messages(collective.pairs, mesh, hardware)
-    elif collective.kind == "all-to-all":  # no two devices need the same data
+            # Each link carries 1 / num_links of a message if they are used evenly; the busiest one
+            # carries several whole ones.
+            slowdown = route.num_links * most_messages(collective.pairs, mesh, hardware)
+    elif collective.kind == "all-to-all":
         slice_size, chip_size = devices // slices, devices // chips
         within, between, in_chip = slice_size - chip_size, devices - slice_size, chip_size - 1
         if route.torus and within:
-            # In a line or ring of n chips, n // 2 of them send to the n - n // 2 others, over the
-            # links in its middle. The dimension where that takes longest counts.
+            # Let each device send one byte to each other one. In a line or ring of n chips, n // 2
+            # of them send to the n - n // 2 others, over ``links`` links in its middle. The slice
+            # has slice_size / n of these lines, so each one's middle carries n // 2 · (n - n // 2)
+            # · slice_size / n bytes. Evenly spread, the ``within`` bytes of a device go over
+            # num_links links. The dimension where it takes longest counts.
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
-            uneven = crossing * route.num_links * slice_size / within
-    else:  # one device of each chip, and one chip of each slice, exchanges data with the others
+            slowdown = crossing * route.num_links * slice_size / within
+    else:
         within, between, in_chip = chips - slices, slices - 1, devices - chips
         if collective.kind == "all-reduce" and route.is_open and within:
-            # On a line, its end sends all of its addends once, and receives the sums: n bytes,
-            # where a ring sends 2·n·(chips - 1)/chips.
-            uneven = chips / (chips - slices) / 2
+            # On a line, its end sends all n bytes of its addends once, and receives the sums. The
+            # bytes that count are those of a ring, 2·n·(chips - 1)/chips within one slice.
+            slowdown = chips / (chips - slices) / 2
     within_bytes, between_bytes, chip_bytes = (
         collective.total_bytes_sent * reached / (devices - 1)
         for reached in (within, between, in_chip)
     )
-    return _Parts(
-        within_slice=_Part(sent=within_bytes, sent_evenly=within_bytes * uneven),
-        between_slices=_Part(sent=between_bytes, sent_evenly=between_bytes),
-        in_chip=_Part(sent=chip_bytes, sent_evenly=chip_bytes),
+    return _Shares(
+        within_slice=_Share(within_bytes, slowdown),
+        between=_Share(between_bytes),
+        in_chip=_Share(chip_bytes),
     )

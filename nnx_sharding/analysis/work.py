@@ -18,6 +18,9 @@ From other modules:
                     (what a custom call calls), ``attributes`` (texts by name)
     Operands        for each operand the shapes of its arrays, mostly one; from `operands_of`
     applications    the computations that an instruction applies to elements, and how often
+    Runs            how often a computation runs: ``times`` (None if unknown), ``least`` (loops of
+                    unknown length count once), ``is_fused`` (part of one operation), ``is_applied``
+                    (to elements)
     base            an opcode without ``-start`` and ``-done``
     total_bytes     the bytes of several arrays, without padding
     counted_bytes   likewise; of a program for TPUs, of those in main memory
@@ -73,6 +76,7 @@ class Work(NamedTuple):
         come from.
         """
         names = (*_OF_FLOPS, "bytes_accessed", "host_bytes")
+        # As ``_MOST`` at most: a float that is too large would raise an error.
         figures: dict[str, Any] = {name: float(min(getattr(self, name), _MOST)) for name in names}
         if self.unknown_runs:
             figures = dict.fromkeys(names)
@@ -86,9 +90,10 @@ _OF_FLOPS = ("flops", "transcendentals", "int8_flops", "fp8_flops")
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """Replaces XLA's estimates by figures that count loops; None if something was not read.
+    """Replaces XLA's estimates by figures that count loops.
 
-    ``cost`` has XLA's estimates of the program ``module``.
+    Returns None if a part of the program was not understood. ``cost`` has XLA's estimates of the
+    program ``module``.
     """
     if module.unread:
         return None
@@ -96,8 +101,12 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     total = Work()
     for name, parts in executed.items():
         total = total.plus(_sum(work for _, work in parts), times=module.runs[name].least)
-    remarks = {MAIN_MEMORY: module.is_for_tpu, BRANCHES: bool(module.with_opcode("conditional"))}
-    stage = [WITH_LOOPS, *(remark for remark, holds in remarks.items() if holds)]
+    # What the figures are of, as users read it in ``Cost.stage``.
+    stage = [WITH_LOOPS]
+    if module.is_for_tpu:
+        stage.append(MAIN_MEMORY)
+    if module.with_opcode("conditional"):
+        stage.append(BRANCHES)
     is_known = not total.unknown_flops and not total.unknown_runs
     return dataclasses.replace(
         total.cost(", ".join(stage)),
@@ -114,17 +123,17 @@ ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]
 def why_unknown(module: Module, executed: ExecutedWork) -> list[str]:
     """Returns texts that name the loops and the custom calls because of which figures are unknown.
 
-    Such as ``loops of unknown length: jit(f)/while``. ``executed`` is from :func:`executed_work`.
+    Such as ``loops of unknown length: jit(f)/while``, with three names at most, which is enough to
+    find them. ``executed`` is from :func:`executed_work`.
     """
     reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)  # unique names, in order
     for name, parts in executed.items():
         for instruction, work in parts:
             if work.unknown_runs:
-                reasons[UNKNOWN_LENGTH] |= {
-                    caller.operation or caller.name: None
-                    for _, caller in module.around(name)
-                    if caller.opcode == "while" and caller.name not in module.trip_counts
-                }
+                # All loops around it whose length is unknown, by the name of the user's operation.
+                for _, caller in module.around(name):
+                    if caller.opcode == "while" and caller.name not in module.trip_counts:
+                        reasons[UNKNOWN_LENGTH][caller.operation or caller.name] = None
             if work.unknown_flops:
                 reasons[CUSTOM_CALLS][instruction.target or instruction.opcode] = None
     return [f"{reason}: {', '.join([*names][:3])}" for reason, names in reasons.items()]
@@ -140,15 +149,18 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
     # By the ratio in quarters of a power of two, and whether there are 8-bit integers or floats,
     # which have rates of their own.
     sums: dict[tuple[int, bool, bool], Work] = {}
-    for name in module.callees_first or ():
+    for name in module.callees_first or ():  # so that what a fusion runs is known
         own = {instruction.name: work for instruction, work in executed.get(name, ())}
         runs = module.runs[name]
         total = Work()
         for instruction in module.by_name[name].instructions if name in executed else ():
-            callees = instruction.callees if module.fused(instruction) else ()
-            inside = [work_of_run[callee] for callee in callees]
+            # A fusion is one operation, with all that is in it. Bodies of loops, and what is
+            # called, have operations of their own.
+            fused = instruction.callees if module.fused(instruction) else ()
+            inside = [work_of_run[callee] for callee in fused]
             work = _sum([own.get(instruction.name, Work()), *inside])
             total = total.plus(work)
+            # Copies and collectives run beside the operations. In a fusion (``total``), all counts.
             is_beside = instruction.collective or instruction.opcode.endswith(("-start", "-done"))
             if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
                 continue
@@ -166,8 +178,11 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
 def executed_work(module: Module) -> ExecutedWork:
     """Returns the instructions that do work in each computation that runs, with that of one run.
 
-    What is applied to elements, such as the addition of a ``reduce``, and the bytes of what is
-    fused, are the work of their callers.
+    A computation is one of three. What is *applied* to elements, such as the addition of a
+    ``reduce``, is left out: it is the work of its caller. What is *fused* has flops, but no bytes,
+    which are those of the fusion. All others have flops and bytes.
+
+    Work in a loop of unknown length has one ``unknown_runs``, so that sums of it are unknown.
     """
     executed: dict[str, list[tuple[Instruction, Work]]] = {}
     inside: dict[str, Work] = {}  # what one application of a computation to an element takes
@@ -183,6 +198,8 @@ def executed_work(module: Module) -> ExecutedWork:
             operands = operands_of(instruction, by_name)
             work = work_of(instruction, operands, None if runs.is_fused else module)
             if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
+                # Other compilers may convert 8-bit factors first, but the flops are 8-bit ones on
+                # the hardware that figures are for.
                 dtypes = [
                     _dtype_before_conversion(instruction, factor, home=name, module=module)
                     for factor in (0, 1)
@@ -191,13 +208,16 @@ def executed_work(module: Module) -> ExecutedWork:
             for callee, count in applications(instruction, operands):
                 work = work.plus(inside.get(callee, Work()), times=count)
             if any(work):
-                is_known = runs.is_applied or runs.times is not None
-                parts.append((instruction, work if is_known else work._replace(unknown_runs=1)))
+                # How often something is applied is known from the operands of the caller.
+                if runs.times is None and not runs.is_applied:
+                    work = work._replace(unknown_runs=1)
+                parts.append((instruction, work))
         if runs.is_applied:
             inside[name] = _sum(work for _, work in parts)
         else:
             executed[name] = parts
-    # Of conditionals only the largest branch counts, which any measure of work finds.
+    # Of conditionals only the largest branch counts. The sum of flops, bytes and the other figures
+    # has no unit, but one branch mostly has more of all of them.
     weights = {name: sum(sum(work) for _, work in parts) for name, parts in executed.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in executed.items() if name in taken}
@@ -210,14 +230,18 @@ def _sum(parts: Iterable[Work]) -> Work:
 def work_of(instruction: Instruction, operands: Operands, module: Module | None) -> Work:
     """Counts the work of one instruction, without that of the computations that it calls.
 
-    ``module`` is the program; None for an instruction in a fusion, whose bytes do not count.
+    Args:
+      instruction: the instruction.
+      operands: the shapes of what it takes.
+      module: the program; None for an instruction in a fusion, whose bytes do not count.
     """
     opcode = instruction.opcode
-    if opcode in _NO_WORK or instruction.target in _WITHOUT_WORK:
+    if opcode in _NO_WORK or instruction.target in _MARKERS:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
         return _work_of_kernel(instruction, operands, module=module, estimate=estimate)
     accessed = 0 if module is None else accessed_bytes(instruction, operands, module)
+    # Copies, and calls that read or write 64-bit numbers as halves, compute nothing.
     if base(opcode) in _COPIES or instruction.target in HALVES:
         return Work(bytes_accessed=accessed, host_bytes=host_bytes(instruction, operands))
     if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
@@ -232,10 +256,12 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
 
 
 def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
-    """Returns the work of a product with its flops counted as 8-bit ones, too, if they are.
+    """Returns the work of a product, whose flops count as 8-bit ones, too, if its factors are so.
 
-    They are if all factors, of these dtypes, are integers of 8 bits or less, or all are floats of
-    8 bits or less.
+    Args:
+      work: the work of the product.
+      dtypes: those of its factors, at least one: ``["s8", "s8"]``. The flops are ``int8_flops`` if
+        all are integers of 8 bits or less, and ``fp8_flops`` if all are such floats.
     """
     is_int8 = all(_INT8.match(dtype) for dtype in dtypes)
     is_fp8 = all(_FP8.match(dtype) for dtype in dtypes)
@@ -262,18 +288,20 @@ def _dtype_before_conversion(
       The type; empty for one that damaged text lacks.
     """
     value = Value(home, product.operand_names[factor])
-    dtype = ""
-    for _ in range(_MAX_STEPS):  # back from the factor to what it is converted from
+    dtype = ""  # of the value in front of the last conversion that was met
+    for _ in range(_MAX_STEPS):  # back from the factor, through copies and out of fusions
         maker = module.maker(value)
         if maker is None:
             break
-        if maker.opcode == "convert" and maker.operation == product.operation:
-            dtype = ""  # the type of its operand counts, which the next step finds
+        is_compilers = maker.opcode == "convert" and maker.operation == product.operation
+        if is_compilers:
+            dtype = ""  # not this type counts, but that of the next value on the way back
+        elif not dtype:
+            dtype = maker.results[0].dtype
+        if is_compilers or maker.opcode in REARRANGING:
             sources = module.operands(value)[:1]
         else:
-            dtype = dtype or maker.results[0].dtype
-            is_moved = maker.opcode in REARRANGING
-            sources = module.operands(value)[:1] if is_moved else module.passed(value)
+            sources = module.passed(value)  # of what only passes arrays on, such as a fusion
         if len(sources) != 1:  # it is computed here, or carried by a loop
             break
         value = sources[0]
@@ -285,14 +313,21 @@ def _work_of_kernel(
 ) -> Work:
     """Corrects what the author of a kernel estimates, who takes all arrays to be in main memory.
 
-    The compiler may have copied some into the vector memory, and their bytes do not count. Of the
-    compiler's own kernel for ``ragged_dot`` the type of the factors is known, its last operands.
+    The compiler may have copied some into the vector memory of a TPU, and their bytes do not count.
+
+    Args:
+      kernel: the custom call.
+      operands: the shapes of what it takes.
+      module: the program; None for a kernel in a fusion, whose bytes do not count at all.
+      estimate: what its author estimates.
     """
     if module is not None:
         shapes = [*kernel.results, *itertools.chain.from_iterable(operands)]
         in_vector_memory = total_bytes(shapes) - counted_bytes(shapes, module)
         accessed = max(estimate.bytes_accessed - in_vector_memory, 0)
         estimate = estimate._replace(bytes_accessed=accessed)
+    # The compiler's own kernel for ``ragged_dot``, which has this in its configuration. Its last
+    # operands are the factors, so that it is known whether these have 8 bits.
     if "ragged_dot_tiling" in kernel.rest:
         factors = [arrays[0].dtype for arrays in operands[-2:]]
         estimate = _with_narrow_flops(estimate, factors)
@@ -302,11 +337,11 @@ def _work_of_kernel(
 _COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 # What the compilers themselves call, to pass values on and to mark them.
-_WITHOUT_WORK = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
-_WITHOUT_WORK |= {"AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
-_WITHOUT_WORK |= {"LayoutConstraint", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding"}
-_WITHOUT_WORK |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "ZeroCrop"}
-_WITHOUT_WORK.add("annotate_device_placement")
+_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
+_MARKERS |= {"AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+_MARKERS |= {"LayoutConstraint", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding"}
+_MARKERS |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "ZeroCrop"}
+_MARKERS.add("annotate_device_placement")
 _MAX_STEPS = 16  # from a product to what it multiplies: out of a fusion, and through some copies
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
@@ -314,11 +349,13 @@ _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 def custom_work(instruction: Instruction) -> Work | None:
     """Reads the work of a custom call from its author's estimate, as Pallas kernels have one.
 
-    It is in the configuration: ``"cost_estimate": {"flops": "4096", …}``. None without one.
+    It is in the configuration: ``"cost_estimate": {"flops": "4096", "bytes_accessed": 512}``, with
+    the names of the fields of `Work`. None without one.
     """
     estimate = _ESTIMATE.search(instruction.attributes.get("backend_config", ""))
     if estimate is None:
         return None
+    # At most 18 digits, since damaged text may have any number.
     figures = dict(re.findall(r'"(\w+)"\s*:\s*"?(\d{1,18})', estimate[1]))
     return Work(*(int(figures.get(name, 0)) for name in Work._fields))
 

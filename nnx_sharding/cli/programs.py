@@ -316,7 +316,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     _warn_if_unsharded(arguments, report.name, report)
     write(arguments, report)
     if remarks:
-        say("\n".join([_REMATERIALIZED, *(f"  {x.told(report)}" for x in remarks)]), error=True)
+        say("\n".join([_REMATERIALIZED, *(f"  {x.text(report)}" for x in remarks)]), error=True)
     # A comparison of one, which knows the limit of the hardware, too.
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware

@@ -10,6 +10,9 @@ for the objects. A *child*, which is a part of an entry, is the index of an entr
 array, a `Container` for lists, dicts and tuples, or a `Static` or `StaticObject`, which are values
 that are not traced but compared, by equality or by identity. `parts_of` returns the children of an
 entry or a container by path.
+
+What a function captures has no structure: a static value is opened by `_walk`, which follows its
+attributes and items. `show` writes a value by its ``repr``, `_show_safely` without calling it.
 """
 
 from __future__ import annotations
@@ -53,15 +56,15 @@ Side: TypeAlias = tuple[Signature, Structure]
 class Fact(NamedTuple):
     """A description of one part of the arguments, without references to the user's objects.
 
-    Two facts differ if their texts, origins or contents do. If only the rest does, the difference
-    may be in a part of the part, which is then shown in its place.
+    A part has changed if its origin or its content has. If only the rest differs, the change may be
+    in a part of the part: then that is listed, and the part itself only if no part of it is.
     """
 
-    text: str  # the part in a message
-    origin: str = ""  # where its class or its code is defined
-    content: Any = None  # everything else that is compared, except its own parts
-    rest: Any = None  # what is compared if none of its own parts differs
-    by_identity: str = ""  # the reason, if `rest` compares identities
+    text: str  # the part in a message: ``0.1``, ``a Linear``, ``float32[3]``
+    origin: str = ""  # where its class or its code is defined: ``flax.nnx.Linear``
+    content: Any = None  # what else is compared first, such as the text of a number
+    rest: Any = None  # what is compared last, such as the keys of a dict, or an identity
+    by_identity: str = ""  # why `rest` compares identities: ``Schedule defines no __eq__``
 
 
 _MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
@@ -75,12 +78,12 @@ class Facts(NamedTuple):
     arguments: frozenset[str]  # the labels of the arguments
 
 
-class _Part(NamedTuple):
-    """A part of a static value."""
+class _StaticPart(NamedTuple):
+    """A static value, or something in it: ``.layers[0]`` of an object."""
 
-    suffix: str  # the expression for it, after that for the value: ``.layers[0]``; empty for itself
+    suffix: str  # the expression for it, after that for the value; empty for the value itself
     value: Any
-    parts: dict[str, Any]  # its own parts, by what follows its suffix
+    parts: dict[str, Any]  # what is in it, by what follows its suffix: ``{".rate": 0.1}``
 
 
 def differences(old: Side, new: Side) -> list[str]:
@@ -100,8 +103,9 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
 def facts_of_captured(fun: object) -> Facts:
     """Describes what a function captures: closures and globals, also of captured functions.
 
-    What libraries define is left out, and captured modules and arrays are not opened: a trace has
-    their values as constants, which are never compared.
+    Classes and functions of libraries, and Python modules, are left out: they do not change. Arrays
+    and objects that hold arrays, such as an ``nnx.Linear``, are not opened: a trace has the arrays
+    as constants, which are never compared.
     """
     facts: dict[str, Fact] = {}
     seen: set[int] = set()
@@ -112,20 +116,21 @@ def facts_of_captured(fun: object) -> Facts:
         if id(value) in seen or is_of_library or isinstance(value, types.ModuleType):
             continue
         seen.add(id(value))
-        if holds_values(value):
+        if holds_values(value):  # it is or has arrays: only that it is there is compared
             facts[label] = Fact(_show_safely(value))
             continue
         facts |= {label + key: fact for key, fact in _facts_of_value(value, _show_safely).items()}
         if isinstance(value, types.FunctionType):
             inner = captured_values(value)
             pending += [(f"{label}, captured {name}", part) for name, part in inner]
-    return Facts(facts, frozenset())
+    return Facts(facts, arguments=frozenset())  # a capture is no argument
 
 
 def unlisted_captures(fun: object) -> list[str]:
     """Says which of the things that a function captures make each call trace it anew.
 
-    They are those without a fingerprint: what they hold cannot be compared from call to call.
+    They are those without a fingerprint, which is a key that is equal as long as a value has the
+    same content: without one, nothing tells whether they have changed since the last call.
     """
     return [
         f"captured {_why_unlisted(name, value)}, so each call traces; pass it as an argument"
@@ -135,7 +140,11 @@ def unlisted_captures(fun: object) -> list[str]:
 
 
 def _why_unlisted(name: str, value: object) -> str:
-    """Says what of a captured value has no fingerprint: ``cfg.w: float32[3], which is …``."""
+    """Says why a captured value has no fingerprint: ``cfg.w: float32[3], which is a constant …``.
+
+    ``name`` is that of the variable, such as ``cfg``. It is the fault of an array in the value; if
+    there is none, of an object whose content Python does not show, such as one written in C.
+    """
     if isinstance(value, types.ModuleType):
         return f"{name}: the module {value.__name__}, which has state"
     for part in itertools.islice(_walk(value), _MAX_CAPTURED):
@@ -155,18 +164,20 @@ def _captured_by(fun: object) -> Iterator[NamedValue]:
 def compare(old: Facts, new: Facts) -> list[str]:
     """Returns a line for each of the outermost differences between two calls, in order.
 
-    If ``model.act`` was replaced by an object of another class, ``model.act.slope`` is not listed.
-    If it is an object that compares unequal, it is listed only if no part of it is.
+    If ``model.act`` was replaced by an object of another class, its origin differs: it is listed,
+    and ``model.act.slope`` is not. If it is an object of the same class that compares unequal, only
+    its rest differs: ``model.act.slope`` is listed if that differs, and else ``model.act``.
     """
     before, after = old.facts, new.facts
     # In the order of the new call; what only the old one had comes last.
     order = [label for label in after | before if before.get(label) != after.get(label)]
-    # By label, the text of what to list. None is needed for an argument that only one call has: the
-    # caller says so by the way in which the function was called.
+    # Label → the text of its line. It is empty, so that there is no line, for an argument that only
+    # one call has: the caller writes both calls, as ``(model, x) → (model, x, train=)``.
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
-    # The beginnings of labels for parts of what has changed.
+    # How the labels of parts of what has changed begin, such as ``model.act.``.
     covered = [start for label in changed for start in _below(label)]
-    wholes: list[str] = []  # whose ``rest`` alone differs
+    wholes: list[str] = []  # labels of those of which only ``rest`` differs
+    # First pass, from the outside to the inside: what has changed by its origin or content.
     for label in order:
         if label in changed or label.startswith(tuple(covered)):
             continue
@@ -180,7 +191,8 @@ def compare(old: Facts, new: Facts) -> list[str]:
         if is_changed:
             changed[label] = _change(old_fact, new_fact)
             covered += _below(label)
-    # From the inside, so that of nested ones the innermost is listed.
+    # Second pass, from the inside, so that of nested wholes the innermost is listed: those of which
+    # no part is.
     for label in reversed(wholes):
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
@@ -192,7 +204,10 @@ def compare(old: Facts, new: Facts) -> list[str]:
 
 
 def _below(label: str) -> tuple[str, ...]:
-    """Returns how the labels of its parts begin: ``model.``, ``model[`` and ``model,``."""
+    """Returns how labels of parts of ``model`` begin: ``model.``, ``model[``, ``model, captured``.
+
+    All labels are of parts of all arguments, whose own label is empty.
+    """
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 
 
@@ -221,14 +236,15 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 def _array_of(fact: Fact) -> np.ndarray[Any, Any] | None:
     """Returns the NumPy array that a fact is about; None for other facts.
 
-    The array itself may be gone, but the bytes that are compared are kept in ``Fact.rest``.
+    The array itself may be gone, but its kind, which is compared, is kept in ``Fact.rest``: the
+    detail of an array's kind is its dtype, its shape and its bytes, which are None if its elements
+    are Python objects.
     """
-    match fact.rest:
-        case StaticKind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
-            kind, np.ndarray
-        ):
-            return np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape))
-    return None
+    kind = fact.rest
+    if not isinstance(kind, StaticKind) or not issubclass(kind.type, np.ndarray):
+        return None
+    dtype, shape, data = cast(Any, kind.detail)
+    return None if data is None else np.frombuffer(data, dtype).reshape(shape)
 
 
 def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> str:
@@ -252,7 +268,8 @@ def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> s
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     """Returns a fact for each part of the arguments, by label, from the outside to the inside.
 
-    An object that is met again is a fact, too, but not its parts.
+    An object that is met again has a fact that it is shared with the first place, and no more: the
+    facts of its parts have the labels that begin with the first place.
     """
     facts: dict[str, Fact] = {}
     first_labels: dict[int, str] = {}  # of objects that were met, by the index of the entry
@@ -265,10 +282,12 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         if isinstance(child, Static):
             facts |= _facts_of_static(label, child)
             continue
-        text, part = show_child(structure, child), cast(Any, child)
-        if isinstance(child, int):  # an object
+        text = show_child(structure, child)
+        part: Any = child  # an array or a container; or of an object its entry, whose index it is
+        if isinstance(child, int):
             if child in first_labels:
                 first = first_labels[child]
+                # If it is shared with another place in the next call, that is a difference.
                 facts[label] = Fact(f"{text}, shared with {shorten(first)}", content=first)
                 continue
             first_labels[child] = label
@@ -277,56 +296,69 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         inner = [
             (_label_of_part(label, part, path, signature), below)
             for path, below in parts_of(part).items()
-            if path != (_compat.STATUSES,)  # the attributes show what is data
+            # Flax's record of which attributes are data: the attributes themselves show it.
+            if path != (_compat.STATUSES,)
         ]
         stack += reversed(inner)  # the first one is popped first
     return facts
 
 
 def _label_of_part(label: str, whole: object, path: Path, signature: Signature) -> str:
-    """Returns the expression for what is at a path in a part of the arguments with a label.
+    """Returns the expression for what is at a path in a part of the arguments.
 
-    ``up.kernel`` in ``model`` is ``model.up.kernel``. All arguments together, with an empty label,
-    are the pair ``(args, kwargs)``: for a function of ``(model, x)``, ``(0, 1, "image")`` is
-    ``x['image']``, and ``(1, "train")`` is ``train``. Those beyond the named ones are all called
-    ``args``.
+    Args:
+      label: the expression for the part, such as ``model``; empty for all arguments together.
+      whole: the part: a container, or the entry of an object.
+      path: where it is in the part: ``("up", "kernel")`` for ``model.up.kernel``; empty for the
+        value of a Variable, ``model.step[...]``.
+      signature: the names of the arguments.
     """
+    # All arguments together are the pair (args, kwargs). For a function of ``(model, x)``, the path
+    # (0, 1, "image") is ``x['image']``, and (1, "train") is ``train``. A path of one key is that
+    # of ``args`` or ``kwargs`` as a whole.
     if label == "" and isinstance(whole, Container) and len(path) > 1:
         is_keyword, argument, *rest = path
-        names = [*(signature.names[index] for index in signature.dynamic), "args"]
-        start = argument if is_keyword else names[min(argument, len(names) - 1)]
-        return accessor(start, tuple(rest))
+        if is_keyword:
+            return accessor(argument, tuple(rest))
+        names = [signature.names[index] for index in signature.dynamic]  # of traced arguments
+        # A function of ``(x, *args)`` may have more arguments than names.
+        name = names[argument] if argument < len(names) else "args"
+        return accessor(name, tuple(rest))
     return accessor(label, path) if path else f"{label}[...]"
 
 
 def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:
     """Returns the facts about a value that is not traced, and about its parts, by label."""
-    # What is compared by identity is of a user's class, whose `__repr__` may do anything.
-    to_text = _show_safely if static.by_identity else show
-    # Kept with the value, whose object may be gone when it is compared with a later call.
-    static.note = notes = static.note or _facts_of_value(static.value, to_text)
-    facts: dict[str, Fact] = {label + suffix: fact for suffix, fact in notes.items()}
-    reason = facts[label].by_identity if static.by_identity else ""
-    facts[label] = facts[label]._replace(rest=_identity(static), by_identity=reason)
+    if static.note is None:
+        # What is compared by identity is of a user's class, whose `__repr__` may do anything.
+        to_text = _show_safely if static.by_identity else show
+        # Kept with the value, whose object may be gone when it is compared with a later call.
+        static.note = _facts_of_value(static.value, to_text)
+    facts: dict[str, Fact] = {label + suffix: fact for suffix, fact in static.note.items()}
+    # The parts are compared by their texts; the value, whose suffix is empty, also as a trace does.
+    whole = facts[label]
+    reason = whole.by_identity if static.by_identity else ""
+    facts[label] = whole._replace(rest=_identity(static), by_identity=reason)
     return facts
 
 
 def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
     """Describes a part, other than a single static value, without its own parts.
 
-    These have facts of their own, so what they change as well, as an item changes the type of its
-    list, is compared last (``rest``).
+    What a change of a part's parts changes as well is compared last (``rest``). If an item of a
+    list becomes a dict, for example, the treedef of the list changes, but the item is what to list.
 
     Args:
       text: the part in a message.
       part: ``LEAF`` for an array, a container, or the entry of an object.
     """
+    # The content says what it is, so that an array that becomes a list has changed.
     if isinstance(part, Leaf):
         return Fact(text, content=Leaf)
     if isinstance(part, Container):
         return Fact(text, content=Container, rest=part.treedef)
-    origin = _origin(part.type)  # the file and line of its class
-    if isinstance(part, RefEntry):
+    origin = _origin(part.type)  # such as ``flax.nnx.Linear``
+    if isinstance(part, RefEntry):  # a `jax.Ref`, of which a trace knows no more
         return Fact(text, origin)
     if not isinstance(part, StaticObject):  # a module or a Variable
         return Fact(text, origin, rest=part.metadata)
@@ -365,12 +397,13 @@ def show_child(structure: Structure, child: object, depth: int = 3) -> str:
         return show(child.value)
     if isinstance(child, Container):
         return shorten(str(child.treedef))
+    # An index stands for the entry of an object; a static object that cannot change is itself one.
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     cls = entry.type
     if issubclass(cls, np.ndarray):
-        dtype, shape, *_ = entry.kind.detail
+        dtype, shape, *_ = entry.kind.detail  # then its bytes
         return _array_text(dtype, shape)
-    if cls in _BRACKETS and depth:
+    if cls in _BRACKETS and depth:  # a list, tuple, dict or set
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
         if cls is dict:  # whose children are key, value, key, value, …
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
@@ -397,8 +430,11 @@ def note_identities(structure: Structure) -> None:
             static.note = _facts_of_value(static.value, _show_safely)
 
 
+# Values whose ``repr`` is Python's own, if they are of exactly these classes.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Values, also of subclasses, that `show` writes by name or as a mesh, without their ``repr``.
 _NAMED = (
+    *(Mesh, AbstractMesh),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, np.ufunc),
     *(jax.custom_jvp, jax.custom_vjp, _compat.JittedFunction),
 )
@@ -407,7 +443,7 @@ _NAMED = (
 def _show_safely(value: Any) -> str:
     """Writes a value without a call of the user's ``__repr__``, since every trace needs it."""
     cls = type(value)
-    if cls in _PLAIN or issubclass(cls, (*_NAMED, Mesh, AbstractMesh)):
+    if cls in _PLAIN or issubclass(cls, _NAMED):
         return show(value)
     if isinstance(value, jax.Array | np.ndarray):
         return _array_text(value.dtype, value.shape)
@@ -418,11 +454,13 @@ def _show_safely(value: Any) -> str:
 def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
     """Describes a static value and its parts, by suffix (``.layers[0]``; empty for the value).
 
-    ``show`` writes a value as text.
+    ``show`` writes a value as text, which is what is compared of a number or a string.
     """
     facts: dict[str, Fact] = {}
     for part in itertools.islice(_walk(value), _MAX_FACTS):
         text = show(part.value)
+        # Why the value, if it is compared by identity, is. One that defines ``__eq__`` is only as a
+        # part of another object that does not.
         cls = type(part.value)
         why = f"{cls.__name__} defines no __eq__"
         if cast(Any, cls).__eq__ is not object.__eq__:
@@ -430,22 +468,22 @@ def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, F
         facts[part.suffix] = Fact(
             text,
             _origin(part.value),
-            # The text of one with parts repeats theirs, so it is compared only without.
+            # The text of a list repeats those of its items, which have facts of their own.
             content=None if part.parts else text,
             by_identity=why,
         )
     return facts
 
 
-def _walk(value: object) -> Iterator[_Part]:
-    """Yields a value and what is in it, depth first, each object's parts once."""
+def _walk(value: object) -> Iterator[_StaticPart]:
+    """Yields a value and what is in it, depth first. An object that is met again has no parts."""
     stack = [("", value)]
-    seen: set[int] = set()
+    seen: set[int] = set()  # ids, which stay valid as long as ``value`` holds the objects
     while stack:
         suffix, inner = stack.pop()
         parts = {} if id(inner) in seen else _parts_of_value(inner)
         seen.add(id(inner))  # parts may refer to each other
-        yield _Part(suffix, inner, parts)
+        yield _StaticPart(suffix, inner, parts)
         stack += [(suffix + key, part) for key, part in reversed(parts.items())]
 
 
@@ -458,10 +496,11 @@ def _origin(x: object) -> str:
 
 
 def _parts_of_value(value: object) -> dict[str, Any]:
-    """Returns what a static value consists of, by what follows its own expression.
+    """Returns what a static value consists of, by what follows the expression for the value.
 
-    ``{"[0]": 1, "[1]": 2}`` for ``(1, 2)``; nothing for classes, arrays, modules, and objects with
-    an ``__eq__`` of their own, whose attributes need not be what they compare.
+    ``{"[0]": 1, "[1]": 2}`` for ``(1, 2)``, ``{", captured rate": 0.1}`` for a closure. Nothing for
+    classes, arrays, modules, and objects of a class that defines ``__eq__``, whose attributes need
+    not be what they compare. A dataclass compares its attributes, so it is opened.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}

@@ -30,7 +30,7 @@ def progress(
     title: str,
     total: int | None = None,
     *,
-    running: Callable[[], Sequence[str]] = list,
+    running: Callable[[], Sequence[str]] = list,  # which returns an empty list
     quiet: bool = False,
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, or lines in a log.
@@ -49,7 +49,8 @@ def progress(
         yield lambda _: None
         return
     try:
-        with _bar(title, total) if _has_bar() else _lines(title, total, running) as advance:
+        shown = _bar(title, total) if _has_bar() else _lines(title, total, running)
+        with shown as advance:
             yield advance
     finally:
         _BAR.release()
@@ -86,41 +87,45 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 def _lines(
     title: str, total: int | None, running: Callable[[], Sequence[str]]
 ) -> Iterator[Callable[[str], None]]:
-    """Prints a line after each `LINE_S` from a thread; yields what `progress` yields."""
+    """Prints a line after each `LINE_S` from a thread; yields what `progress` yields.
+
+    ``running`` returns the names of the steps that run at the time of a call.
+    """
     names: list[str] = []  # of the steps that were done
     start, is_done = time.monotonic(), threading.Event()
 
     def print_lines() -> None:
         while not is_done.wait(LINE_S):
             seconds = time.monotonic() - start
-            steps = _steps_text(len(names), total, names[-1:], running())
+            steps = _steps_text(names, total, running())
             print(f"{title}: {steps}{seconds:.0f} s so far", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
-        yield names.append
+        yield names.append  # to call after each step, with its name
     finally:
         is_done.set()
         thread.join()
 
 
-def _steps_text(count: int, total: int | None, last: Sequence[str], running: Sequence[str]) -> str:
+def _steps_text(done: Sequence[str], total: int | None, running: Sequence[str]) -> str:
     """Writes the part of a line about steps: ``1 of 3 done, the last: fsdp; now: replicated; ``.
 
+    What follows in the line is the time, so the text ends with a semicolon, unless it is empty.
+
     Args:
-      count: the number of steps that were done.
+      done: the names of the steps that were done.
       total: the number of all; None if it is unknown.
-      last: the one that was done last; empty before there is one.
-      running: those that run now.
+      running: the names of those that run now.
     """
-    parts = []
-    if count or total is not None:
-        done = f"{count} done" if total is None else f"{count} of {total} done"
-        parts.append(", the last: ".join([done, *last]))
+    text = ""
+    if done or total is not None:
+        text += f"{len(done)} done" if total is None else f"{len(done)} of {total} done"
+        text += f", the last: {done[-1]}; " if done else "; "
     if running:
-        parts.append(f"now: {' and '.join(running)}")
-    return "".join(f"{part}; " for part in parts)
+        text += f"now: {' and '.join(running)}; "
+    return text
 
 
 _WITHOUT_CURSOR = ("dumb", "unknown")  # as rich knows them, which then writes empty lines
@@ -134,8 +139,8 @@ def _is_quiet() -> bool:
 
 def _has_bar() -> bool:
     """Whether a bar can be drawn on stderr."""
-    # Whether the program runs in a kernel, as rich tells it. A program that starts kernels only
-    # imports theirs.
+    # In a notebook the shell is that of a Jupyter kernel, which rich asks for, too. That the module
+    # of kernels is imported says less: a program that starts kernels imports it as well.
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     is_notebook = type(shell).__name__ == "ZMQInteractiveShell"

@@ -11,6 +11,9 @@ is all but their arrays; a spec and a name for each array), the types of the arr
 configuration of JAX, and what the function *captures*: closures and globals. What a call depends on
 is compared as *facts*, which are texts by the expression for each part of the arguments
 (`differences.py`): `facts_of` makes them, `compare` writes a line for each difference.
+
+A *compilation* has the number of the latest trace before it: the trace 3 is followed by compilation
+3, and by another one with this number if a call with other shardings uses the trace again.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class _Closest(NamedTuple):
     differences: list[str]  # a line for each
 
 
+# Why there may be no visible difference, by the kind of a `Retrace`.
 _REASONS = {
     "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one; "
     "or the function reads something that cannot be listed",
@@ -111,9 +115,10 @@ class Retrace:
         within = ", inside another trace" if self.nested else ""
         if self.compared_to is None:
             return f"  trace {self.number}{within}: the first that is recorded"
-        head = f"  trace {self.number}{within}, most similar to trace {self.compared_to}:"
         if self.kind == "compilation":
             head = f"  compiled again without a trace, after trace {self.number}:"
+        else:
+            head = f"  trace {self.number}{within}, most similar to trace {self.compared_to}:"
         return "\n    ".join([head, *shown(self.differences, _REASONS[self.kind])])
 
 
@@ -169,7 +174,8 @@ def explain_retraces(fun: object) -> Retraces:
     entries: list[Retrace] = []
     lines: list[str] = []
     for name, log in _logs(fun):
-        # `sorted` is stable: a compilation comes after the trace that was the latest at the time.
+        # A compilation has the number of the trace before it. As `sorted` is stable and traces come
+        # first in the list, they stay in that order.
         events = sorted(
             [*_traces(log, name), *_compilations(log, name)], key=operator.attrgetter("number")
         )
@@ -190,14 +196,19 @@ def _logs(fun: object) -> list[tuple[str, TraceLog]]:
     Raises:
       TypeError: there is no transformed function.
     """
+
+    def has_log(value: object) -> bool:
+        # Asked of the class, so that no `__getattr__` of the user's runs.
+        return hasattr(type(value), "trace_log")
+
     values = [fun]
-    # The class has the log, asked for without calling a `__getattr__` of the user.
-    if not hasattr(type(_unwrapped(fun)), "trace_log"):
+    if not has_log(_unwrapped(fun)):
         owner = fun if isinstance(fun, type) else type(fun)
         members = (member for _, member in inspect.getmembers_static(owner))
-        # While modules are traced, methods are other descriptors, which have the original ones.
+        # While a module is traced, its methods are replaced by descriptors that name its scopes
+        # (`activations/intercept.py`); these have the user's method as ``original``.
         values = [getattr(member, "original", member) for member in members]
-    lifted = [value for value in map(_unwrapped, values) if hasattr(type(value), "trace_log")]
+    lifted = [value for value in map(_unwrapped, values) if has_log(value)]
     if not lifted:
         raise TypeError(
             f"explain_retraces takes a function returned by nnx_sharding.jit or shard_map, or an "
@@ -256,25 +267,29 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         ]
         if not same_trace:  # the first compilation of a trace
             continue
-        # A compilation has the number of the latest trace before it. If the function was traced for
-        # this structure since the last compilation, `_traces` explains it.
+        # If the function was traced for this structure since the last compilation, `_traces`
+        # explains it.
         last = same_trace[-1].number
         traces_since = (trace for trace in traces if last < trace.number <= new.number)
         if any(trace.plan.structure == new.plan.structure for trace in traces_since):
             continue
-        # Of equally similar ones the latest, which `min` meets first.
-        changes = min((_reshardings(old, new) for old in reversed(same_trace)), key=len)
+        # Of equally similar ones the latest: `min` returns the first of equal ones.
+        latest_first = reversed(same_trace)
+        changes = min((_reshardings(old, new) for old in latest_first), key=len)
         yield Retrace(
             function=name,
             kind="compilation",
             number=new.number,
-            compared_to=new.number,
+            compared_to=new.number,  # the trace that is used again
             differences=tuple(changes),
         )
 
 
 def _reshardings(old: Compilation, new: Compilation) -> list[str]:
-    """Lists the arrays that two compilations of a trace have in different shardings."""
+    """Lists the arrays that two compilations of a trace have in different shardings.
+
+    For example, ``model.kernel: sharding P('data') → P('model')``.
+    """
     triples = zip(new.plan.names, old.shardings, new.shardings, strict=True)
     return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
 
@@ -298,10 +313,11 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     """
     # The latest first: training loops change one thing at a time.
     candidates = [*reversed(earlier[-MAX_COMPARED:])]
-    # Structures keep their hash; to compare the keys of large models takes longer.
+    # To compare the keys of large models takes long, so only those whose structures have one hash
+    # are, which structures keep.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     with_same_key = [old for old in alike if old.key == new.key]
-    if with_same_key:  # then only what they capture can differ
+    if with_same_key:  # a key is all but what the function captures, so only that can differ
         closest = [_Closest(old, _captured(old, new)) for old in with_same_key]
         return min(closest, key=lambda pair: len(pair.differences))
     best: _Closest | None = None
@@ -309,6 +325,7 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
         lines = list[str]()
         if old.plan.structure != new.plan.structure:
             lines += compare(_facts(old, cache), _facts(new, cache))
+        # How the function was called: ``(model, x)`` → ``(model, x, train=)``.
         before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
         if before != after:
             lines.append(f"arguments {before} → {after}")
@@ -342,7 +359,8 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
     """
     before = dict(zip(old.plan.names, old.avals, strict=True))
     shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
-    labels = {"shape": shape, "dtype": "dtype", "weak_type": "weak_type"}  # by attribute
+    # Attribute of a type → its name in the line.
+    labels = {"shape": shape, "dtype": "dtype", "weak_type": "weak_type"}
     for name, aval in zip(new.plan.names, new.avals, strict=True):
         old_aval = before.get(name, aval)
         if old_aval == aval:
@@ -352,7 +370,9 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
             a, b = getattr(old_aval, attribute, None), getattr(aval, attribute, None)
             if a != b:
                 parts.append(f"{label} {a} → {b}")
-        if not parts:  # else the sharding follows from what has changed
+        # The sharding of a type names axes of each dimension, so it changes with the shape, too,
+        # and is listed only where nothing else explains the difference.
+        if not parts:
             a, b = getattr(old_aval, "sharding", None), getattr(aval, "sharding", None)
             parts = [f"type {old_aval} → {aval}" if a == b else f"sharding {_both(a, b)}"]
         yield f"{name}: {', '.join(parts)}"
@@ -368,13 +388,16 @@ def _options(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _transforms(old: Transform, new: Transform) -> Iterator[str]:
-    """Lists fields of the transform that differ and on which its traces depend."""
+    """Lists fields of the transform that differ and on which its traces depend.
+
+    The ``trace_key`` of a transform is computed from its fields. Its parts have no names, so each
+    field is changed alone, to see whether the key changes with it.
+    """
     if old.name != new.name:
         yield f"{old.name} → {new.name}"
     elif old.trace_key != new.trace_key:
         for field in dataclasses.fields(new):
             before, after = getattr(old, field.name), getattr(new, field.name)
-            # A key has no names, so each field is tried alone.
             changed: Any = dataclasses.replace(old, **{field.name: after})
             if changed.trace_key != old.trace_key:
                 is_of_jit = new.name == "jit" and field.name == "out_specs"
@@ -383,10 +406,14 @@ def _transforms(old: Transform, new: Transform) -> Iterator[str]:
 
 
 def _conditions(trace: Trace) -> dict[str, Any]:
-    """Returns what a trace depends on besides the arguments and the transform, by label."""
+    """Returns what a trace depends on besides the arguments and the transform, by label.
+
+    Labels are written in front of the two values: ``graph: True → False``.
+    """
     plan, names, signature = trace.plan, trace.plan.names, trace.plan.signature
-    arguments = (*signature.names, *signature.keywords)
-    # Which arrays are donated follows from the names and the structure of the arguments.
+    arguments = (*signature.names, *signature.keywords)  # passed by position, and by name
+    # Which arrays are donated is not among these: it follows from the transform, and the names and
+    # the structure of the arguments, which are compared already.
     return {
         **{f"argument {name}: static": name in signature.static_names for name in arguments},
         **{f"spec of {names[slot]}:": spec for slot, spec in plan.object_specs.items()},
@@ -400,7 +427,8 @@ def _both(old: Any, new: Any) -> str:
     """Writes two different values in the shortest form that shows the difference."""
     if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
         return " → ".join(describe_both(old, new))
-    if all(value is None or hasattr(value, "axis_types") for value in (old, new)):
+    are_meshes = all(value is None or hasattr(value, "axis_types") for value in (old, new))
+    if are_meshes:  # or the mesh of a transform that has none
         before, after = describe_mesh(old), describe_mesh(new)
         if before != after:
             return f"{before} → {after}"
@@ -434,10 +462,13 @@ class TraceLog:
         return sorted(self.by_number.values(), key=operator.attrgetter("number"))
 
     def add(self, new: Trace) -> int:
-        """Records a trace, and drops the oldest ones beyond `MAX_TRACES`; returns its number.
+        """Records a trace, and drops the oldest ones beyond `MAX_TRACES`.
 
-        That is a later one than it has if another thread has taken this.
+        Returns:
+          The number of the trace. It is larger than ``new.number`` if another thread has recorded a
+          trace with that number in the meantime.
         """
+        # `setdefault` returns the trace of the other thread if there is one.
         while self.by_number.setdefault(new.number, new) is not new:
             new = new._replace(number=new.number + 1)
         while len(self.by_number) > MAX_TRACES:  # each holds a structure
@@ -478,11 +509,22 @@ class Observer(NamedTuple):
         key = context, plan.trace_key, avals
         is_known = any(key == trace.key for trace in earlier)
         captured, unlisted = None, tuple[str, ...]()
-        if nested or not plan.transform.keeps_captures:  # then what it captures may cause a trace
+        # A transform that keeps captures uses those of the first trace in all calls, so that a
+        # change of them causes no trace, unless the trace is part of another one.
+        if nested or not plan.transform.keeps_captures:
             captured = facts_of_captured(fun)
-            unlisted = tuple(unlisted_captures(fun)) if is_known else ()
-        number = self.log.count + 1
-        new = Trace(number, plan, avals, context, key, nested, captured, unlisted)
+            if is_known:  # it was traced again for equal arguments: the captures may be the reason
+                unlisted = tuple(unlisted_captures(fun))
+        new = Trace(
+            number=self.log.count + 1,
+            plan=plan,
+            avals=avals,
+            context=context,
+            key=key,
+            nested=nested,
+            captured=captured,
+            unlisted=unlisted,
+        )
         # To trace again for the same arguments, as after `jax.clear_caches()`, does not count for
         # the function's own limit.
         own_limits = () if self.limit is None or is_known else (self.limit,)
@@ -490,8 +532,9 @@ class Observer(NamedTuple):
         refused_by = _take_all(limits)  # a limit without a trace left; None if each gave one
         if refused_by is not None:
             raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
-        number = self.log.add(new)
-        note_identities(plan.structure)  # now, while the objects exist
+        number = self.log.add(new)  # another one if another thread has added a trace since
+        # Writes the texts of static objects now: when someone asks, they may be gone.
+        note_identities(plan.structure)
 
         def forget() -> None:
             self.log.by_number.pop(number, None)
@@ -512,10 +555,11 @@ class Observer(NamedTuple):
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
     """Returns the text of the error for a trace that a limit forbids: what it differs in."""
     option = f"{limit.option}={limit.limit}"
-    closest = nearest(new, earlier, {})
+    closest = nearest(new, earlier, cache={})
     if closest is None:
         return f"{name} would be traced for the first time, which {option} does not allow."
-    lines = shown(closest.differences, "JAX dropped the trace, or its configuration changed")
+    why_none = "JAX dropped the trace, or its configuration changed"  # if nothing differs
+    lines = shown(closest.differences, why_none)
     return message(
         f"{name} would be traced again, which {option} does not allow. Differences from trace "
         f"{closest.trace.number}, the most similar one:",
@@ -528,6 +572,13 @@ class TraceLimit:
     """The number of traces that one wrapped function, or one block of code, may have."""
 
     def __init__(self, limit: Any, option: str, least: int):
+        """Checks a limit that the user gave.
+
+        Args:
+          limit: how many traces are allowed.
+          option: the option or function that it was given to, for messages.
+          least: the smallest limit that this allows: 0 for a block, 1 for a function.
+        """
         try:
             self.limit = operator.index(limit)
         except TypeError:
@@ -535,7 +586,9 @@ class TraceLimit:
         if self.limit < least or isinstance(limit, bool):
             raise ValueError(f"{option} must be a number of traces >= {least}, got {limit!r}.")
         self.option = option
-        self._used: list[None] = []  # a list, because its methods cannot be interrupted
+        # An item for each trace. Threads share a limit, and no thread can run in the middle of
+        # ``append``, as it can between reading and writing a number.
+        self._used: list[None] = []
 
     def take(self) -> bool:
         """Uses one trace, if there is one left."""
@@ -601,12 +654,13 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
         x: shape (32,) → (31,)
       ...
     """
-    return _limited(TraceLimit(limit, "limit_traces", 0))
+    return _limited(TraceLimit(limit, "limit_traces", least=0))
 
 
 # Apart, so that `limit_traces` raises errors about its argument before `with` enters the block.
 @contextlib.contextmanager
 def _limited(limit: TraceLimit) -> Iterator[None]:
+    """Adds a limit to those of the current thread for the time of a block."""
     token = LIMITS.set((*LIMITS.get(), limit))
     try:
         yield
