@@ -183,6 +183,23 @@ def test_specs_without_a_strategy(kind):
     assert_close(nnx.state(model, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
 
 
+@pytest.mark.parametrize("names", [None, ("x", "mask")], ids=str)
+def test_each_array_is_constrained_as_it_is_declared(names):
+    """Whatever the order of the parameters, which is not that of their names."""
+
+    def masked(model, x, mask):
+        return (mask * (model(x) ** 2).mean(-1)).mean()
+
+    arguments = batch()["x"], jnp.arange(64.0)
+    mesh = mesh_of((8,), ("data",))
+    model = Normed(nnx.Rngs(0))
+    sharding = fsdp(model, mesh=mesh, min_size=0)
+    accumulate = accumulate_gradients(masked, steps=4, batch=names)
+    step = jit(accumulate, in_shardings=(sharding, P("data"), P("data")), mesh=mesh)
+    expected = value_and_grad(masked)(Normed(nnx.Rngs(0)), *arguments)
+    assert_close(step(model, *arguments), expected, 1e-4)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_fsdp(kind):
     trained("fsdp", kind)

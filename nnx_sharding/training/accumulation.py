@@ -111,9 +111,10 @@ def accumulate_gradients(
         classes, are the same for all microbatches. By default, all that hold arrays but no modules
         or Variables and are not differentiated, apart from scalars; if these arrays do not have
         equally many rows, it is an error.
-      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. Parameters are
-        replicated over it within the loop, so that the reduction follows the loop. What other axes
-        shard, they shard in the loop too.
+      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. If it shards
+        parameters as well, these are gathered before the loop: with whole parameters, each device
+        adds up its own gradients, and the reduction follows the loop. What other axes shard, they
+        shard in the loop too.
       dtype: the dtype in which gradients are summed and returned; None for their own.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -149,8 +150,15 @@ def accumulate_gradients(
 
     # Without a loss, `accumulate_gradients(steps=4)` is itself the decorator of one.
     def decorate(loss: Callable[..., object]) -> Callable[..., Any]:
-        gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes)
-        accumulation = _Accumulation(gradient, steps, batch, axis, dtype, has_aux, modes)
+        accumulation = _Accumulation(
+            gradient=value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes),
+            steps=steps,
+            batch=batch,
+            axis=axis,
+            dtype=dtype,
+            has_aux=has_aux,
+            modes=modes,
+        )
 
         @functools.wraps(loss)
         @_compat.api_boundary
@@ -162,7 +170,7 @@ def accumulate_gradients(
     return decorate if loss is None else decorate(loss)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Accumulation:
     """What differentiates a loss, and the options of :func:`accumulate_gradients`.
 
@@ -187,28 +195,36 @@ class _Accumulation:
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
         names = _batch_names(self.gradient, bound, self.batch)
         _check_rows(bound.arguments, names)
-        rows = [declared_rows(x) for x in jax.tree.leaves([bound.arguments[x] for x in names])]
-        batch = {name: _split_rows(name, bound.arguments[name], self.steps) for name in names}
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
+        whole_batch = {name: bound.arguments[name] for name in names}
+        # Asked before the rows are split: a declaration is for the user's arrays themselves.
+        rows = [declared_rows(x) for x in jax.tree.leaves(whole_batch)]
+        batch = {name: _split_rows(name, x, self.steps) for name, x in whole_batch.items()}
         if self.axis is None:
-            return self._accumulate(bound, rest, batch, frozenset(), rows)
+            return self._accumulate(bound, rest, batch, auto=frozenset(), rows=rows)
+
+        # Around the loop, the axes that the user names are Explicit, so that types say how rows and
+        # parameters are sharded. Those that were Auto before are so again in the loss.
         context = jax.sharding.get_abstract_mesh()
-        axes = axes_of(self.axis)
         if not context.empty:  # else `explicit_axes` finds a mesh in the types of the arrays
+            # Only for its errors, if the mesh has no such axes.
             mesh_and_axes("accumulate_gradients", context, self.axis, across_slices=True)
+        axes = axes_of(self.axis)
         explicit = axes_of_type(context, AxisType.Explicit)
         auto = frozenset(axes).difference(explicit)
-        # Parameters and other arguments are replicated over the axis, as shard sums need it.
-        in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
 
-        # Both are arguments and not in `bound`: `explicit_axes` changes only the types of these.
+        # `explicit_axes` retypes what is passed to this function, and nothing that it captures, as
+        # `bound`. So all arguments of the loss are passed, and put into `bound` again.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            return self._accumulate(bound, rest, batch, auto, rows)
+            return self._accumulate(bound, rest, batch, auto=auto, rows=rows)
 
+        # The axes shard the rows of the batch. Nothing else: shard sums need whole parameters.
+        in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
         run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
         try:
             return run(rest, batch)  # type: ignore[no-any-return]
         except ValueError as error:
+            # It may be due to axes that now shard the rows, and did not in the user's types.
             _note_axes_added(error, axes, explicit, batch)
             raise
 
@@ -217,17 +233,18 @@ class _Accumulation:
         bound: inspect.BoundArguments,
         rest: _Arguments,
         batch: _Arguments,
+        *,
         auto: frozenset[AxisName],
         rows: Sequence[NamedSharding | None],
     ) -> tuple[Any, Any]:
         """Returns the mean value and gradient of the microbatches.
 
-        Microbatches in the stages of a pipeline run with Auto axes, as its layers do, and those of
-        a loss that is written for Auto axes as well. Results get their types on Explicit axes back:
-        gradients those of their parameters, auxiliary data those of the rows.
+        The loss runs with Auto axes if it is written for these, and in the stages of a pipeline, as
+        its layers do. Results get their types on Explicit axes back: gradients those of their
+        parameters, auxiliary data those of the rows.
 
         Args:
-          bound: the arguments of the loss, by name; changed here.
+          bound: the arguments of the loss, by name, with the whole batch; changed here.
           rest: those of them that are the same for all microbatches.
           batch: those with rows, reshaped to (batch / steps, steps, …).
           auto: the Explicit axes that are Auto for the loss.
@@ -240,39 +257,37 @@ class _Accumulation:
         bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
         outer = jax.sharding.get_abstract_mesh()
         # Of the whole batch: which arrays are differentiated does not depend on the rows.
-        whole = self.gradient.prepare(bound.args, bound.kwargs)
-        specs = [type_spec(x) for x in whole.arrays()]
-        meshes = [type_mesh(x) for x in whole.arrays()]
+        whole_call = self.gradient.prepare(bound.args, bound.kwargs)
+        parameters = whole_call.arrays()  # what is differentiated
         sums = _sums_over_rows(batch)
-        # Sums of parameters that other devices have parts of would take the memory of the whole.
-        is_split = [
-            sums is not None and spec is not None and {*sums.axes}.isdisjoint(spec_axes(spec))
-            for spec in specs
-        ]
-        is_interleaved = has_interleaved_pipeline(whole.flat.objects)
-        accumulate = self._interleave if is_interleaved else self._scan
+        is_split = [sums is not None and _is_whole_over(sums.axes, x) for x in parameters]
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
-        typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
+        is_interleaved = has_interleaved_pipeline(whole_call.flat.objects)  # schedule="1f1b"
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
-            value, totals = accumulate(_Microbatches(bound, *inputs, rows, sums, is_split))
-            gradients = []
-            for total, spec, mesh in zip(totals, specs, meshes, strict=True):
-                mean = total / self.steps
-                gradients.append(mean if spec is None else retype(mean, mesh, spec))
-            return value, gradients
+            shared, stacked = inputs
+            arguments = _Microbatches(
+                bound=bound, shared=shared, stacked=stacked, rows=rows, sums=sums, is_split=is_split
+            )
+            accumulate = self._interleave if is_interleaved else self._scan
+            value, totals = accumulate(arguments)
+            means = [total / self.steps for total in totals]
+            return value, [*map(_typed_like, means, parameters)]
+
+        typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
 
         def retype_aux(x: jax.Array) -> jax.Array:
             """Types auxiliary data, (steps, …), as what a module returns for the rows."""
             spec = output_spec(x, typed[0], None) if typed else PartitionSpec()
             return cast(jax.Array, retype(x, outer, spec))
 
-        if is_interleaved:
-            auto = frozenset(axes_of_type(outer, AxisType.Explicit))
-        outputs = with_auto_axes((rest, microbatches), run, auto, retype_aux)
+        loss_axes = axes_of_type(outer, AxisType.Explicit) if is_interleaved else auto
+        # Calls `run` with these inputs, whose types are those of a mesh with `loss_axes` Auto. Of
+        # the result, gradients have their types already, and scalars need none.
+        outputs = with_auto_axes((rest, microbatches), run, frozenset(loss_axes), retype_aux)
         value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
-        return value, whole.build_gradient(gradients)
+        return value, whole_call.build_gradient(gradients)
 
     def _scan(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
         """Differentiates one microbatch after the other, in a scan.
@@ -283,35 +298,40 @@ class _Accumulation:
         """
         sums, is_split = batch.sums, batch.is_split
 
-        def differentiate(
-            call: PreparedCall, microbatch: _Arguments
-        ) -> tuple[Any, Sequence[jax.Array]]:
-            if sums is None:
-                return self.gradient.value_and_gradients(call)
-            rows = [x for x in jax.tree.leaves(microbatch) if jnp.ndim(x)]
-            return _differentiate_by_shards(self.gradient, call, sums, rows, is_split)
-
         def step(totals: list[Any], shared: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value."""
             microbatch = batch.as_declared(microbatch)
             call = batch.prepare(self.gradient, {**shared, **microbatch})
-            value, gradients = differentiate(call, microbatch)
-            _check_aux(value[1] if self.has_aux else ())
+            gradients: Sequence[jax.Array]
+            if sums is None:
+                value, gradients = self.gradient.value_and_gradients(call)
+            else:
+                rows = [x for x in jax.tree.leaves(microbatch) if jnp.ndim(x)]
+                value, gradients = _differentiate_by_shards(
+                    self.gradient, call, sums, rows, is_split
+                )
+            if self.has_aux:
+                _, aux = value
+                _check_aux(aux)
             return [*map(_add, totals, gradients)], value
 
+        # The totals start at zero. What they are totals of, `prepare` knows without any rows.
         call = batch.prepare(self.gradient, batch.shared)
-        zeros = [
-            sums.zeros(x, self.dtype) if sums and splits else jnp.zeros_like(x, self.dtype)
-            for x, splits in zip(call.arrays(), is_split, strict=True)
-        ]
-        # Totals are carried, modules stay whole, and values are stacked: (steps,).
+        zeros = []
+        for x, splits in zip(call.arrays(), is_split, strict=True):
+            if sums is not None and splits:
+                zeros.append(sums.zeros(x, self.dtype))  # (shards, *shape)
+            else:
+                zeros.append(jnp.zeros_like(x, self.dtype))
+        # Totals are carried, shared arguments, as modules, are the same in each step, and values
+        # are stacked: (steps,).
         run = scan(
             step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
         totals, values = run(zeros, batch.shared, batch.stacked)
-        names = [call.plan.names[slot] for slot in call.slots]
+        names = [call.plan.names[slot] for slot in call.slots]  # such as ``model.up.kernel``
         reduced = [
-            add_up(total, 0, name) if splits else total  # (shards, *shape) → shape
+            add_up(total, axis=0, name=name) if splits else total  # (shards, *shape) → shape
             for total, name, splits in zip(totals, names, is_split, strict=True)
         ]
         # Microbatches are equally large, so the mean of their means is the mean of the batch.
@@ -325,8 +345,8 @@ class _Accumulation:
         pass of another (1F1B).
         """
         first = jax.tree.map(lambda x: x[0], batch.stacked)  # (steps, rows, …) → (rows, …)
-        # The loss is traced for the first microbatch only. The loop replaces its arrays, which are
-        # known by their identity, by those of the others.
+        # The loss is traced for the first microbatch only. The loop replaces its arrays by those of
+        # the others. Which leaves of the call these are, it finds by their identity.
         call = batch.prepare(self.gradient, {**batch.shared, **first})
         first_and_all = zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)
         value, totals = accumulate_interleaved(
@@ -337,13 +357,13 @@ class _Accumulation:
             row_axes=() if batch.sums is None else batch.sums.axes,
             is_split=batch.is_split,
         )
-        if self.has_aux:
+        if self.has_aux:  # `_scan` checks in each step, before it stacks
             _, aux = value
             _check_aux(aux)
         return value, totals
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Microbatches:
     """The arguments of a loss for all microbatches, and how their gradients are summed.
 
@@ -351,7 +371,8 @@ class _Microbatches:
       bound: the arguments by name, in the order of the loss; `prepare` changes their values.
       shared: those that are the same for all microbatches.
       stacked: those with rows, (steps, rows, …).
-      rows: how the rows of each array of those are declared to be sharded over Auto axes.
+      rows: how the rows of each array of ``stacked``, in the order of its leaves, are declared to
+        be sharded over Auto axes; None for an array without a declaration.
       sums: splits sums over rows; None if these are not known to be sharded.
       is_split: for each array that is differentiated, whether its total is kept as shard sums.
     """
@@ -364,12 +385,13 @@ class _Microbatches:
     is_split: Sequence[bool]
 
     def as_declared(self, microbatch: _Arguments) -> _Arguments:
-        """Constrains the arrays of a microbatch as the whole arrays are declared.
+        """Constrains the rows of a microbatch as those of the whole batch are declared.
 
-        Types on Auto axes do not say it, and a pipeline splits only arguments of layers whose rows
-        are known to be sharded.
+        The scan takes microbatches out of the batch, and on Auto axes nothing says how such a slice
+        is sharded. A pipeline in the loss has to know it: it divides further arguments of layers
+        only if their rows are known to be sharded.
         """
-        if not any(self.rows):
+        if not any(self.rows):  # None for all of them
             return microbatch
         leaves, treedef = jax.tree.flatten(microbatch)
         constrained = apply_shardings(leaves, self.rows)
@@ -390,6 +412,10 @@ def _differentiate_by_shards(
 ) -> tuple[Any, Sequence[jax.Array]]:
     """Calls and differentiates the loss of one microbatch; some gradients are shard sums.
 
+    `sums.evaluate` runs the backward pass operation by operation, and has to know which of its
+    inputs have rows. So all arrays of the call are inputs here, not only those that are
+    differentiated, and their positions among these inputs are what identifies them.
+
     Args:
       gradient: differentiates the loss.
       call: its call with the microbatch.
@@ -398,46 +424,72 @@ def _differentiate_by_shards(
       is_split: for each array that is differentiated, whether its gradient is shard sums.
 
     Returns:
-      What the loss returns, and the gradient of each array that is differentiated.
+      What the loss returns, and the gradient of each array that is differentiated, (*shape) or as
+      shard sums (shards, *shape).
     """
     gradient.check_types(call)
     slots = traced_slots(call.flat.leaves)
     position = {slot: i for i, slot in enumerate(slots)}
-    targets = [position[slot] for slot in call.slots]  # of what is differentiated, in `slots`
+    targets = [position[slot] for slot in call.slots]
+    # Of each input, the dimension of the rows. The call holds the same objects as ``rows``.
     ids_with_rows = {id(x) for x in rows}
     row_dims = [0 if id(call.flat.leaves[slot]) in ids_with_rows else None for slot in slots]
 
-    def derivative_of(function: Function, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the gradients and the outputs of a function, as `differentiate` asks."""
+    def differentiate(function: Function, inputs: Sequence[Any]) -> tuple[dict[int, Any], Any]:
+        """Returns the gradient of each target by its number, and what ``function`` returns besides.
 
-        def gradients_and_outputs(arrays: Sequence[Any]) -> tuple[dict[int, Any], Any]:
-            def loss(chosen: Sequence[Any]) -> tuple[Any, Any]:
-                [value], outputs = function(replace_slots(arrays, targets, chosen))
-                return value, outputs
+        ``function``, of all inputs, returns the value in a list, and all outputs of the call.
+        """
 
-            derivative = jax.value_and_grad(loss, has_aux=True)
-            (_, outputs), gradients = derivative([arrays[i] for i in targets])
-            return dict(enumerate(gradients)), outputs
+        def loss(at_targets: Sequence[Any]) -> tuple[Any, Any]:
+            [value], outputs = function(replace_slots(inputs, targets, at_targets))
+            return value, outputs
 
+        derivative = jax.value_and_grad(loss, has_aux=True)
+        (_, outputs), gradients = derivative([inputs[i] for i in targets])
+        return dict(enumerate(gradients)), outputs
+
+    def derivative_of(function: Function, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the derivative and the outputs, for `gradient.differentiate`."""
         wanted = [number for number, splits in enumerate(is_split) if splits]
-        found, outputs = sums.evaluate(gradients_and_outputs, [*arrays], row_dims, wanted)
-        return [*found.values()], outputs
+        evaluated = functools.partial(differentiate, function)
+        gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, wanted)
+        return [*gradients.values()], outputs
 
     return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
 
 
 def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
     """Adds a gradient to a total, whose dtype and type on Explicit axes the sum has."""
-    gradient, spec = gradient.astype(total.dtype), type_spec(total)
-    return total + (gradient if spec is None else retype(gradient, type_mesh(total), spec))
+    return total + _typed_like(gradient.astype(total.dtype), total)
+
+
+def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Gives an array the type of another one on Explicit axes; unchanged if that has none."""
+    spec = type_spec(like)
+    return x if spec is None else cast(jax.Array, retype(x, type_mesh(like), spec))
+
+
+def _is_whole_over(axes: Sequence[AxisName], parameter: jax.Array) -> bool:
+    """Returns whether a parameter is known to be replicated over the axes of the rows.
+
+    Only its total is kept as shard sums: those of a parameter of which each device has a part
+    would take the memory of the whole one.
+    """
+    spec = type_spec(parameter)
+    return spec is not None and {*axes}.isdisjoint(spec_axes(spec))
 
 
 def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> PathFunction:
     """Returns the ``in_sharding`` of arguments for what runs with an Explicit ``axis``.
 
-    Other Explicit axes shard the arguments as before. ``axis`` shards the first dimension of
-    arguments with ``rows``, and nothing of others. For the axis ``"data"``, an array with the spec
-    ``P(None, "model")`` keeps it, and gets ``P("data", "model")`` with ``rows``.
+    Other Explicit axes shard the arguments as before. For the axis ``"data"``, an array with the
+    spec ``P(None, "model")`` keeps it, and gets ``P("data", "model")`` with ``rows``.
+
+    Args:
+      axis: the axis, or a tuple of several.
+      rows: whether the axis shards the first dimension of the arguments. Otherwise it shards
+        nothing of them: an array with ``P("data", "model")`` gets ``P(None, "model")``.
     """
     axes = axes_of(axis)
 
@@ -446,15 +498,18 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
         spec = type_spec(array)
         if spec is None or not array.ndim:  # no Explicit axis shards it
             return PartitionSpec(axis) if rows else PartitionSpec()
-        if rows and set(axes).issubset(axes_of(pad_entries(spec, 1)[0])):
-            return PartitionSpec(*spec.partitions)  # as it is, with its order of axes
+        # If all of the axes shard the rows already, perhaps in another order or among others,
+        # another order would move the rows.
+        [first_entry] = pad_entries(spec, 1)
+        if rows and set(axes).issubset(axes_of(first_entry)):
+            return PartitionSpec(*spec.partitions)
         other_axes = set(spec_axes(spec)).difference(axes)
         first, *others = pad_entries(keep_axes(spec, other_axes), array.ndim)
         if rows:
-            first = (*axes, *axes_of(first))
+            first = (*axes, *axes_of(first))  # the rows of each shard are divided further
         return PartitionSpec(first, *others)
 
-    return PathFunction(spec_of, {})
+    return PathFunction(spec_of, by_path={})  # no path is known: it asks for each array
 
 
 def _batch_names(
@@ -465,7 +520,7 @@ def _batch_names(
     """Returns the names of the arguments of the loss with the rows of the batch, to be divided.
 
     Args:
-      gradient: what differentiates the loss, and knows by which arguments.
+      gradient: differentiates the loss. An argument that it differentiates is no batch.
       bound: the arguments of the call.
       batch: the name, or names, that the user gave; None to find them.
 
@@ -483,18 +538,16 @@ def _batch_names(
             f"The arguments: {', '.join(arguments)}.",
         )
         return names
+    # Parameters may be bare arrays, like a batch.
     prepared = gradient.prepare(bound.args, bound.kwargs)
     differentiated = {target.argument.name for target in prepared.targets}
-
-    def is_batch(value: object) -> bool:
+    names = []
+    for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
-        # Scalars, such as a step count, have no rows.
-        return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
-
-    # Parameters given as bare arrays are differentiated, and no batch.
-    names = [
-        name for name, value in arguments.items() if name not in differentiated and is_batch(value)
-    ]
+        # Modules are no arrays. Scalars, such as a step count, have no rows.
+        is_batch = bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
+        if is_batch and name not in differentiated:
+            names.append(name)
     if not names:
         raise ValueError(
             "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
@@ -526,13 +579,23 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
 def _note_axes_added(
     error: ValueError, axes: Sequence[AxisName], explicit: frozenset[AxisName], batch: _Arguments
 ) -> None:
-    """Adds to an error which ``explicit`` axes shard the rows in the loop, but not in their types.
+    """Adds a note to an error of the loss if the option ``axis`` may be its cause.
 
-    A ``shard_map`` in the loss that is written for these types fails then.
+    In the loop, ``axis`` shards the rows. If it is an Explicit axis that does not shard them in the
+    types of the batch, the loss sees other types than the user's. A ``shard_map`` in it that is
+    written for the user's types then fails.
+
+    Args:
+      error: the error.
+      axes: the axes of the option.
+      explicit: the Explicit axes of the mesh.
+      batch: the arguments with rows, as the user has typed them.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    row_axes = {axis for x in typed for axis in axes_of(jax.typeof(x).sharding.spec.partitions[0])}
-    added = [repr(axis) for axis in axes if axis in explicit and axis not in row_axes]
+    axes_in_types = set[AxisName]()  # that shard the rows
+    for x in typed:
+        axes_in_types.update(axes_of(jax.typeof(x).sharding.spec.partitions[0]))
+    added = [repr(axis) for axis in axes if axis in explicit and axis not in axes_in_types]
     if added:
         error.add_note(
             "accumulate_gradients(axis=...) shards the rows of each microbatch over "
@@ -565,9 +628,11 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
 
 
 def _why_indivisible(x: Any, steps: int) -> str:
-    """Says why the rows of an array, its first dimension, cannot be divided; empty if they can.
+    """Says why the rows of an array, its first dimension, cannot be divided into microbatches.
 
-    The text follows the shape of the array: ``: 6 rows are not a multiple of 4``.
+    Returns:
+      The end of a line of an error, after the shape: ``: 6 rows are not a multiple of 4``. Empty if
+      the rows can be divided.
     """
     if not jnp.ndim(x):
         return ", which has no rows"
@@ -575,7 +640,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     spec = type_spec(x)
     axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # those that shard the rows
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
-    # Each device divides its own rows, so that none has to move.
+    # Each device divides its own rows, so that none has to move: first over devices, then steps.
     factors = (steps, *sizes.values())
     parts = math.prod(factors)
     if rows % parts == 0:
@@ -588,7 +653,10 @@ def _why_indivisible(x: Any, steps: int) -> str:
 
 
 def _check_aux(aux: object) -> None:
-    """Raises a TypeError unless the auxiliary data of a loss are arrays, which can be stacked."""
+    """Raises a TypeError unless the auxiliary data of a loss are arrays, which can be stacked.
+
+    Modules and Variables may be in them, too: `scan` stacks the arrays that they hold.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=_compat.is_graph_object)
     raise_listed(
         TypeError,
@@ -605,9 +673,13 @@ def _check_aux(aux: object) -> None:
 def _sums_over_rows(batch: _Arguments) -> ShardSums | None:
     """Returns shard sums over the Explicit axes that shard the rows; None if there are none.
 
-    Arrays of the batch may be sharded over fewer axes than others; the most are taken.
+    Of arrays that are sharded over different axes, the one with the most decides. Any choice gives
+    the right sums: a sum may be split in any way, and one that is split in another way than the
+    rows are only takes more time.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    row_axes = [axes_of(jax.typeof(x).sharding.spec.partitions[0]) for x in typed]
-    axes = max(row_axes, key=len, default=())
-    return ShardSums(type_mesh(typed[0]), tuple(axes)) if axes else None
+    row_entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
+    pairs = zip(typed, row_entries, strict=True)
+    sums = [ShardSums(type_mesh(x), axes_of(entry)) for x, entry in pairs]
+    most = max(sums, key=lambda x: len(x.axes), default=None)
+    return most if most is not None and most.axes else None
