@@ -580,6 +580,25 @@ def test_a_cache_stays_where_the_batch_is(mesh):
     assert_no_collective(step.lower(model, x).compile(), axes="data")
 
 
+class Prefill(nnx.Module):
+    """Makes keys (batch, length, heads, features); its only input is a number."""
+
+    def __init__(self):
+        self.k_proj = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, scale):
+        return self.k_proj(jnp.ones((8, 2, 4)) * scale).reshape(8, 2, 4, 4)
+
+
+def test_a_new_cache_of_a_model_without_rows():
+    model, scale = Prefill(), jnp.float32(2)
+    shardings = tensor_parallel(model, mesh=EXPLICIT), P()
+    first_key = jit(lambda model, x: model(x)[:, :1], mesh=EXPLICIT, in_shardings=shardings)
+    with pytest.warns(UnshardedWarning, match=r"write P\(None, None, 'model'\)"):
+        found = first_key(model, scale)
+    np.testing.assert_allclose(found, Prefill()(scale)[:, :1], rtol=1e-5)
+
+
 class OfPytreeCache(nnx.Module):
     """Takes keys (layers, batch, length, heads, features) and a position, and returns new ones."""
 

@@ -12,9 +12,15 @@ New arrays are typed by what is declared for them. One with the shape and dtype 
 a cache that is passed in and returned, is typed like that; others like the leading dimensions of
 the first input (:func:`output_spec`): those of the batch, which most methods keep.
 
+What is declared for a module are *sources* (`ActivationSharding`), of the user and of strategies:
+``tag.sources``. Where a strategy infers shardings, its source has ``infer``. ``axis_types`` of a
+declaration (`InOutSharding`) chooses the type of the axes for one method.
+
 From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebuild` puts others
-into them; `AxisTypeChange` and `RetypedArrays` give arrays the types of other axes and back.
-`LEFT_AUTO_AXES` notes, for a function with Auto axes around, what such arrays were inside.
+into them, with ``foreign`` also into modules that another trace has made; `AxisTypeChange` and
+`RetypedArrays` give arrays the types of other axes and back. `LEFT_AUTO_AXES` keeps new arrays as
+they are inside, too: if the traced function returns one with a declared sharding, it goes there
+directly from the Auto axes.
 """
 
 from __future__ import annotations
@@ -63,19 +69,22 @@ def with_auto_axes(
     if change is None:
         return call(inputs)
     before = flatten(inputs)
-    arrays = RetypedArrays.of(change, before.leaves)
+    arrays = RetypedArrays.of(change, before.leaves)  # as they are outside, and inside
     try:
-        after = call_retyped(before, arrays, call)
+        after = call_retyped(before, arrays, call)  # the result, and the changed modules, flattened
     except BaseException:
-        # The modules hold arrays of the Auto axes; a caller that catches the error uses them.
-        rebuild(before._replace(leaves=arrays.inside), before.leaves, foreign=True)
+        # The modules hold the arrays inside. A caller that catches the error goes on with these
+        # modules, so they get the arrays back that they had.
+        flat_inside = before._replace(leaves=arrays.inside)
+        rebuild(flat_inside, before.leaves, foreign=True)
         raise
-    leaves, untyped = arrays.leave(before.structure, after)  # with old types; new arrays by slot
-    left = LEFT_AUTO_AXES.get()
+    # Arrays that are unchanged, or replace others, have a type outside; ``untyped`` are new ones.
+    leaves, untyped = arrays.leave(before.structure, after)
+    left_auto_axes = LEFT_AUTO_AXES.get()
     for slot, x in untyped.items():
         leaves[slot] = retype(x)
-        if left is not None:
-            left.add(leaves[slot], x)
+        if left_auto_axes is not None:
+            left_auto_axes.add(leaves[slot], x)
     return rebuild(after, leaves, foreign=True)
 
 
@@ -88,9 +97,13 @@ def inferred_axes(
 ) -> frozenset[AxisName]:
     """Returns which Explicit axes are Auto in a method: all or none of them.
 
-    They are Auto if that is declared, and by default where shardings are inferred, and in a
-    layer with a declared output. Methods that get no array with a sharding in its type, or that
-    are told the sharding of their output, run unchanged.
+    The first of these rules that applies decides:
+
+    1. None, if the method gets no array on Explicit axes, or the option ``out_sharding``, which
+       needs them.
+    2. What is declared for the method (``axis_types``).
+    3. None, if a module in this one is declared to run on Explicit axes.
+    4. All, where a strategy infers shardings, and in a layer with a declared output.
 
     Args:
       module: the module.
@@ -113,17 +126,37 @@ def inferred_axes(
 
 
 def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) -> bool:
-    """Returns whether a module, or one in it, is declared to run on Explicit axes, as written.
+    """Returns whether a source declares Explicit axes for a module, or for one in it.
 
-    It could not run so within one whose axes are Auto.
+    If it does, the outer module runs on Explicit axes as well: within Auto axes, the inner one
+    would find no Explicit ones.
+
+    Args:
+      source: what is declared.
+      tag: the tag of the module, with its path.
+      module: the module.
     """
+    # Hardly any source does, and to ask each module of a model for each call takes time.
     if not any(x.axis_types is AxisType.Explicit for x in source.shardings):
-        return False  # without a walk through the module
-    return any(source.is_explicit((*tag.path, *p), inner) for p, inner in modules_in(module))
+        return False
+    return any(
+        source.is_explicit((*tag.path, *path_within), inner)
+        for path_within, inner in modules_in(module)
+    )
 
 
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
     """Returns the spec on Explicit axes of an output of a method that ran with Auto axes.
+
+    Where nothing is known of the output, its leading dimensions are sharded like those of an input,
+    as long as sizes are equal: most methods keep the batch. The last dimension, of features, stays
+    whole, with two exceptions: all of the shape is that of the input, or the output has one
+    dimension, as a value for each row has. With the input f32[8@data, 4@model]::
+
+        f32[8, 16]   →   P("data")                 rows like the input's, whole features
+        f32[8, 4]    →   P("data", "model")        the same shape
+        f32[8]       →   P("data")                 a value for each row
+        f32[8, 16], of which P(OPEN, "model") is known   →   P("data", "model")
 
     Args:
       x: the output.
@@ -131,19 +164,16 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
       spec: what is known of the output's spec, with ``OPEN`` where nothing is; None for nothing.
 
     Returns:
-      ``spec``, with open dimensions like those of the input as long as sizes are equal. The last
-      dimension, of features, stays whole, unless all of the shape is that of the input, or there is
-      no other.
+      ``spec``, with an entry of the input, or None, for each dimension that is open.
     """
-    is_like = x.shape == first.shape and spec is None
-    # The number of dimensions that may be like the input's. The only dimension of an output, such
-    # as a value for each row, is one of rows if the input has others than features.
-    has_rows = x.ndim == 1 and first.ndim > 1
-    count = x.ndim if is_like or has_rows else max(x.ndim - 1, 0)
+    has_same_shape = x.shape == first.shape and spec is None
+    is_value_per_row = x.ndim == 1 and first.ndim > 1
+    # The number of leading dimensions that may be like the input's.
+    count = x.ndim if has_same_shape or is_value_per_row else max(x.ndim - 1, 0)
     leading = []
-    entries = jax.typeof(first).sharding.spec.partitions
-    for size, size_of_first, entry in zip(x.shape[:count], first.shape, entries, strict=False):
-        if size != size_of_first:
+    first_entries = jax.typeof(first).sharding.spec.partitions
+    for size, first_size, entry in zip(x.shape[:count], first.shape, first_entries, strict=False):
+        if size != first_size:
             break
         leading.append(entry)
     like_first = PartitionSpec(*leading)
@@ -151,8 +181,9 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
         return like_first
     # An axis can shard one dimension only, so those of the known spec are left out.
     free_axes = {*spec_axes(like_first)}.difference(spec_axes(spec))
-    entries = keep_axes(like_first, free_axes).partitions
-    pairs = itertools.zip_longest(spec.partitions, entries)
+    free_entries = keep_axes(like_first, free_axes).partitions
+    # Either may be shorter. A missing entry is None, for a whole dimension.
+    pairs = itertools.zip_longest(spec.partitions, free_entries)
     return PartitionSpec(*(entry if known is OPEN else known for known, entry in pairs))
 
 

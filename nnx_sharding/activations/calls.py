@@ -5,8 +5,9 @@
     Calls     of a trace that is made for a report: one `ReturnedArray` for each output
     Recorder  makes such a trace, later, without the arrays of the call
 
-`LEFT_AUTO_AXES` is set in a function that runs with Auto axes within Explicit ones: it is told what
-the user declares for arrays that the function returns.
+`LEFT_AUTO_AXES` (``core/retyping.py``) lists the arrays that modules on Auto axes have returned to
+a function on Explicit axes. When that returns, it knows which of them the user declares shardings
+for, and tells whoever asked (``note_declared``).
 
 The paths are also the name scopes of operations, which XLA keeps: so the compiled program says
 which module an operation is of.
@@ -115,6 +116,14 @@ class Frame:
       is_strict: whether it is an error if they do not fit.
       is_by_strategy: whether a strategy chose the types of the output.
       is_outermost: whether no other module called this one; otherwise ``_outer`` is that call.
+
+    Its private attributes:
+
+        _calls             the record of the trace, if it is made for a report; else None
+        _chosen            arrays with the shardings that were chosen for them in this call
+        _declared_within   likewise what the user declares for arrays of calls within this one: a
+                           module often returns what an inner one has returned
+        _trace             the trace of JAX in which the call runs
     """
 
     def __init__(self, tag: Tag, module: object, method: str):
@@ -126,9 +135,7 @@ class Frame:
         self._outer = FRAME.get()
         self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
-        # Arrays with what was chosen for them here, or declared for them in calls within this one.
-        # Lists, since tracers have no hash; with the arrays, since ids of dead arrays are used
-        # again.
+        # Lists of pairs, since tracers have no hash, and the id of a dead array is used again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
         self._declared_within: list[tuple[jax.Array, NamedSharding]] = []
         self._trace = _compat.current_trace()
@@ -144,11 +151,13 @@ class Frame:
     def note_declared(self, x: jax.Array, sharding: NamedSharding) -> None:
         """Records in the calls around this one what the user declares for an array of it.
 
-        A model often returns what its head returns: what is declared for that holds for the model.
+        A model often returns what its head returns: what is declared for that holds for the model,
+        which asks by :meth:`declared_within`.
         """
         outer = self._outer
         while outer is not None:
-            # It cannot return arrays of inner traces, and JAX would see a leak.
+            # An outer call in another trace, as of a scan, cannot return this array. And JAX checks
+            # that nobody holds a tracer when its trace has ended (``jax.checking_leaks``).
             if _compat.trace_of(x) is outer._trace:
                 outer._declared_within.append((x, sharding))
             outer = outer._outer
@@ -162,24 +171,28 @@ class Frame:
         if self._calls is None:
             return
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
-        left = LEFT_AUTO_AXES.get()
+        left_auto_axes = LEFT_AUTO_AXES.get()
         for keys, x in leaves:
-            if isinstance(x, jax.Array):
-                sharding, chosen_by = self._final_sharding(x)
-                if left is not None and chosen_by == "strategy":
-                    note = functools.partial(self._calls.note_result, len(self._calls))
-                    left.note_declared(x, note)
-                self._calls.append(
-                    ReturnedArray(
-                        path=self.tag.accessor,
-                        module=type(self.module).__name__,
-                        method=self.method,
-                        output=jax.tree_util.keystr(keys),
-                        aval=jax.ShapeDtypeStruct(x.shape, x.dtype),
-                        sharding=sharding,
-                        chosen_by=chosen_by,
-                    )
+            if not isinstance(x, jax.Array):
+                continue
+            sharding, chosen_by = self._final_sharding(x)
+            # If the function returns this array with a sharding that the user declares, the array
+            # gets that, not what a strategy chose. This row is corrected when the function returns.
+            if left_auto_axes is not None and chosen_by == "strategy":
+                row_number = len(self._calls)
+                correct_row = functools.partial(self._calls.note_result, row_number)
+                left_auto_axes.note_declared(x, correct_row)
+            self._calls.append(
+                ReturnedArray(
+                    path=self.tag.accessor,
+                    module=type(self.module).__name__,
+                    method=self.method,
+                    output=jax.tree_util.keystr(keys),
+                    aval=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                    sharding=sharding,
+                    chosen_by=chosen_by,
                 )
+            )
 
     def _final_sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
         """Returns how an output is sharded, and who decided so."""
@@ -234,6 +247,7 @@ class Recorder:
         """
         self._fun, self._plan = fun, plan
         mesh = _compat.context_mesh()
+        # Without a mesh in context, JAX's empty abstract mesh, which the later trace can set, too.
         self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
         # A trace makes its own modules and Variables, and asks the caller only for static objects.
         static = {*flat.structure.static_indices()}
@@ -241,6 +255,7 @@ class Recorder:
         self._identities = [static.value for static in flat.structure.identities()]
         self._types: list[tuple[Any, jax.sharding.Sharding | None]] = []
         for leaf in leaves:
+            # JAX's own arrays have their type at hand; to make an abstract array takes longer.
             aval = leaf.aval if type(leaf) is _compat.ArrayImpl else abstract(leaf)
             self._types.append((aval, leaf.sharding if is_committed(leaf) else None))
 
@@ -267,12 +282,18 @@ class Recorder:
 
     @functools.cached_property
     def _recorded(self) -> tuple[Calls, Any]:
+        """The record of the calls, and the stage ``Traced`` of JAX, from one trace.
+
+        JAX traces anew, though it has traced this function with these types: `RECORD` is a part of
+        the key of a trace, and this record is equal to itself only.
+        """
         calls = Calls()
+        # What the traced function asks for its user's function and the objects of the call.
         caller = Caller(self._fun, self._objects)
         with (
             jax.sharding.use_abstract_mesh(self._mesh),
             RECORD(calls),
             called_by(caller),
-            warnings_collected(),  # the first trace has given them
+            warnings_collected(),  # users have got them from the first trace
         ):
             return calls, self._plan.program.staged.trace(*self.leaves)

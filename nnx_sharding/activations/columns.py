@@ -2,6 +2,11 @@
 
 A kernel (…, in, out) makes (batch, …, out). So with a kernel of ``P(None, "model")`` the last
 dimension of the output is sharded over ``model``, and nothing is known of the others (``OPEN``).
+The kernel of a layer with several dimensions of features, such as ``nnx.MultiHeadAttention``'s
+(in, heads, features), shards as many dimensions of the output.
+
+Which Variable of a layer is its kernel is only inferred from sizes. A wrong one costs a reshard, as
+specs do not change the numbers.
 """
 
 from __future__ import annotations
@@ -34,12 +39,16 @@ def spec_of_columns(
     """
     features = getattr(module, "out_features", None)
     count = len(features) if isinstance(features, tuple) else 1  # of dimensions of columns
+    if x.ndim <= count:
+        return None
     for path, variable in own_variables(module):
         shape = getattr(_compat.get_value(variable), "shape", ())
-        is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
+        # A kernel has inputs in front of its columns; a bias has not.
+        is_kernel = len(shape) > count and shape[-count:] == x.shape[-count:]
         if is_kernel and path in tag.specs:
-            whole = tag.specs[path]  # of the stacked array, if this is a slice in a loop
-            spec = spec_of_slice(whole.inside, whole.shape, shape)
+            # In a loop over layers, the value is a slice of a stacked array, whose spec is known.
+            stacked = tag.specs[path]
+            spec = spec_of_slice(stacked.inside, stacked.shape, shape)
             columns = keep_axes(PartitionSpec(*spec.partitions[-count:]), axes)
             return PartitionSpec(*[OPEN] * (x.ndim - count), *columns.partitions)
     return None

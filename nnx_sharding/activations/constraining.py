@@ -5,7 +5,8 @@ is a module, such as a cache, or a pytree of several arrays, a ``StateSharding``
 each of them by its path. What does not fit is collected, for one error at the end of the trace.
 
 A `Frame` (``calls.py``) is the call of a module: its ``tag`` has the expression for the module
-(``accessor``), and ``is_strict`` says whether it is an error if specs do not fit.
+(``accessor``), and ``is_strict`` says whether it is an error if specs do not fit. That is so where
+the user declares them, unless with ``strict=False``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..core.constrain import apply_shardings, mesh_in_trace, without_unconstrain
 from ..core.flatten import flatten
 from ..core.problems import no_mesh
 from ..core.rebuild import rebuild
+from ..core.structure import locations_in
 from ..core.transform import Sharded
 from ..specs.activation_sharding import is_activation_spec
 from ..specs.fitting import fit_sharding, spec_and_mesh
@@ -94,15 +96,16 @@ class Constrainer:
           The same module, or a new pytree.
         """
         flat = flatten(tree)
-        leaves = [*flat.leaves]
-        structure = flat.structure
-        for location in structure.walk(structure.root, iter(structure.root_slots)):
+        leaves = [*flat.leaves]  # the arrays; a slot is a position among them
+        # For each Variable, and each array outside of Variables: its path, and its slots.
+        for location in locations_in(flat.structure):
             index = location.object_index  # of the Variable; None for an array in none
             subject = leaves[location.slots[0]] if index is None else flat.objects[index]
-            _, spec = rules.find(location.path, subject)
+            _, spec = rules.find(location.path, subject)  # after the number of the filter
             array_name = accessor(name, location.path)
             for slot in location.slots:
                 leaves[slot] = self._constrain_array(leaves[slot], spec, frame, array_name)
+        # A module may be of the trace around, as when it is called within a `remat`.
         return rebuild(flat, leaves, foreign=True)
 
     def _constrain_array(
@@ -128,18 +131,21 @@ class Constrainer:
             mesh,
             x.shape,
             on_indivisible=self._transform.on_indivisible,
-            usable=self._axes or None,
+            usable=self._axes or None,  # None for all axes: the trace has no mesh but the spec's
         )
         if fit.problems:
             # What a strategy declares is for models of any shape, so there it is no error.
             if frame.is_strict:
-                self.mismatches[fit.line(name).strip()] = None
+                line = fit.line(name).strip()
+                self.mismatches[line] = None  # a key, so that calls of one module add it once
             return x
         fitted: Any = fit.sharding  # the spec, or what is left of it
         if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
             fitted = without_unconstrained(fitted, x, mesh)
         sharding = NamedSharding(mesh, fitted)
         [constrained] = apply_shardings([x], [sharding])
+        # For reports, and for the type that the array gets if this call has Auto axes. What the
+        # user declares also holds for the modules around this one, if they return the array.
         frame.note_sharding(constrained, sharding)
         if frame.is_strict:
             frame.note_declared(constrained, sharding)

@@ -3,14 +3,21 @@
 A loop over layers, such as a ``Stack``, gives its module a slice of each stacked array, so the spec
 of a slice is found from that of the whole array (:func:`spec_of_slice`).
 
-From other modules: the `Tag` of a module has its ``path``, the ``axes`` over which its parameters
-are gathered, and the ``specs`` of its Variables; `type_spec` returns the spec in the type of an
-array on Explicit axes, else None; `keep_axes` leaves out all other axes of a spec.
+From other modules:
+
+    Tag         of a module: its ``path`` in the argument ``name``, the ``axes`` over which its
+                parameters are gathered, and the ``specs`` of its Variables by path. Each has the
+                spec ``inside`` (while the module runs), and whether it ``is_gathered``
+    type_spec   the spec in the type of an array on Explicit axes, else None
+    keep_axes   a spec without all other axes
+    PREFETCHED  the Variables that a loop around the module has gathered already, each by the
+                argument, the path of its module, and its own path in that
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -39,6 +46,7 @@ def gathered_values(
       axes: its axes that are not manual.
     """
     is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
+    # Without axes to gather over, only types on Explicit axes may need a change (`reduced` axes).
     if not is_explicit and not tag.axes:
         return []
     ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
@@ -50,7 +58,7 @@ def gathered_values(
         if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
             continue
         target = _sharding_in_use(value, variable, path, tag=tag, mesh=mesh, axes=axes)
-        if target is not None:
+        if target is not None:  # else the value is used as it is sharded
             variables.append(variable)
             arrays.append(value)
             targets.append(target)
@@ -68,26 +76,38 @@ def _sharding_in_use(
 ) -> NamedSharding | None:
     """Returns the sharding of a Variable's value while its module runs: whole over the tag's axes.
 
+    On Explicit axes it is made from the spec in the value's type. On Auto axes a type says nothing,
+    and the tag knows the spec that is declared.
+
     Args:
-      value: the value; None is returned if it is used as it is.
+      value: the value.
       variable: the Variable.
       path: its path in the module.
       tag: that of the module.
       mesh: the mesh of the trace, if there is one.
-      axes: its axes that are not manual.
+      axes: its axes, except those that a `shard_map` maps over, which no spec in it can name.
+
+    Returns:
+      The sharding, or None if the value is used as it is.
     """
     spec = type_spec(value)
     if spec is not None:  # on Explicit axes
-        kept = spec
+        new_spec = spec
         if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
-            kept = with_entries(spec, keep_axes(spec, axes - tag.axes).partitions)
-        if spec.reduced:  # JAX counts some gradients of such arrays several times
-            kept = with_reduced(kept, ())
-        return None if kept == spec else NamedSharding(jax.typeof(value).sharding.mesh, kept)
+            new_spec = with_entries(spec, keep_axes(spec, axes - tag.axes).partitions)
+        # Over `reduced` axes, the gradient of an array is left as one summand on each device. JAX
+        # adds up some of these gradients several times.
+        if spec.reduced:
+            new_spec = with_reduced(new_spec, ())
+        if new_spec == spec:
+            return None
+        return NamedSharding(jax.typeof(value).sharding.mesh, new_spec)
     known = tag.specs.get(path)
     if mesh is None or known is None or not known.is_gathered:
         return None
-    return NamedSharding(mesh_in_trace(mesh), spec_of_slice(known.inside, known.shape, value.shape))
+    # Of the whole array; in a loop over layers, the value is a slice of it.
+    new_spec = spec_of_slice(known.inside, known.shape, value.shape)
+    return NamedSharding(mesh_in_trace(mesh), new_spec)
 
 
 def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.Array]:
@@ -105,24 +125,29 @@ def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.A
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
-    """Returns the spec of a loop's slice of an array.
+    """Returns the spec of a loop's slice of an array: without the dimensions that loops removed.
 
-    Which dimensions were removed is inferred from the shapes; unsharded dimensions are preferred,
-    then leading ones. ``P(None, "model")`` of shape (4, 8) becomes ``P("model")`` for (8,).
+    ``P(None, "model")`` of shape (4, 8) becomes ``P("model")`` for (8,). Which dimensions were
+    removed is inferred from the shapes. Of (8, 8), it may be either; then one that is not sharded
+    counts as removed, and of several the leading one.
 
     Args:
       spec: that of the array, with an entry for each dimension.
       shape: the shape of the array.
       inner: the shape of the slice.
+
+    Returns:
+      The spec; ``P()``, which shards nothing, if ``inner`` is not the shape of any slice, as of a
+      value that the user's code has reshaped.
     """
-    # The dimensions of the array that the slice may have kept, in all ways that fit its shape.
-    choices = [
-        kept
-        for kept in itertools.combinations(range(len(shape)), len(inner))
-        if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
-    ]
-    # Their entries; first for the choice that keeps the last dimensions, so removes leading ones.
-    specs = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
-    # That with the most sharded dimensions; the first one of several.
-    most_sharded = max(specs, key=lambda entries: sum(map(bool, entries)), default=())
+    # The entries of the spec that are left, for each choice of kept dimensions that fits the shape:
+    # for (4, 8) → (8,), dimension 1 is kept, and so the entries ["model"].
+    candidates: list[list[Any]] = []
+    for kept in itertools.combinations(range(len(shape)), len(inner)):
+        if tuple(shape[dimension] for dimension in kept) == tuple(inner):
+            candidates.append([spec.partitions[dimension] for dimension in kept])
+    # `combinations` begins with the leading dimensions. Loops remove these, so the last choice,
+    # which keeps the last dimensions, goes first: `max` returns the first of several.
+    candidates.reverse()
+    most_sharded = max(candidates, key=lambda entries: sum(map(bool, entries)), default=())
     return PartitionSpec(*most_sharded)

@@ -8,6 +8,10 @@ The handler is in a context variable, so it is that of one thread and one trace:
       Method.__get__                        without a handler here: the method itself
       Method.__call__                       with one:
         handler(module, name, call, …)      `call` is the method, bound; the handler calls it
+
+`_KINDS` are the classes whose methods are intercepted: ``nnx.Module`` and ``nnx.Optimizer``. Their
+methods are plain functions or other descriptors, such as decorated functions. In a class that has
+been changed they are `Method` objects, whose ``original`` is the method as the user defined it.
 """
 
 from __future__ import annotations
@@ -74,13 +78,15 @@ class Method:
         return current.handler(module, self._name, call, args, kwargs)
 
     def _is_method_of(self, module: object) -> bool:
-        """Returns whether it is what the module has by this name, and not overridden there.
+        """Returns whether ``module.name`` is this method, so that no subclass overrides it.
 
-        A decorator may have wrapped it after it was put into the class.
+        If a subclass does, its method has called this one, as by ``super().name()``.
         """
-        classes_with_it = (cls for cls in type(module).__mro__ if self._name in vars(cls))
-        first_class = next(classes_with_it, type(module))
-        method = vars(first_class).get(self._name)
+        # Python takes the attribute of the first class that has one.
+        owners = (cls for cls in type(module).__mro__ if self._name in vars(cls))
+        first_owner = next(owners, None)
+        method = None if first_owner is None else vars(first_owner)[self._name]
+        # A decorator, which is put on a class that has been changed already, wraps the `Method`.
         while method is not None and type(method) is not Method:
             method = getattr(method, "__wrapped__", None)
         return method is self
@@ -121,17 +127,20 @@ def with_handler(
             if type(value) is not Method and _is_method(name, value, named):
                 type.__setattr__(cls, name, Method(name, value))
 
+    # The function runs in a context of its own, which ends with the call wherever an interrupt
+    # arrives: a `finally` that resets the variable may be interrupted itself. After an error the
+    # context is dropped, with the handler in it.
     def call() -> Any:
         _CURRENT.set(_Current(handler, named))
         out = fun(*args, **kwargs)
-        _CURRENT.set(outer)
+        _CURRENT.set(outer)  # or the loop below would set the handler here
         return out
 
-    # In a context of its own, which ends with the call wherever an interrupt arrives: a `finally`
-    # that resets the variable may be interrupted itself.
     context = contextvars.copy_context()
     out = context.run(call)
-    for variable, value in context.items():  # what the function has set is to stay
+    # What the function has set in other context variables is to stay. `context` stands for "not set
+    # here", as it is no value of any variable.
+    for variable, value in context.items():
         if variable.get(context) is not value:
             variable.set(value)
     return out
@@ -143,7 +152,7 @@ def original_of(method: Any) -> Any:
 
 
 _KINDS = (nnx.Module, nnx.Optimizer)  # whose methods are intercepted
-_NOT_METHODS = (staticmethod, classmethod, property)
+
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
 # Packages with bases of modules, such as `typing.Generic`, that are not changed: no method of
 # theirs is a call of a module.
@@ -155,13 +164,17 @@ def _module_types() -> Iterator[type]:
 
     At each trace, since classes may have been defined after the last one.
     """
+    # `nnx.Optimizer` has a method to intercept, ``update``. `nnx.Module` itself has none.
     classes: set[type] = {nnx.Optimizer}
     pending: list[Any] = [*_KINDS]  # whose subclasses are still to be listed
     while pending:
         new = [cls for cls in pending.pop().__subclasses__() if cls not in classes]
         classes.update(new)
         pending += new
-    with_bases = {base for cls in classes for base in cls.__mro__}.difference(nnx.Module.__mro__)
+    # Mixins that are no modules have methods of modules as well. What all modules inherit, such as
+    # ``train`` and ``sow``, is no computation of a model.
+    with_bases = {base for cls in classes for base in cls.__mro__}
+    with_bases -= {*nnx.Module.__mro__}
     return (cls for cls in with_bases if not _is_foreign(cls))
 
 
@@ -175,9 +188,17 @@ def _is_foreign(cls: type) -> bool:
 def _is_method(name: str, value: object, named: Collection[str]) -> bool:
     """Returns whether an attribute of a class is a method to intercept.
 
-    That is ``__call__``, public functions that not every module has, and what is ``named``.
+    Args:
+      name: the name of the attribute. ``__call__`` is always a method to intercept; others are if
+        they are public, and not in every module.
+      value: the attribute.
+      named: further names, of methods for which the user declares something.
     """
+    # For these the user expects it, so a decorator may have made them any descriptor with
+    # `__get__`. But these get no module as their first argument, or are called without `()`.
     if name == "__call__" or name in named:
-        return hasattr(value, "__get__") and not isinstance(value, _NOT_METHODS)
+        is_bound_to_module = not isinstance(value, (staticmethod, classmethod, property))
+        return hasattr(value, "__get__") and is_bound_to_module
+    # Of other public attributes, any descriptor may be something else than a method.
     is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE
     return is_public and isinstance(value, types.FunctionType)

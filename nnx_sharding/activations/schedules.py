@@ -4,6 +4,9 @@ A schedule, such as that of a pipeline, runs when the module that it is for is c
 are taken out of a ``Stack``, or scanned by hand, compute the same numbers without it: on every
 device. So at the end of a trace, a schedule that did not run is reported if its layers were taken
 out, or a module around them was called.
+
+Modules are known by the name of the argument that they are in, and their path in it (`Place`):
+``("model", ("decoder", "blocks"))``. A ``Stack`` has its layers in an attribute ``layers``.
 """
 
 from __future__ import annotations
@@ -48,11 +51,19 @@ class ScheduleUses:
             self._taken_out.add((tag.name, tag.path))
 
     def report(self, schedules: Mapping[Place, CallSchedule]) -> None:
-        """Reports the schedules that did not run, though their layers did."""
+        """Reports the schedules that did not run, though their layers did.
+
+        Args:
+          schedules: the schedule of each module that has one, by the place of the module.
+        """
         for (name, path), schedule in schedules.items():
-            around = {(name, path[:count]) for count in range(len(path) + 1)}
-            inside = {(name, (*path, "layers"))}
-            is_used = (name, path) in self._taken_out or self._called & (around | inside)
+            # The layers ran if a model around them was called: it may scan them by itself. Or they
+            # were called one by one, as by a scan over ``stack.layers``. A model that was not
+            # called at all, as in a step that only updates it, has nothing to report.
+            around = {(name, path[:count]) for count in range(len(path) + 1)}  # with itself
+            layers = (name, (*path, "layers"))
+            is_called = layers in self._called or not around.isdisjoint(self._called)
+            is_used = is_called or (name, path) in self._taken_out
             if is_used and (name, path) not in self._ran:
                 schedule.report_unscheduled(accessor(name, path))
 

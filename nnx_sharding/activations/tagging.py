@@ -8,7 +8,11 @@ A tag has each twice: as the array is outside of its module (``outside``), and a
     inside    P(None, "model")
 
 *Sources* are what is declared for a module, by the user and by strategies: whether to gather its
-parameters, over which axes not (``kept``), and specs for its methods (``shardings``).
+parameters (``gather``), over which axes not (``kept``), and specs for its methods (``shardings``).
+One of these may have a ``schedule``, which runs the module's layers on the stages of a pipeline.
+
+The arguments of a call are flattened: its modules and Variables are a list of objects, each with an
+*index*, and its arrays a list, in which each has a *slot*.
 """
 
 from __future__ import annotations
@@ -80,14 +84,17 @@ class Tagger:
           is_in_argument: whether it is in an argument of the function.
         """
         gathered = self.axes.intersection(self._gathered_axes(sources))
-        # Over the stages of a pipeline, layers are sharded, but not what is in them.
-        schedules = (x.schedule for source in sources for x in source.shardings)
-        inside = self.axes - gathered - {schedule.axis for schedule in schedules if schedule}
+        # The stages of a pipeline have whole layers: their axis shards a stack of layers, but
+        # nothing in one of them, which is what a module sees.
+        schedules = [x.schedule for source in sources for x in source.shardings]
+        stage_axes = {schedule.axis for schedule in schedules if schedule is not None}
+        inside = self.axes - gathered - stage_axes
         specs: dict[Path, VariableSpecs] = {}
+        # On Auto axes alone, specs are needed only to gather: the compiler infers the rest.
         if gathered or self.explicit_axes:
             for own_path, variable in own_variables(module):
                 variable_specs = self._variable_specs(variable, gathered, inside)
-                if variable_specs is not None:
+                if variable_specs is not None:  # else nothing is known of its sharding
                     specs[own_path] = variable_specs
         return Tag(
             name=name,
@@ -102,25 +109,32 @@ class Tagger:
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> set[AxisName]:
         """Returns the axes over which sources gather parameters while their module runs.
 
-        ``gather=True`` stands for the axes that shard the batch.
+        What one source keeps, no other one gathers: experts stay divided over their axis, though
+        rows are sharded over it as well, and a base such as ``fsdp`` would gather them.
         """
         gathered = set[AxisName]()
+        kept = set[AxisName]()
         for source in sources:
-            gathered.update(self.plan.batch_axes if source.gather is True else source.gather or ())
-        return gathered.difference(*(source.kept for source in sources))
+            if source.gather is True:  # over the axes that shard the batch
+                gathered.update(self.plan.batch_axes)
+            elif source.gather:
+                gathered.update(source.gather)
+            kept.update(source.kept)
+        return gathered - kept
 
     def _variable_specs(
-        self, variable: Variable, gathered: frozenset[AxisName], inside: frozenset[AxisName]
+        self, variable: Variable, gathered: frozenset[AxisName], inside_axes: frozenset[AxisName]
     ) -> VariableSpecs | None:
         """Returns how a Variable is sharded, or None if it has no spec.
 
         Args:
           variable: the Variable in the trace.
           gathered: the axes over which parameters of its module are gathered.
-          inside: the axes that may shard it while its module runs.
+          inside_axes: the axes that may shard it while its module runs.
         """
         value = _compat.get_value(variable)
-        # What is declared for its array. One of several arrays, as of a quantized type, has none.
+        # What is declared for its array; that is not known for a Variable that is in no argument.
+        # One with several arrays, as of a quantized type, counts as if it had no declared spec.
         index = self._indices.get(id(variable))
         slots = () if index is None else self.plan.structure.slots[index]
         declared = self.plan.object_specs.get(slots[0]) if len(slots) == 1 else None
@@ -129,25 +143,32 @@ class Tagger:
             return None
         spec, _ = pair
         shape = jax.typeof(value).shape
-        kept = keep_axes(spec, inside)
+        inside_spec = keep_axes(spec, inside_axes)
+        # Both with an entry for each dimension, as those who read them expect.
         return VariableSpecs(
-            inside=with_entries(kept, pad_entries(kept, len(shape))),
+            inside=with_entries(inside_spec, pad_entries(inside_spec, len(shape))),
             shape=shape,
             is_gathered=is_parameter(variable) and not gathered.isdisjoint(spec_axes(spec)),
             outside=with_entries(spec, pad_entries(spec, len(shape))),
         )
 
     def tag_foreign(self, module: object, sources: tuple[ActivationSharding, ...]) -> Tag:
-        """Returns the tag of a module that is not from the arguments: the root of a path.
+        """Returns the tag of a module that is in no argument, and has none.
 
-        All modules in it get tags, too. They are kept here, because what the function has captured
-        or made is not to be changed.
+        The function has captured or made it. Its path begins at itself, unless it is in a module
+        that came here before, and so has got its tag with that. All modules in it get tags now,
+        too. Tags are kept here by the ids of modules, since what is captured is not to be changed.
+
+        Args:
+          module: the module.
+          sources: what the user and strategies declare.
         """
         if id(module) not in self._foreign:
-            name = type(module).__name__
+            name = type(module).__name__  # no argument has a name for it
             for path, inner in modules_in(module):
-                if _compat.tag_of(inner) is None:
+                if _compat.tag_of(inner) is None:  # else it is in an argument as well
                     tag = self.tag(name, path, sources, inner, is_in_argument=False)
+                    # An inner module that was called before the outer one keeps its first tag.
                     self._foreign.setdefault(id(inner), (tag, inner))
         tag, _ = self._foreign[id(module)]
         return tag

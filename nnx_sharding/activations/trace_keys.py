@@ -70,12 +70,13 @@ _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 class Known(dict[int, tuple[Path, object]]):
     """The modules known to a surrounding ``remat`` with filters: (path, module) by the id.
 
-    ``trace`` stands for this object in keys of JAX, which outlive the modules.
+    ``key`` stands for this object in keys of JAX's caches. They outlive the trace, and this object
+    would keep its modules alive.
     """
 
     def __init__(self, modules: Mapping[int, tuple[Path, object]]):
         super().__init__(modules)
-        self.trace = object()
+        self.key = object()
 
     def path_of(self, module: object) -> Path | None:
         """Returns the path by which a module is known; None for any other object."""
@@ -97,14 +98,16 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
       objects: the objects among the arguments of the function.
     """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    # For each ``remat``: what stands for it, then the path of each object in it.
-    paths = tuple((known.trace, *map(known.path_of, objects)) for known in KNOWN.get())
+    # For each ``remat`` around: what stands for it, then the path of each object in it, or None.
+    paths = tuple((known.key, *map(known.path_of, objects)) for known in KNOWN.get())
     if not paths and not any(tags):
         return contextlib.nullcontext()
+    # JAX compares contexts with those of earlier traces. So equal tags and paths need one object,
+    # as long as JAX holds it: `_KEYS` holds it weakly, and forgets it after that.
     key = _KEYS.get((tags, paths))
     if key is None:
         key = _KEYS[tags, paths] = _Key()
-    return _TAGS(key)
+    return _TAGS(key)  # a context manager, as `jax.make_user_context` makes them
 
 
 def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:

@@ -14,7 +14,17 @@ call of a module comes to it (``intercept.py``), and it
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
 tag of the original (``trace_keys.py``). A *source* is one ``ActivationSharding``, of the user or of
 a strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, as a
-pipeline does. The *plan* is what is known of the function before its trace.
+pipeline does. The *plan* is what is known of the function before its trace; its ``batch_axes`` are
+the mesh axes that shard the rows of the data.
+
+From other modules:
+
+    Frame             one call of a module: its ``tag``, ``method``, and what was chosen for arrays
+    RECORD            the record of the current trace, if it is made for a report; else None
+    type_spec         the spec in the type of an array; None if none of its axes is Explicit
+    spec_and_mesh     the spec of a sharding and its mesh; None for a sharding without a spec
+    with_handler      calls a function, and passes the calls of modules in it to a handler
+    current_handler   that handler: a `Scope`, or what another transform, as ``remat``, has set
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -110,7 +120,8 @@ def sharded_activations(
     pass_paths(caller, unflattened)
     scope = Scope(plan, plan.transform, unflattened, leaves)
     if not scope.is_needed:
-        # The function may be traced within another one, whose scope knows modules by their tags.
+        # The function may be traced within another one, whose scope knows modules by their tags. A
+        # scope of its own would have given the copies tags itself.
         pass_tags(caller, unflattened)
         yield caller.fun
         return
@@ -119,6 +130,8 @@ def sharded_activations(
     if jax.sharding.get_abstract_mesh().empty:
         meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
         mesh = next(meshes, None)
+    # What the caller's block raises, which traces the function, arrives here: errors of the user's
+    # code too, which leave as they are.
     try:
         # JAX uses a trace again only if `CONTEXT` holds the same object as when it was made.
         with CONTEXT(scope.context), in_context(mesh):
@@ -127,18 +140,21 @@ def sharded_activations(
         add_hint_outside(error)
         raise
     except ValueError as error:
-        if not is_explained(error):  # what a module raised is, with its name
-            refuse_constraint(error, plan.transform.name)
+        # An error of a module has a note already, with the module's name.
+        if not is_explained(error):
+            refuse_constraint(error, plan.transform.name)  # returns if it is another error
         raise
 
 
 def declared_rows(x: object) -> NamedSharding | None:
     """Returns how the first dimension of an array is declared to be sharded in this trace.
 
-    What is made of an array, such as its microbatches, is not declared: who makes it can constrain
-    it by this. None outside of a trace with a strategy, or if nothing is declared.
+    A declaration is for one array, such as a batch, and does not pass on to its microbatches. Code
+    that makes these constrains them by the sharding that this returns for the batch. None outside
+    of a trace with a strategy, or if nothing is declared.
     """
     scope = current_handler()
+    # Another transform, such as a `remat` with filters, may handle the calls of modules here.
     if not isinstance(scope, Scope) or not isinstance(x, jax.Array):
         return None
     return scope.declared_rows(x)
@@ -147,17 +163,25 @@ def declared_rows(x: object) -> NamedSharding | None:
 class Scope:
     """The handler of the calls of modules during one trace.
 
+    ``context`` is the key of this trace for JAX (`TraceContext`), with the filters that matched in
+    it: ``used`` has pairs of the number of a source and of the filter in it.
+
     Its private attributes:
 
         _plan            what is known of the function: shardings of arguments, axes of the batch
         _transform       the transform of the plan, with its name and options
-        _leaves          the tracers of the arguments, by slot
+        _unflattened     the arguments in the trace: copies of the objects of the call
+        _leaves          the tracers of the arguments, by slot (their position)
         _mesh            the mesh of the trace; None if there is none
         _axes            the axes of this mesh, except those that are Manual in a `shard_map`
         _explicit_axes   the Explicit axes in the types of the arguments
         _sources         what is declared: first by the user (``_num_declared``), then by strategies
-        _constrainer     constrains activations, and collects specs that do not fit
+        _observes        whether it handles calls even if nothing is declared
+        _tagger          makes the tags of modules
+        _constrainer     constrains activations, and collects specs that do not fit (``mismatches``)
         _whole_outputs   warns of outputs that are gathered for operations outside of modules
+        _schedules       the schedules for modules in the arguments, by name and path of the module
+        _pending         what calls returned that a schedule runs later, with the last of them
     """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
@@ -169,37 +193,48 @@ class Scope:
           unflattened: the arguments in the trace.
           leaves: their arrays.
         """
-        declared = transform.activation_shardings
-        sources = () if declared is None else (declared,)
-        self._transform, self._plan, self._unflattened = transform, plan, unflattened
-        self._leaves = leaves
+        self._plan, self._transform = plan, transform
+        self._unflattened, self._leaves = unflattened, leaves
+        self._pending: list[PendingCall] = []
+        self._schedules: dict[Place, CallSchedule] = {}
+        self._whole_outputs = WholeOutputs()
+
+        # The mesh, and which of its axes may shard activations.
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = frozenset(
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
         )
         self._mesh = _mesh_of(plan)
-        manual = transform.usable_axes or ()  # none in `jit`
-        self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
-        self._constrainer = Constrainer(transform, self._mesh, self._axes)
-        self._sources = [*sources]
-        self._num_declared = len(sources)
-        self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
-        # Within another trace, that one explains and records. Captured arrays may be on the mesh in
-        # context though no argument is.
+        axes_of_map = transform.usable_axes or ()  # of a `shard_map`; None in `jit`
+        self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(axes_of_map)
+
+        # To explain JAX's errors about Explicit axes, and to record calls for a report, it handles
+        # calls though nothing is declared. The scope of a trace around this one does both already.
+        # Captured arrays may be on the mesh in context though no argument is.
         context = jax.sharding.get_abstract_mesh()
         has_explicit = self._explicit_axes or axes_of_type(context, AxisType.Explicit)
-        self._observes = current_handler() is None and bool(
-            has_explicit or RECORD.value is not None
-        )
-        self._pending: list[PendingCall] = []  # what calls returned that run later
-        self._schedules: dict[Place, CallSchedule] = {}  # by the place of what each runs
-        self._whole_outputs = WholeOutputs()
-        self._tag_arguments(sources)
+        is_recorded = RECORD.value is not None
+        self._observes = current_handler() is None and bool(has_explicit or is_recorded)
+
+        # What is declared for the whole function. `_tag_arguments` adds what single arguments have,
+        # so the context, which is found by all of it, comes last.
+        declared = transform.activation_shardings
+        self._sources = [] if declared is None else [declared]
+        self._num_declared = len(self._sources)
+        self._constrainer = Constrainer(transform, self._mesh, self._axes)
+        self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
+        self._tag_arguments()
         self.context = self._context()
 
     def _context(self) -> TraceContext:
-        """The context of this trace: one for equal declarations in the same outermost trace."""
+        """Returns what JAX keys this trace by: one object for equal declarations.
+
+        JAX uses the trace of an inner function again only for the same object: so inner functions
+        with equal declarations share a trace. Not in another outermost trace, where filters that
+        have matched in the earlier trace would seem to match nothing.
+        """
         outer: TraceContext | None = CONTEXT.value
+        # All contexts in one outermost trace share this dictionary of them.
         contexts = {} if outer is None else outer.within_outermost
         key = tuple(self._sources), self._plan.batch_axes
         if key not in contexts:
@@ -223,70 +258,77 @@ class Scope:
 
     def _run(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls the user's function with this handler; what it returns is not checked yet."""
-        # Methods that are intercepted though their names are private.
-        named = {x.method for source in self._sources for x in source.shardings}
         if not args or not isinstance(args[0], nnx.Module):
-            return self._with_uses(named, fun, args, kwargs)
-        # Whether it is a method of the class, or the function within the decorators of one.
+            return self._with_uses(fun, args, kwargs)
+        # Whether ``fun`` is a method of that module's class, as in `jit(Model.__call__)(model, x)`.
+        # The class may hold it within decorators, each of which has the next in `__wrapped__`.
         name = getattr(fun, "__name__", "")
         method = original_of(inspect.getattr_static(type(args[0]), name, None))
         while method is not None and method is not fun:
             method = original_of(getattr(method, "__wrapped__", None))
         if method is None:
-            return self._with_uses(named, fun, args, kwargs)
-        # Such as `jit(Model.__call__)(model, x)`. This scope handles it as a call of a module.
+            return self._with_uses(fun, args, kwargs)
+        # ``fun`` is the plain function, which no descriptor of the class intercepts. So this scope
+        # is called as the handler of that call, as a descriptor would do it.
         module, *others = args
         bound = functools.partial(fun, module)
-        return self._with_uses(named, self, (module, name, bound, tuple(others), kwargs), {})
+        return self._with_uses(self, (module, name, bound, tuple(others), kwargs), {})
 
-    def _with_uses(
-        self, named: set[str], fun: Call, args: tuple[Any, ...], kwargs: Keywords
-    ) -> Any:
+    def _with_uses(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a function with this handler, and reports schedules that it did not use.
 
-        ``named`` are the methods to intercept though their names are private.
+        A schedule is used if the module that it is for is called, so that the schedule runs.
         """
+        # Public methods are intercepted anyway; these are, though their names may be private.
+        declared_methods = {x.method for source in self._sources for x in source.shardings}
         is_inner = SCHEDULE_USES.get() is not None  # then the outermost trace reports them
         if is_inner or not self._schedules:
-            return with_handler(self, named, fun, *args, **kwargs)
+            return with_handler(self, declared_methods, fun, *args, **kwargs)
         uses = ScheduleUses()
         token = SCHEDULE_USES.set(uses)
         try:
-            out = with_handler(self, named, fun, *args, **kwargs)
+            out = with_handler(self, declared_methods, fun, *args, **kwargs)
         finally:
             SCHEDULE_USES.reset(token)
         uses.report(self._schedules)
         return out
 
-    def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
+    def _tag_arguments(self) -> None:
         """Tags the modules in all arguments, and records the schedules that are given for them.
 
-        ``sources`` are declared for all arguments; an argument may have one of its own.
+        An argument whose ``in_shardings`` are a strategy has a source of its own, which is added to
+        those that are declared for all arguments.
         """
+        for_all = tuple(self._sources)
         # Of each part of an argument, what is declared for it alone; None for most.
         parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
         for argument in self._plan.graph_arguments:
             for part in argument.parts:
-                has_rules = isinstance(part.spec, StateSharding)
+                has_rules = isinstance(part.spec, StateSharding)  # what a strategy returns
                 parts.append((argument, part, part.spec.activations if has_rules else None))
-        if not (sources or self._observes or any(own is not None for *_, own in parts)):
+        # Explanations and records name modules by their tags, so they need these, too.
+        if not (for_all or self._observes or any(own is not None for *_, own in parts)):
             return
         structure = self._plan.structure
         tagged = set[int]()  # the indices of modules: a shared one has its first path
         for argument, part, own in parts:
             if own is not None and own not in self._sources:
                 self._sources.append(own)
-            part_sources = (*sources, *([] if own is None else [own]))
+            sources = for_all if own is None else (*for_all, own)
             name = accessor(argument.name, part.keys)  # such as ``models[0]``
-            for index, [path] in structure.paths_to_objects([((), part.child)]).items():
-                if not isinstance(structure.entries[index], NodeEntry) or index in tagged:
+            # By the index of each object in the part: one path to it from there, the shortest.
+            paths = structure.paths_to_objects([((), part.child)])
+            for index, [path] in paths.items():
+                is_module = isinstance(structure.entries[index], NodeEntry)
+                if not is_module or index in tagged:
                     continue
                 tagged.add(index)
                 module = self._unflattened.objects[index]
-                tag = self._tagger.tag(name, path, part_sources, module)
+                tag = self._tagger.tag(name, path, sources, module)
                 _compat.tag_node(module, tag)
                 schedule = self._schedule(tag, module, "__call__")
                 if schedule is not None:
+                    # A list of layers has a schedule for each, and runs as a whole at its own path.
                     self._schedules[name, schedule.module_path(path)] = schedule
 
     def __call__(
@@ -304,14 +346,12 @@ class Scope:
         Returns:
           What the method returns, sharded as declared.
         """
+        # A module that is in no argument, as one that the function makes, has no tag yet.
         tag = _compat.tag_of(module) or self._tagger.tag_foreign(module, tuple(self._sources))
         if isinstance(module, nnx.Optimizer) and method == "update":
             with jax.named_scope(tag.accessor):  # for `by_module`
                 return update(module, call, args, kwargs)
         schedule = self._schedule(tag, module, method)
-        # A schedule of ``__call__`` that a call of another method does not use.
-        is_other = schedule is None and method != "__call__"
-        unscheduled = self._schedule(tag, module, "__call__") if is_other else None
         if schedule is not None:
             # Layers of a pipeline are called one by one; the last call runs all of them.
             tag, module, redirected = schedule.redirect(tag, module, args, kwargs)
@@ -319,24 +359,25 @@ class Scope:
                 self._pending.append(redirected)
                 return redirected
             args, kwargs = redirected
-        uses = SCHEDULE_USES.get()
-        if uses is not None and method == "__call__":
-            if schedule is None:
-                uses.call(tag.name, tag.path)
-            else:
-                uses.run(tag.name, tag.path)
+        if method == "__call__" and (uses := SCHEDULE_USES.get()) is not None:
+            note = uses.call if schedule is None else uses.run
+            note(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
+                # Raises an error of ours that names the module.
                 refuse_untyped(error, self._transform.name, frame, (args, kwargs))
             except ValueError as error:
                 if self._explicit_axes:
-                    explain(error, self._transform.name, frame)
+                    explain(error, self._transform.name, frame)  # with a note, or another error
                 raise
             frame.record(out)
-        if unscheduled is not None:
-            unscheduled.report_other_method(tag, method, args, out)
+        if schedule is None and method != "__call__":
+            # A pipeline of ``__call__`` does not run in other methods, which may be a mistake.
+            unused = self._schedule(tag, module, "__call__")
+            if unused is not None:
+                unused.report_other_method(tag, method, args, out)
         return out
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
@@ -349,10 +390,11 @@ class Scope:
         """
         found = (source.find_schedule(tag.path, module, method) for source in tag.sources)
         schedule = next((x for x in found if x is not None), None)
-        # While a schedule runs, it calls the layers itself.
-        if schedule is None or schedule.is_running or self._mesh is None:
+        # While a schedule runs, it calls the layers itself, as they are written.
+        if schedule is None or schedule.is_running:
             return None
-        return schedule
+        # Without a mesh there are no stages: all layers are on one device.
+        return None if self._mesh is None else schedule
 
     def _call_sharded(
         self,
@@ -364,6 +406,9 @@ class Scope:
     ) -> Any:
         """Calls a method with the shardings of its input, parameters, axis types and output.
 
+        The input is constrained first, as a schedule divides its rows. The module's own parameters
+        are gathered for as long as its method, or the schedule in place of it, runs.
+
         Args:
           frame: the call, with the tag of the module.
           schedule: what runs the module in a special order, such as a pipeline; None for a plain
@@ -372,13 +417,15 @@ class Scope:
           args: the positional arguments of the call.
           kwargs: its keyword arguments.
         """
-        if frame.tag.specs:  # a layer with Variables of its own
+        has_own_variables = bool(frame.tag.specs)
+        if has_own_variables:
             self._whole_outputs.begin_layer()
-        chosen = self._find(frame)
+        chosen = self._find(frame)  # the specs of input and output
         if chosen.input is not None and args:
             first = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
             args = (first, *args[1:])
         if schedule is not None and self._mesh is not None:
+            # A function with the same arguments, which runs the module's layers in stages.
             call = schedule.wrap(
                 frame.module,
                 call,
@@ -410,10 +457,13 @@ class Scope:
         """
         mesh = jax.sharding.get_abstract_mesh()
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        pair = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
-        if explicit and pair is not None and pair[0].unreduced:
-            # Only Explicit axes can be, and only the layer itself can leave out the sum.
-            kwargs = {**kwargs, "out_sharding": keep_axes(pair[0], explicit)}
+        spec_on_mesh = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
+        if explicit and spec_on_mesh is not None:
+            spec, _ = spec_on_mesh
+            # A sum over an axis that is left out. JAX has it over Explicit axes only, and the layer
+            # itself has to leave it out, so it is told.
+            if spec.unreduced:
+                kwargs = {**kwargs, "out_sharding": keep_axes(spec, explicit)}
         # The Explicit axes that are Auto while the method runs: all or none.
         auto_axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
         if not auto_axes:
@@ -422,18 +472,20 @@ class Scope:
                 return out  # its types say how it is sharded
             return self._shard_output(out, chosen, frame)
         frame.is_by_strategy = True
-        return with_auto_axes(
-            (frame.module, args, kwargs),  # the module, too, as it holds arrays with types
-            lambda inside: self._shard_output(call(*inside[1], **inside[2]), chosen, frame),
-            auto_axes,
-            functools.partial(
-                self._type_output,
-                frame=frame,
-                inputs=(args, kwargs),
-                auto_axes=auto_axes,
-                outer=mesh,
-            ),
-        )
+
+        def call_on_auto_axes(inputs: tuple[object, tuple[Any, ...], Keywords]) -> Any:
+            """Calls the method with retyped arguments; ``with_auto_axes`` has set the mesh."""
+            _, args, kwargs = inputs
+            return self._shard_output(call(*args, **kwargs), chosen, frame)
+
+        def type_output(x: jax.Array) -> jax.Array:
+            """Gives a new array of the result its type, back on the mesh outside."""
+            inputs = (args, kwargs)
+            return self._type_output(x, frame=frame, inputs=inputs, auto_axes=auto_axes, outer=mesh)
+
+        # The module is an input as well, as it holds arrays with types.
+        inputs = (frame.module, args, kwargs)
+        return with_auto_axes(inputs, call_on_auto_axes, auto_axes, type_output)
 
     def _shard_output(self, out: Any, chosen: InOutSharding, frame: Frame) -> Any:
         """Shards what a method returned: as declared, else like the columns of its kernel."""
@@ -447,31 +499,40 @@ class Scope:
         return first_axes(self._declared_shardings(x), self._transform.context)
 
     def _declared_shardings(self, x: jax.Array) -> list[Any]:
-        """Lists the shardings that are declared for an array.
+        """Lists the shardings that are declared for an array, with None for what is not declared.
 
-        Only what is declared for the array itself counts: a sharding in its type, of an argument of
-        the function, or of a constraint; not what operations make of such an array.
+        Only what is declared for the array itself counts: of an argument of the function, in its
+        type, or by a constraint; not what operations make of such an array.
         """
-        slots = self._plan.structure.root_slots  # of arguments that are in no module
-        value = _compat.differentiated_value(x)  # within `grad`, the tracer that it stands for
-        declared = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
-        return [*declared, jax.typeof(x).sharding, _compat.constrained_by(value)]
+        # Within `grad` a tracer stands for another one, which is the argument.
+        value = _compat.differentiated_value(x)
+        # An argument in no module is known by its tracer, as each has one of its own.
+        slots = self._plan.structure.root_slots
+        of_argument = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
+        in_type = jax.typeof(x).sharding  # on Auto axes it names none of them
+        of_constraint = _compat.constrained_by(value)  # if a constraint has made the array
+        return [*of_argument, in_type, of_constraint]
 
     def declared_rows(self, x: jax.Array) -> NamedSharding | None:
-        """Returns a sharding of the first dimension of an array, as it is declared, or None."""
+        """Returns a sharding of the rows of an array, its first dimension, as declared, or None.
+
+        Other dimensions are left to the compiler: only rows are divided into microbatches.
+        """
         if self._mesh is None or type_spec(x) is not None:  # on Explicit axes its type says it
             return None
         other_dimensions = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        # Any of them may be missing, or shard other dimensions only.
         for sharding in self._declared_shardings(x):
             pair = spec_and_mesh(sharding, self._transform.context)
             if pair is None:  # a sharding without a spec
                 continue
-            [first_entry, *_] = pad_entries(pair[0], 1)
+            spec, _ = pair
+            [first_entry, *_] = pad_entries(spec, 1)
             # A `shard_map` has divided the rows over its own axes already.
             axes = tuple(axis for axis in axes_of(first_entry) if axis in self._axes)
             if axes:
-                spec = PartitionSpec(axes, *other_dimensions)
-                return NamedSharding(mesh_in_trace(self._mesh), spec)
+                sharding_of_rows = PartitionSpec(axes, *other_dimensions)
+                return NamedSharding(mesh_in_trace(self._mesh), sharding_of_rows)
         return None
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
@@ -479,8 +540,10 @@ class Scope:
         spec = self._spec_of_columns(frame, x) if isinstance(x, jax.Array) else None
         if spec is None:
             return x
+        # Remembered even if no axis shards the columns: then those of the model's output are whole.
         self._whole_outputs.end_layer(x, spec)
-        if self._mesh is None or not any(spec_axes(spec)):
+        names_axes = any(spec_axes(spec))
+        if self._mesh is None or not names_axes:
             return x
         [new] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
         return new
@@ -522,45 +585,52 @@ class Scope:
         if chosen is not None:
             spec = keep_axes(chosen.spec, explicit)
         else:
-            spec = opened(type_spec(x))
+            spec = opened(type_spec(x))  # dimensions without an axis are still to be decided
             # Not for the model itself (whose path is empty): JAX refuses to index sharded columns,
             # as losses do with logits.
             is_inner = bool(frame.tag.path)
             if spec is None and is_inner and (columns := self._spec_of_columns(frame, x)):
                 spec = keep_axes(columns, explicit)
         like = input_like(x, inputs)
-        assert like is not None  # or no axis would have been Auto
+        assert like is not None  # axes are Auto only for a call with an input on Explicit axes
+        # What ``spec`` leaves open is as in ``like``: the same dimensions, else the leading ones.
         typed: jax.Array = retype(x, outer, output_spec(x, like, spec))
         if chosen_here is not None:
             frame.note_sharding(typed, jax.typeof(typed).sharding)  # for the report
         elif chosen is None and frame.is_outermost:
-            # Its type may gather what the columns shard: a warning, if the function uses it so.
-            sizes = {axis: outer.shape[axis] for axis in auto_axes - self._plan.batch_axes}
+            # On Auto axes its columns, as of logits, may be sharded, and the type says that they
+            # are whole: so they are gathered, of which it warns if the function uses them.
+            column_axes = auto_axes - self._plan.batch_axes  # the batch axes shard rows
+            sizes = {axis: outer.shape[axis] for axis in column_axes}
             self._whole_outputs.add(frame, typed, like, sizes)
         return typed
 
     def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """Returns the spec of an output whose last dimensions are columns of a kernel, or None.
 
-        None also where nothing is inferred: on Auto axes the compiler does it alone.
+        None if the user declares all shardings himself (no source has ``infer``), and on Auto axes,
+        where the compiler alone chooses.
         """
-        if not self._explicit_axes or not any(source.infer for source in frame.tag.sources):
+        is_inferred = any(source.infer for source in frame.tag.sources)
+        if not self._explicit_axes or not is_inferred:
             return None
-        # Axes that are Auto around the model are the compiler's, as on Auto axes alone.
+        # Axes of the batch shard the rows of the output, so they cannot shard its columns.
         axes = self._explicit_axes.difference(self._plan.batch_axes)
         return spec_of_columns(frame.module, frame.tag, x, axes)
 
     def _find(self, frame: Frame) -> InOutSharding:
         """Returns what the first source that has a filter for the call chooses.
 
-        Filters of all sources that match count as used.
+        The user's source comes first, so it precedes strategies. The filters that match in all
+        sources count as used, though only one decides: none of them is a mistake.
         """
         chosen = None
         for source in frame.tag.sources:
+            # The first filter of the source that matches this path, class and method.
             index, sharding = source.find(frame.tag.path, frame.module, frame.method)
             if sharding is None or index is None:  # no filter of this source matches
                 continue
-            number = self._sources.index(source)
+            number = self._sources.index(source)  # equal sources are one in this list
             self.context.used.add((number, index))
             if chosen is None:
                 chosen, frame.is_strict = sharding, source.strict
@@ -568,31 +638,36 @@ class Scope:
         return _NOTHING_DECLARED if chosen is None else chosen
 
     def _check(self) -> None:
-        """Raises errors at the end of a trace: for specs that did not fit, and unused filters.
+        """Raises errors at the end of a trace.
 
-        Also for calls that a schedule was to run later, and never did.
+        They are for calls that a schedule was to run later and never ran, for specs that did not
+        fit, and for filters that matched no call.
         """
         name = self._transform.name
         for pending in self._pending:
             pending.check_ran()
+
+        mismatches = self._constrainer.mismatches  # lines as keys, so that each is there once
         for source in self._sources:
+            # Axes to gather over that the user names have to be axes of the mesh.
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:
-                    self._constrainer.mismatches[fit.line("gather").strip()] = None
+                    mismatches[fit.line("gather").strip()] = None
         raise_listed(
             ActivationError,
             f"{name}: these activation shardings do not fit:",
-            [f"  {x}" for x in self._constrainer.mismatches],
+            [f"  {x}" for x in mismatches],
             "Correct the specs, or use on_indivisible for those that do not divide a shape.",
             anchor="activation-specs-that-do-not-fit",
         )
-        unused = [
-            _unused_line(source.filters[index], sharding.method)
-            for number, source in enumerate(self._sources)
-            for index, sharding in enumerate(source.shardings)
-            if source.strict and (number, index) not in self.context.used
-        ]
+
+        unused = []
+        for number, source in enumerate(self._sources):
+            for index, sharding in enumerate(source.shardings):
+                is_used = (number, index) in self.context.used
+                if source.strict and not is_used:
+                    unused.append(_unused_line(source.filters[index], sharding.method))
         raise_listed(
             ActivationError,
             f"{name}: these filters of activation_shardings match no called module:",

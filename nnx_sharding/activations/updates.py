@@ -4,6 +4,10 @@ On Explicit axes, JAX has to type each operation, and refuses many in transforma
 as a concatenation of differently sharded arrays. So all axes are Auto within
 ``GradientTransformation.update``. The updates leave it with the types of the parameters, and the
 new state with those of the old one, which nothing in the arrays says on Auto axes.
+
+From the core: `AxisTypeChange` is a pair of meshes, ``outer`` (around a call) and ``inner`` (during
+it, here with all axes Auto). `retype_all` gives arrays in a trace the axis types of a mesh, with
+specs over its Explicit axes, or those that they have; other values it returns unchanged.
 """
 
 from __future__ import annotations
@@ -62,41 +66,57 @@ class _WithAutoAxes:
         return getattr(self._tx, name)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        """Returns the updates and the new state, typed like the parameters and the old state."""
+        """Returns the updates and the new state, typed like the parameters and the old state.
+
+        Args:
+          updates: the gradients, a pytree of arrays.
+          state: the state of the transformation.
+          params: the parameters, of the structure of ``updates``, if the user's code passes them.
+          **extra: what some transformations need, such as the loss function of a line search.
+        """
         mesh = jax.sharding.get_abstract_mesh()
-        retyping = AxisTypeChange.of(mesh, True, AxisType.Auto, name="Optimizer.update")
-        if retyping is None:
+        all_axes = True
+        retyping = AxisTypeChange.of(mesh, all_axes, AxisType.Auto, name="Optimizer.update")
+        if retyping is None:  # no axis is Explicit
             return self._tx.update(updates, state, params, **extra)
         outer, inner = retyping
         like = updates if params is None else params
 
         # Gradients may be sharded otherwise than parameters; all have to meet as these are.
-        outside = (_typed_like(updates, like, outer), state, params), extra
-        leaves, treedef = jax.tree.flatten(outside)
+        updates = _typed_like(updates, like, outer)
+        leaves, treedef = jax.tree.flatten(((updates, state, params), extra))
+        # Functions among them, such as the loss, are written for the Explicit axes.
         leaves = [_with_outer_axes(x, like, retyping) if callable(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(treedef, retype_all(leaves, inner))
         with jax.sharding.use_abstract_mesh(inner):
-            new = self._tx.update(*args, **kwargs)
-        return _typed_like(new, (like, state), outer)
+            new_updates, new_state = self._tx.update(*args, **kwargs)
+        return _typed_like((new_updates, new_state), (like, state), outer)
 
 
 def _with_outer_axes(
     fun: Callable[..., Any], like: Any, retyping: AxisTypeChange
 ) -> Callable[..., Any]:
-    """Returns a function that a transformation calls, such as the loss of a line search.
+    """Returns a function for a transformation, as the loss of a line search, on the outer axes.
 
-    It runs with the axes outside of the transformation; arguments of the structure of the
-    parameters, ``like``, have their types.
+    The transformation, on Auto axes, calls it with arrays of those, and computes with what it
+    returns. The user wrote it for the axes outside.
+
+    Args:
+      fun: the user's function.
+      like: the parameters. An argument of their structure gets their types; other arrays are
+        replicated.
+      retyping: the mesh outside of the transformation, and the mesh in it.
     """
     outer, inner = retyping
 
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         args = tuple(_typed_like(arg, like, outer) for arg in args)
+        kwargs = _typed_like(kwargs, None, outer)
         with jax.sharding.use_abstract_mesh(outer):
-            out = fun(*args, **_typed_like(kwargs, (), outer))
+            out = fun(*args, **kwargs)
         leaves, treedef = jax.tree.flatten(out)
-        return jax.tree.unflatten(treedef, retype_all(leaves, inner))
+        return jax.tree.unflatten(treedef, retype_all(leaves, inner))  # to Auto axes again
 
     return call
 
@@ -104,18 +124,24 @@ def _with_outer_axes(
 def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     """Gives the arrays of a pytree the types of the arrays in another pytree of the same structure.
 
-    Arrays of another shape, or in a tree of another structure, are replicated.
+    Arrays are replicated if they have another shape, or their tree another structure. That is
+    right for any array, since a type only says where it is; it may cost a gather.
+
+    Args:
+      tree: a pytree of arrays; other values stay as they are.
+      like: the other pytree; None to replicate all arrays.
+      mesh: the mesh of the new types.
     """
     leaves, treedef = jax.tree.flatten(tree)
     is_same = jax.tree.structure(like) == treedef  # type: ignore[operator]
     others = jax.tree.leaves(like) if is_same else [None] * len(leaves)
-
-    def spec_like(x: Any, other: Any) -> PartitionSpec | None:
+    specs: list[PartitionSpec | None] = []  # for each leaf; None leaves it as it is
+    for x, other in zip(leaves, others, strict=True):
         if not isinstance(x, jax.Array):
-            return None  # which leaves it as it is
+            specs.append(None)
+            continue
         is_like = other is not None and jnp.shape(x) == jnp.shape(other)
         spec = (type_spec(other) if is_like else None) or PartitionSpec()
-        return PartitionSpec(*spec.partitions)
-
-    specs = [*map(spec_like, leaves, others)]
+        # Without `unreduced` and `reduced` axes, over which each device has a summand of its own.
+        specs.append(PartitionSpec(*spec.partitions))
     return jax.tree.unflatten(treedef, retype_all(leaves, mesh, specs))

@@ -31,17 +31,18 @@ _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType}
 # Looked for among the base classes (``__mro__``): ``isinstance`` with abstract base classes would
 # dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
-# Types of Variables with which no layer computes as with parameters.
+
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
     """Yields a module's own Variables, each after its path, also those in its lists and dicts.
 
-    Those of submodules are not its own. Random state and caches are left out.
+    Those of submodules are not its own. Random state (``nnx.RngState``) and caches (``nnx.Cache``)
+    are left out, as no layer computes with them as with parameters.
     """
-    # In a trace, attributes are sorted by name. From the last one, so that kernels come before
-    # biases.
+    # From the last one: in a trace, attributes are sorted by name, and callers that look for the
+    # kernel of a layer take the first that fits. A bias would fit sometimes.
     for path, value in reversed([*_walk(module, into_modules=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
@@ -68,9 +69,13 @@ def is_layer(module: object) -> bool:
 def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
     """Yields ``root`` and what it holds, each after its path, depth-first.
 
-    It yields each module once, and goes into containers; into other modules than ``root`` only if
-    ``into_modules``. Variables and arrays are yielded as well, but not plain values, such as
-    numbers and functions.
+    It yields modules (each once), containers, Variables and arrays, but not the values of `_ATOMS`:
+    None, bools, numbers, strings, classes and functions.
+
+    Args:
+      root: a module.
+      into_modules: whether it goes into other modules than ``root``. Into containers it always
+        goes.
     """
     seen_nodes = set[int]()  # by id
     pending: list[tuple[Path, object]] = [((), root)]  # no recursion: models may be nested deeply
@@ -81,6 +86,7 @@ def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
         if _is_node(value):
             seen_nodes.add(id(value))  # modules may form cycles; lists and dicts in them do not
         yield path, value
+        # Like ``isinstance``, but faster; see `_CONTAINERS`.
         is_container = not _CONTAINERS.isdisjoint(type(value).__mro__)
         if value is root or into_modules or is_container:
             # In reverse, as the last one is popped first.

@@ -17,7 +17,8 @@ because callers index it.
 
 *Columns* are the last dimension of an array, such as the vocabulary of logits. A `Frame` is a call
 of a module, with its ``tag``; a tag has the ``specs`` of the module's Variables by path, each with
-the spec ``inside`` of the module and the ``shape``.
+the spec ``inside`` of the module and the ``shape``. `LEFT_AUTO_AXES` notes which arrays have left
+Auto axes in the function that is traced, and which of them it returns with a declared sharding.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ from .variables import modules_in
 
 
 def column_axes(model: object, size: int) -> frozenset[AxisName]:
-    """Returns the mesh axes over which a model shards all dimensions of its Variables of a size.
+    """Returns the mesh axes that shard columns of this number in a model.
 
-    An output of this size is sharded like these: the logits of a model like its vocabulary. Empty
-    if no Variable has such a dimension, or one of these is whole.
+    They are the axes that shard each dimension of this size in its Variables. With 50,000 columns,
+    these are the dimensions of the vocabulary in an embedding and in a head. Only the size says
+    that they belong together, so axes that shard just some of these dimensions do not count. Empty
+    if no Variable has such a dimension.
     """
     tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
     axes_of_dims: list[frozenset[AxisName]] = []  # of each dimension of this size
     for tag in tags:
         for variable in () if tag is None else tag.specs.values():
-            entries = pad_entries(variable.inside, len(variable.shape))
-            axes_of_dims += [
-                frozenset(axes_of(entry))
-                for entry, length in zip(entries, variable.shape, strict=True)
-                if length == size
-            ]
+            entries = pad_entries(variable.inside, len(variable.shape))  # while its module runs
+            for entry, length in zip(entries, variable.shape, strict=True):
+                if length == size:
+                    axes_of_dims.append(frozenset(axes_of(entry)))
     return frozenset.intersection(*axes_of_dims) if axes_of_dims else frozenset()
 
 
@@ -75,8 +76,10 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
     """Finds the heads in an array of a model, such as a cache; None if nothing shards them.
 
     The array is (…, heads, …, features), with the length before or after the heads. Its projection
-    is (…, in, heads, features) or (…, in, heads * features). Other kernels may have as many outputs
-    as length * features, so those named as projections to keys or values decide if there are any.
+    is (…, in, heads, features) or (…, in, heads * features). So each dimension but the first and
+    the last may be that of heads, and is if a kernel has as many. Other kernels may have as many
+    outputs as length * features, so those named as projections to keys or values decide if there
+    are any.
 
     Args:
       model: the model.
@@ -88,6 +91,7 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
     for path, module in modules_in(model):
         tag: Tag | None = _compat.tag_of(module)
         for key, variable in () if tag is None else tag.specs.items():
+            # The kernel or its module: ("attention", "k_proj", "kernel"), or ("attention", "wk").
             is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
             for dimension in range(1, len(shape) - 1):  # neither the first one nor the features
                 axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
@@ -98,13 +102,18 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
     if not axes_of_all:
         return None
     dimensions = {heads.dimension for heads in found}
+    # If kernels disagree, it is still known that a gather over these axes happens, which is warned
+    # of; only the spec to write is not.
     return Heads(dimensions.pop() if len(dimensions) == 1 else None, axes_of_all)
 
 
 def _axes_of_heads(
     variable: VariableSpecs, heads: int, features: int, sizes: Mapping[AxisName, int]
 ) -> frozenset[AxisName] | None:
-    """Returns the axes that shard whole heads of a kernel; None if it is not one to these heads.
+    """Returns the axes that shard the heads of a kernel.
+
+    Returns None if the shape of the kernel is not that of a projection to these heads, and no axes
+    if its axes cut through heads.
 
     Args:
       variable: the kernel: (…, in, heads, features) or (…, in, heads * features).
@@ -120,8 +129,9 @@ def _axes_of_heads(
     else:
         return None
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
-    is_whole = heads % math.prod(sizes[axis] for axis in axes) == 0
-    return frozenset(axes if is_whole else ())
+    # All of them or none: they shard one dimension together.
+    divides_heads = heads % math.prod(sizes[axis] for axis in axes) == 0
+    return frozenset(axes if divides_heads else ())
 
 
 class _GatheredOutput(NamedTuple):
@@ -133,7 +143,8 @@ class _GatheredOutput(NamedTuple):
       array: the output.
       over: the axes over which it is gathered, in words.
       sharded: its spec without the gather; None if it is not known.
-      left: the arrays that left Auto axes in the function that calls the module.
+      left: the arrays that left Auto axes in the function that calls the module. That may be an
+        inner one, such as a loss, whose declared shardings are known when it has returned.
       at: the file and line where the module is called, for a cache.
     """
 
@@ -150,17 +161,23 @@ class _GatheredOutput(NamedTuple):
         """Whether a function within this one has returned it with a declared sharding."""
         return self.left is not None and id(self.array) in self.left.declared
 
-    def line(self, place: str = "", *, says_spec: bool = True) -> str:
-        """Returns a line about it: what is gathered, over which axes, where, and what to write.
+    def line(self, *, says_place: bool = False, says_spec: bool = True) -> str:
+        """Returns a line for a warning, such as ``  model: f32[8,512], 16 kB, over 'model'``.
 
-        ``place`` is the end of the part before the remedy; without ``says_spec`` there is none.
+        Args:
+          says_place: whether it also says where the module is called: ``, at train.py:12``.
+          says_spec: whether it also says what to write: ``: write PartitionSpec('data', 'model')``,
+            if that is known.
         """
         # Only a warning needs `analysis`, which takes long to import.
         from ..analysis.units import bytes_text
 
         size = bytes_text(self.array.size * self.array.dtype.itemsize)
         kind = jax.typeof(self.array).str_short(short_dtypes=True)
-        remedy = f": write {_short(self.sharded)}" if says_spec and self.sharded is not None else ""
+        place = f", at {self.at}" if says_place else ""
+        remedy = ""
+        if says_spec and self.sharded is not None:
+            remedy = f": write {_without_trailing(self.sharded)}"
         return f"  {self.name}: {kind}, {size}, over {self.over}{place}{remedy}"
 
 
@@ -180,8 +197,10 @@ class WholeOutputs:
     Its private attributes:
 
         _gathered     outputs that are gathered over axes of their columns
-        _caches       those that are gathered over axes of their heads, by what would declare specs
-        _last_layer   the columns of the layer that ran last
+        _caches       those that are gathered over axes of their heads, by the text that declares
+                      them: the caches that one method returns are in one warning
+        _last_layer   the columns of the layer that ran last: their number, and the axes that shard
+                      them
     """
 
     def __init__(self) -> None:
@@ -206,22 +225,26 @@ class WholeOutputs:
         Args:
           frame: the call of the module.
           x: the output, typed.
-          first: the first input. A last dimension of ``x`` that is also one of it is of the data,
-            not of columns.
+          first: the first input, (batch, …), which the output is typed like.
           sizes: the sizes of the axes that can shard columns.
         """
         name, model = frame.tag.accessor, frame.module
         spec = jax.typeof(x).sharding.spec
         # The rank of activations: tokens (batch, length) become (batch, length, columns).
-        rank = first.ndim + int(jnp.issubdtype(first.dtype, jnp.integer))
+        is_tokens = jnp.issubdtype(first.dtype, jnp.integer)
+        rank = first.ndim + 1 if is_tokens else first.ndim
+        # An output with fewer dimensions has no columns: a value for each token, (batch, length).
+        # One with the dimensions of the input, (batch, features), is the data, or is like them.
         if x.ndim < max(2, rank) or x.shape == first.shape[: x.ndim]:
             return
+        # One with more dimensions may be a cache, (batch, length, heads, features).
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
             return
+        # As Variables with this number of columns are sharded, and as the last layer computed them.
         axes = column_axes(model, x.shape[-1])
         if self._last_layer.number == x.shape[-1]:
             axes |= self._last_layer.axes
-        axes = axes.difference(spec_axes(spec))  # these still shard it
+        axes = axes.difference(spec_axes(spec))  # those in its type still shard it
         gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
         if gathered:
             output = _GatheredOutput(
@@ -237,9 +260,13 @@ class WholeOutputs:
     def _add_cache(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
     ) -> bool:
-        """Records an output with heads that are gathered; returns whether it is one.
+        """Records an output whose heads are gathered; returns whether it is one.
 
-        The arguments are those of :meth:`add`.
+        Args:
+          frame: the call of the module.
+          x: the output, typed.
+          first: the first input, (batch, …).
+          sizes: the sizes of the axes that can shard heads.
         """
         heads = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
@@ -249,12 +276,16 @@ class WholeOutputs:
         sharded = None  # the spec to write, if it is clear which dimension is that of heads
         if heads.dimension is not None:
             entries = [*pad_entries(spec, x.ndim)]
-            batch_entry = pad_entries(jax.typeof(first).sharding.spec, first.ndim)[0]
-            # A cache of stacked layers, (layers, batch, …), has not the batch in front.
-            if first.shape[0] in x.shape[: heads.dimension] and not any(entries):
-                entries[x.shape.index(first.shape[0])] = batch_entry
+            # A cache of stacked layers, (layers, batch, …), is not typed like the input, whose
+            # batch is in front. So the batch is found by its size, left of the heads.
+            is_untyped = not any(entries)
+            batch = first.shape[0] if first.ndim else None
+            if is_untyped and batch in x.shape[: heads.dimension]:
+                [batch_entry] = pad_entries(jax.typeof(first).sharding.spec, 1)
+                entries[x.shape.index(batch)] = batch_entry
             entries[heads.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
+        # What the user writes for ``activation_shardings``: the key of the warning.
         pattern, method = exact_path(frame.tag.path), frame.method
         declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
         output = _GatheredOutput(
@@ -272,11 +303,14 @@ class WholeOutputs:
     def warn(self, transform: Sharded, result: object) -> None:
         """Warns of what is gathered, by what the function does with it.
 
+        What it returns with a declared sharding is not gathered, so it is not warned of. What it
+        returns without one needs a declaration, and what is no result is used by an operation.
+
         Args:
           transform: that of the function, with the shardings that are declared for its results.
           result: what the function returned.
         """
-        declared, undeclared = _results(transform, result)
+        declared, undeclared = _results(transform, result)  # ids of arrays
 
         def is_used(output: _GatheredOutput) -> bool:
             """Whether operations of the function get it: it is not only a result."""
@@ -286,9 +320,11 @@ class WholeOutputs:
             """Whether it is a result for which no sharding is declared."""
             return not output.is_result and id(output.array) in undeclared
 
-        for pattern, caches in self._caches.items():
+        # One warning for each declaration that would help. Where a cache is a result, its sharding
+        # is declared like that of any other result.
+        for declaration, caches in self._caches.items():
             if used_caches := [x for x in caches if is_used(x)]:
-                _warn_of_caches(transform, pattern, used_caches)
+                _warn_of_caches(transform, declaration, used_caches)
         outputs = [*self._gathered, *itertools.chain(*self._caches.values())]
         if results := [x for x in outputs if is_undeclared(x)]:
             _warn_of_results(transform, results)
@@ -316,7 +352,7 @@ def _warn_of_caches(transform: Sharded, declared: str, caches: Sequence[_Gathere
         transform,
         "new arrays that a module returns are typed like its first input, so these are gathered "
         "over axes that shard their heads:",
-        [x.line(f", at {x.at}") for x in caches],
+        [x.line(says_place=True) for x in caches],
         f"Declare them: activation_shardings={declared}, where specs is a tuple (or pytree) with a "
         "spec for each array that it returns, and a StateSharding for each module.",
         anchor="gathered-cache",
@@ -324,8 +360,13 @@ def _warn_of_caches(transform: Sharded, declared: str, caches: Sequence[_Gathere
 
 
 def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> None:
-    """Warns of results of the function that no spec is declared for."""
-    whole = _short(jax.typeof(results[0].array).sharding.spec)
+    """Warns of results of the function that no spec is declared for.
+
+    On Auto axes these arrays are sharded like the columns of their module. Their types, which the
+    function returns, say that they are whole there, so the compiler gathers them.
+    """
+    # The spec that is in the type now, for a result that has to be whole. One example is enough.
+    whole = _without_trailing(jax.typeof(results[0].array).sharding.spec)
     _warn(
         transform,
         "what modules return is whole in the dimensions that they shard, so these results, whose "
@@ -339,7 +380,7 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
 
 def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> None:
     """Warns of columns that are used outside of modules."""
-    whole = _short(jax.typeof(used[0].array).sharding.spec)
+    whole = _without_trailing(jax.typeof(used[0].array).sharding.spec)
     # By the class: a path would also be that of other models in the arguments.
     entry = f"{{{used[0].type_name}: {whole}}}"
     _warn(
@@ -365,27 +406,33 @@ class _ResultIds(NamedTuple):
 def _results(transform: Sharded, result: object) -> _ResultIds:
     """Returns the ids of the arrays in a result, by whether a sharding is declared for them.
 
-    Where specs are not shardings over Explicit axes, as in a ``shard_map``, all count as declared.
+    All count as declared in a ``shard_map``, which does not pass shardings to JAX: its specs say
+    how results are divided, so every result has one.
     """
     specs = transform.out_specs.tree if transform.passes_shardings else PartitionSpec()
 
     def is_leaf(x: object) -> bool:
-        return x is None or isinstance(x, nnx.State)  # of specs, for a module
+        """Whether it is one spec: None, or an ``nnx.State`` with a spec for each Variable."""
+        return x is None or isinstance(x, nnx.State)
 
     prefix, treedef = jax.tree_util.tree_flatten(specs, is_leaf=is_leaf)
     try:
         parts = treedef.flatten_up_to(result)  # type: ignore[attr-defined]
-    except ValueError:  # another structure, which is an error later
-        return _ResultIds({id(x) for x in flatten(result).leaves}, set())
-    results = _ResultIds(set(), set())
+    except ValueError:  # another structure: an error later, before which no warning is useful
+        all_ids = {id(x) for x in flatten(result).leaves}
+        return _ResultIds(declared=all_ids, undeclared=set())
+    results = _ResultIds(declared=set(), undeclared=set())
     for spec, part in zip(prefix, parts, strict=True):
         ids = results.undeclared if spec is None else results.declared
         ids.update(id(x) for x in flatten(part).leaves)
     return results
 
 
-def _short(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a spec without the trailing dimensions that are not sharded."""
+def _without_trailing(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a spec without the trailing dimensions that are not sharded: ``P("data", None)``.
+
+    That becomes ``P("data")``, as a user would write it.
+    """
     entries = [*spec.partitions]
     while entries and entries[-1] is None:
         entries.pop()
