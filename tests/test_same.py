@@ -24,6 +24,8 @@ from nnx_sharding import (
 from nnx_sharding.checkpoint import save
 from nnx_sharding.partition import fsdp, override, pipeline, replicated
 from nnx_sharding.testing import assert_same, replay
+from nnx_sharding.testing.comparison import unequal_runs
+from nnx_sharding.testing.recording import Outcome, Site
 from nnx_sharding.testing.rounding import rounded
 from zoo import P, mesh_of
 
@@ -277,6 +279,24 @@ class RepeatedTest(parameterized.TestCase):
         text = message(forward, model, X, runs=2)
         assert text.startswith("call 1 of forward does not repeat bit for bit on 8 devices:\n")
         assert "the output of model.layers[1] (Unsteady) differs first\n  the result: larg" in text
+
+
+@pytest.mark.parametrize(
+    ("differing", "expected"),
+    [
+        # Gradients are computed backwards, after all values.
+        ([(0, True), (1, True)], "the gradient of model.last (Linear)"),
+        ([(0, True), (1, False)], "the output of model.last (Linear)"),
+        ([(0, False), (1, False), (1, True)], "the output of model.first (Linear)"),
+    ],
+)
+def test_runs_are_compared_in_the_order_of_execution(differing, expected):
+    modules = "model.first (Linear)", "model.last (Linear)"
+    sites = [Site(module, "output", (), i, [], []) for i, module in enumerate(modules)]
+    keys = [(number, backward) for number in range(2) for backward in (False, True)]
+    first = Outcome({}, sites, {key: {(): [np.zeros(1)]} for key in keys})
+    second = Outcome({}, sites, {key: {(): [np.full(1, float(key in differing))]} for key in keys})
+    assert unequal_runs(first, second) == [f"  {expected} differs first"]
 
 
 def test_replay(tmp_path):

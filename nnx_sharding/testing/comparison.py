@@ -5,14 +5,18 @@ which the modules ran, backwards for gradients, so the first difference is where
 *site* is an array that a call of a module takes or returns (``side`` "input" or "output"; "mask" is
 what a dropout keeps). Sites have numbers in the order of execution; ``start`` is the first one of
 the call, and ``axes`` are the Manual mesh axes, along which each device has a value of its own.
-``values`` has those of each device by ``(number, backward)``, where ``backward`` is the gradient.
+``values`` has those of each device by ``(number, backward)``, where ``backward`` is the gradient;
+for each device there is a list of them, as a call in a loop takes and returns several values.
+
+An array may differ by its *limit*, the sum of two: `Rounding` derives the rounding error of its own
+last sum, and `Spread` measures what the errors of earlier values make of it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -54,32 +58,33 @@ class _Error(NamedTuple):
 class Spread:
     """How far the arrays and records of rounded runs are from those of an exact one.
 
-    For each, the root of the mean square of the largest difference in each run: the estimate of its
-    standard deviation. It is NaN where only one of the runs is NaN. Arrays have their names as
-    keys, records (number of the site, backward, number of the call in a loop).
+    Each gets an estimate of its standard deviation: the root of the mean square, over the runs, of
+    its largest difference in a run. It is NaN where only one of two runs is NaN. The keys of arrays
+    are their names, those of records (number of the site, backward, number of the call in a loop).
     """
 
     def __init__(self, exact: Outcome, rounded: Iterable[Outcome]):
         """Compares runs on one device: an exact one, and `SAMPLES` with rounding errors."""
-        self._squares: dict[Any, float] = defaultdict(float)
+        self._mean_squares: dict[Any, float] = defaultdict(float)
         for outcome in rounded:
             for name, array in exact.arrays.items():
                 self._add(name, array, outcome.arrays[name])
             for (number, backward), devices in exact.values.items():
                 others = outcome.values.get((number, backward), {})
+                # There is one device, on whose axes nothing differs: each dict has one list.
                 # Not strict: a run in which a loop ended earlier has fewer records.
                 for values, other_values in zip(devices.values(), others.values(), strict=False):
                     for index, pair in enumerate(zip(values, other_values, strict=False)):
                         self._add((number, backward, index), *pair)
 
     def _add(self, key: Any, exact: Array, rounded: Array) -> None:
-        """Adds the difference of an array in one of the rounded runs."""
+        """Adds what one of the rounded runs contributes to the mean square of an array."""
         distance = largest_difference(numbers(exact), numbers(rounded))
-        self._squares[key] += distance**2 / SAMPLES
+        self._mean_squares[key] += distance**2 / SAMPLES
 
     def __getitem__(self, key: Any) -> float:
         """Returns the standard deviation; 0 for what no run has changed."""
-        return float(self._squares.get(key, 0.0) ** 0.5)
+        return float(self._mean_squares.get(key, 0.0) ** 0.5)
 
 
 class _MaskPair(NamedTuple):
@@ -108,9 +113,9 @@ class Comparison:
         Args:
           before: the numbers of all arrays in the arguments before the call, by name.
           on_device: what one device computes.
-          spread: how far rounding errors move that.
+          spread: how far rounding errors in what it exchanges between modules moved its results.
           on_mesh: what the mesh computes.
-          rounding: the errors of single arrays.
+          rounding: the rounding errors of the last sum of each array, which need no other run.
           mesh: the mesh.
         """
         self._on_device, self._spread, self._on_mesh = on_device, spread, on_mesh
@@ -122,64 +127,75 @@ class Comparison:
 
     def differences(self) -> list[str]:
         """Lists the arrays that differ after the call, after the first module that does."""
-        lines = []
+        lines = {}
         for name, array in self._on_mesh.arrays.items():
-            lines += self._difference(name, array)
-        return [self._first_wrong_module(lines), *lines] if lines else []
+            if line := self._difference(name, array):
+                lines[name] = line
+        return [self._first_wrong_module(lines.keys()), *lines.values()] if lines else []
 
-    def _difference(self, name: str, array: jax.Array) -> list[str]:
-        """Returns a line if an array of the mesh differs from that of one device, else nothing."""
+    def _difference(self, name: str, array: jax.Array) -> str:
+        """Returns a line if an array of the mesh differs from that of one device; else empty."""
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
             limit = self._limit(self._on_device.arrays[name], name)
-        else:  # only the mesh has it, so it is wrong
+        else:  # only the mesh has it: any number is wrong, as each differs from NaN
             expected, limit = np.array(np.nan), 0.0
         # Each shard is compared, as replicas may differ, of which `np.asarray` shows only one.
         shards = _shards_of(array)
-        distance = max(
-            largest_difference(shard, expected[index] if expected.ndim else expected)
-            for index, shard in shards
-        )
-        error = _Error(distance, limit)
+        distances = []
+        for index, shard in shards:
+            is_whole = expected.ndim == 0  # a scalar, or the NaN from above
+            expected_part = expected if is_whole else expected[index]
+            distances.append(largest_difference(shard, expected_part))
+        error = _Error(max(distances), limit)
         if not error.is_wrong:
-            return []
+            return ""
+        line = f"  {name}: {error}"
         # A sum over the wrong axes multiplies what the step adds to an array, not the array.
         start = self._before.get(name, np.zeros_like(expected))
-        factor = _multiple(numbers(array) - start, expected - start, limit, self._mesh)
-        return [f"  {name}: {error}{factor}{_unequal_replicas(array, shards, limit)}"]
+        line += _multiple(numbers(array) - start, expected - start, limit, self._mesh)
+        unequal = _unequal_replicas(array, shards, limit)
+        return f"{line}; {unequal}" if unequal else line
 
-    def _first_wrong_module(self, lines: list[str]) -> str:
+    def _first_wrong_module(self, wrong_arrays: Set[str]) -> str:
         """Describes the first module, in the order of execution, that computes something else.
 
-        Outputs are looked at first, then gradients. On Manual axes a device may hold a term of a
-        sum that comes later, so a wrong value there counts last, and only if nothing else is wrong.
+        On Manual axes a device may hold a term of a sum that comes later. So a value that is wrong
+        there counts last, and only if nothing else is wrong.
+
+        Args:
+          wrong_arrays: the names of the arrays that differ after the call.
         """
         # If what the step returns is right, a wrong output on Manual axes is a term of a sum.
-        returns_something = any(name.startswith(RESULT) for name in self._on_mesh.arrays)
-        is_result_wrong = any(line.startswith(f"  {RESULT}") for line in lines)
-        is_result_right = returns_something and not is_result_wrong
+        returned = {name for name in self._on_mesh.arrays if name.startswith(RESULT)}
+        is_result_right = bool(returned) and returned.isdisjoint(wrong_arrays)
+        # What goes wrong forward is wrong backward as well, so outputs come first.
         return (
             self._first_wrong_site(backward=False, with_manual=not is_result_right)
             or self._first_wrong_site(backward=True, with_manual=True)
+            # Only now those that may be terms of a sum.
             or self._first_wrong_site(backward=False, with_manual=True)
-            or self._first_wrong_owner(lines)
+            or self._first_wrong_owner(wrong_arrays)
         )
 
-    def _first_wrong_owner(self, lines: list[str]) -> str:
+    def _first_wrong_owner(self, wrong_arrays: Set[str]) -> str:
         """Describes the module whose own arrays differ, if all that modules exchange is right.
 
-        It changed its own state wrongly, or computed the wrong gradient of its parameters; if
-        several did, it was the update. Each line is ``  name: how it differs``.
+        The module changed its own state wrongly, or the gradient of its parameters is wrong. If
+        arrays of several modules differ, the update of all of them is, which is in no module.
+
+        Args:
+          wrong_arrays: the names of the arrays that differ, such as ``model.up.kernel``.
         """
         text = "is the first module with an array that differs"
-        names = {line.split(": ")[0].strip() for line in lines}
-        for site in self._on_mesh.sites:
-            if names.intersection(site.states):
+        sites = self._on_mesh.sites
+        for site in sites:
+            if not wrong_arrays.isdisjoint(site.states):
                 return f"  {site.module} {text}"
-        # By label, "model.up (Linear)", the path.
-        paths = {site.module: site.module.split(" ")[0] for site in self._on_mesh.sites}
+        # By label, "model.up (Linear)", the path, "model.up".
+        paths = {site.module: site.module.split(" ")[0] for site in sites}
         owners = set()  # the innermost module of each array
-        for name in names:
+        for name in wrong_arrays:
             enclosing = [label for label, path in paths.items() if name.startswith(f"{path}.")]
             if enclosing:
                 owners.add(max(enclosing, key=len))
@@ -195,9 +211,10 @@ class Comparison:
         Args:
           backward: look at gradients, in the order of the backward pass, where what a module
             computes is the gradient of its input.
-          with_manual: look also at sites on Manual axes, outside of modules that are right.
+          with_manual: look also at sites on Manual axes, except in calls that return what is right.
         """
         sites = self._on_mesh.sites
+        # Going backwards, a module takes the gradients of outputs and computes those of inputs.
         computed_side = "input" if backward else "output"
         errors: dict[int, _Error] = {}  # by the number of the site, where it is known
         for number in range(len(sites)):
@@ -205,7 +222,8 @@ class Comparison:
             if error is not None:
                 errors[number] = error
         wrong = [number for number, error in errors.items() if error.is_wrong]
-        # Calls of modules are named by their first site; sites of calls in it are in between.
+        # A call is named by its first site, and reaches to its last one. The sites of calls in it
+        # are in between: if `outer` calls `inner`, these are outer, inner, inner, outer.
         checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
         wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
         right_calls = checked_calls - wrong_calls
@@ -213,7 +231,8 @@ class Comparison:
         for number in sorted(wrong, reverse=backward):
             site = sites[number]
             if site.axes:
-                # What a right module computes from it is right, so it is a term of a sum.
+                # In a call whose results are right, nothing can be wrong. So what differs there is
+                # a term of a sum, and the call has computed the sum.
                 is_within_right = any(start <= number <= last_site[start] for start in right_calls)
                 if is_within_right or not with_manual:
                     continue
@@ -227,47 +246,52 @@ class Comparison:
         return ""
 
     def _site_error(self, number: int, backward: bool) -> _Error | None:
-        """Returns the largest error of a site over its limit; None if it is unknown.
+        """Returns the error of the first wrong value of a site; of a right one if none is wrong.
 
-        A site in a loop has several values. It is unknown if the runs did not record as many.
+        A site in a loop has several values. None if its errors are unknown: it is a mask, the two
+        steps have other sites, or did not record the same number of values, or these are shards
+        that cannot be put together.
         """
         site, on_device = self._on_mesh.sites[number], self._on_device.sites[number]
         is_same_site = (site.module, site.side) == (on_device.module, on_device.side)
         if site.side == "mask" or not is_same_site:
             return None
         key = number, backward
-        # In the order of devices: by their indices along the Manual axes.
+        # By the indices of a device along the Manual axes, and in the order of these: (0, 0),
+        # (0, 1), … There is one key, (), without such axes.
         shards = dict(sorted(self._on_mesh.values.get(key, {}).items()))
-        expected = [*self._on_device.values.get(key, {}).values()]
-        if len(expected) != 1 or not shards:
+        runs_on_device = [*self._on_device.values.get(key, {}).values()]
+        if len(runs_on_device) != 1 or not shards:
             return None
-        runs = [expected[0], *shards.values()]  # of one device, and of each of the mesh
-        if len({*map(len, runs)}) > 1:
+        [expected] = runs_on_device
+        if any(len(values) != len(expected) for values in shards.values()):
             return None
-        errors = self._errors(key, *runs, axis_sizes=[index + 1 for index in max(shards)])
-        if errors and any(error.is_wrong for error in errors) and len(shards) == 1:
-            # The elements of a `vmap` are recorded in an order of their own on each mesh.
-            values = _closest(*runs)
-            errors_of_elements = self._errors(key, expected[0], values, axis_sizes=[])
-            if not any(error.is_wrong for error in errors_of_elements or errors):
-                errors = errors_of_elements
-        # The first wrong one, if any.
-        return max(errors, key=lambda error: error.is_wrong) if errors else None
+        axis_sizes = [last_index + 1 for last_index in max(shards)]
+        errors = self._errors_of_values(key, expected, [*shards.values()], axis_sizes)
+        if len(shards) == 1 and any(error.is_wrong for error in errors):
+            # The elements of a `vmap` are recorded in an order of their own on each mesh, so each
+            # is compared with the closest one.
+            [values] = shards.values()
+            reordered = self._errors_of_values(key, expected, [_closest(expected, values)], [])
+            if reordered and not any(error.is_wrong for error in reordered):
+                errors = reordered
+        wrong = [error for error in errors if error.is_wrong]
+        return next(iter(wrong or errors), None)
 
-    def _errors(
+    def _errors_of_values(
         self,
         key: tuple[int, bool],
         expected: Sequence[np.ndarray[Any, Any]],
-        *shards: Sequence[np.ndarray[Any, Any]],
+        shards: Sequence[Sequence[np.ndarray[Any, Any]]],
         axis_sizes: Sequence[int],
     ) -> list[_Error]:
         """Returns the error of each value of a site; empty if one of them is unknown.
 
         Args:
           key: the number of the site, and whether these are its gradients.
-          expected: its values on one device.
-          *shards: those of each device of the mesh.
-          axis_sizes: the sizes of the Manual axes along which these have values of their own.
+          expected: its values on one device, in the order in which a loop computes them.
+          shards: for each device of the mesh, its shards of the same values.
+          axis_sizes: the sizes of the Manual axes along which devices have shards of their own.
         """
         errors = []
         for index, (x, *parts) in enumerate(zip(expected, *shards, strict=True)):
@@ -275,9 +299,9 @@ class Comparison:
             # (size of each Manual axis…, shape of a shard…)
             by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
             distance = distance_of_shards(numbers(x), by_axis)
-            if distance is None:
+            if distance is None:  # no layout of these shards has the shape of `x`
                 return []
-            errors.append(_Error(distance, self._limit(x, (*key, index))))
+            errors.append(_Error(distance, self._limit(x, (*key, index))))  # a key of `Spread`
         return errors
 
     def has_masks(self) -> bool:
@@ -286,11 +310,11 @@ class Comparison:
 
     def shared_masks(self) -> list[str]:
         """Lists each dropout that drops the same elements of shards with different inputs."""
-        axes_by_module = {}
+        axes_by_module = {}  # of several pairs of devices, the last one
         for pair in self._mask_pairs():
-            kept = np.mean(pair.masks[0])
-            # Masks with different keys are equal with this probability: that both keep an element,
-            # or both drop it, for each element.
+            kept = np.mean(pair.masks[0])  # the share
+            # The probability that masks from different keys are equal: for each element, both keep
+            # it or both drop it. Small masks prove nothing.
             by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(pair.masks[0])
             if np.array_equal(*pair.masks) and by_chance <= _CHANCE and not pair.has_equal_inputs:
                 axes_by_module[pair.module] = pair.axes
@@ -302,19 +326,21 @@ class Comparison:
         ]
 
     def masks_of_replicas(self, dropping: Outcome) -> list[str]:
-        """Lists what is declared replicated and is not, after the dropouts that made it differ.
+        """Lists arrays whose replicas dropouts made unequal, after the first of these dropouts.
 
-        Masks may differ for equal inputs, if what follows is not declared replicated, or is
-        averaged. So the step runs once more, with its dropouts.
+        Masks that differ for equal inputs are no mistake by themselves: what follows may be
+        averaged over the devices, or not be declared replicated. So the step has run once more,
+        with masks that drop elements, and what it returned is looked at.
 
         Args:
-          dropping: what the mesh computes if elements are dropped.
+          dropping: what the mesh computed in that run.
         """
         differing = []
         for name, array in dropping.arrays.items():
             text = _unequal_replicas(array, _shards_of(array), self._rounding.of_array(array))
             if text:
-                differing.append(f"  {name}{text.replace(';', ':')}")
+                differing.append(f"  {name}: {text}")
+        # With other inputs, replicas would differ for another reason.
         unequal = [
             pair
             for pair in self._mask_pairs()
@@ -331,15 +357,17 @@ class Comparison:
     def _mask_pairs(self) -> Iterator[_MaskPair]:
         """Yields the masks of each dropout on each two devices, in the order of execution.
 
-        A mask says which elements are kept. It is a site of its own, next to the dropout's input.
+        A mask says which elements are kept. It is a site of its own, the next one after the
+        dropout's input.
         """
         for (number, backward), masks in sorted(self._on_mesh.values.items()):
             site = self._on_mesh.sites[number]
             if backward or site.side != "mask":
                 continue
-            inputs = self._on_mesh.values[number - 1, False]  # recorded right before the mask
+            inputs = self._on_mesh.values[number - 1, False]
             for device, other in itertools.combinations(masks, 2):
-                indices = zip(site.axes, device, other, strict=True)  # along the Manual axes
+                # A device is named by its indices along the Manual axes, such as (0, 1).
+                indices = zip(site.axes, device, other, strict=True)
                 yield _MaskPair(
                     module=site.module,
                     axes=[axis for axis, i, j in indices if i != j],
@@ -367,29 +395,33 @@ def _shards_of(array: jax.Array) -> list[_Shard]:
 def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> str:
     """Says so, if devices differ by more than a limit in the same part of an array; else empty.
 
-    Such as ``; its replicas over 'data' are not equal``, the end of a line about the array.
+    Such as ``its replicas over 'data' are not equal``, for the end of a line about the array.
     """
-    # By index as text, as slices have a hash from Python 3.12 on only; of replicas the first stays.
-    first = {str(index): shard for index, shard in reversed(shards)}
-    distance = max(largest_difference(shard, first[str(index)]) for index, shard in shards)
-    if distance <= limit or not isinstance(array.sharding, NamedSharding):
+    first: dict[str, np.ndarray[Any, Any]] = {}
+    distances = []
+    for index, shard in shards:
+        # By text: an index has slices, which have a hash from Python 3.12 on only.
+        replica = first.setdefault(str(index), shard)
+        distances.append(largest_difference(shard, replica))
+    if max(distances) <= limit or not isinstance(array.sharding, NamedSharding):
         return ""
+    # The array is declared replicated over all axes that its spec does not use.
     used = [*spec_axes(array.sharding.spec)]
     unused = [axis for axis in array.sharding.mesh.axis_names if axis not in used]
-    return f"; its replicas over {', '.join(map(repr, unused))} are not equal"
+    return f"its replicas over {', '.join(map(repr, unused))} are not equal"
 
 
 def _multiple(
     x: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], limit: float, mesh: Mesh
 ) -> str:
-    """Says so, if a wrong array is the right one times, or over, the sizes of mesh axes; or empty.
+    """Says if a wrong array is the right one, multiplied or divided by the sizes of mesh axes.
 
-    Such as ``; 4 times as large: summed once too often over 'model'``.
+    Such as ``; 4 times as large: summed once too often over 'model'``; empty if it is not.
 
     Args:
       x: the wrong array.
       expected: the right one.
-      limit: by how much they may differ.
+      limit: by how much a right array may differ from it.
       mesh: the mesh.
     """
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
@@ -400,9 +432,10 @@ def _multiple(
         for chosen in itertools.combinations(axes, count):
             factor = int(np.prod([mesh.shape[axis] for axis in chosen]))
             names = " and ".join(map(repr, chosen))
+            # What is multiplied has an error that is multiplied as well.
             if largest_difference(x, factor * expected) <= factor * limit:
                 return f"; {factor} times as large: summed once too often over {names}"
-            # If the limit is larger than the array, zeros would be a multiple as well.
+            # If the limit is larger than the array, zeros would be the array divided by anything.
             if largest_difference(x * factor, expected) <= factor * limit < largest:
                 return f"; {factor} times too small: not summed over {names}, or divided twice"
     return ""
@@ -414,11 +447,17 @@ def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
     That is the first site that differs, and all arrays that do.
     """
     lines = unequal_arrays(first.arrays, second.arrays)
-    for number, site in enumerate(first.sites):
-        for backward in (False, True):
-            values = first.values.get((number, backward), {})  # by device
-            others = second.values.get((number, backward), {})
-            if not all(all_equal(values[device], others.get(device, [])) for device in values):
-                what = "gradient" if backward else site.side
-                return [f"  the {what} of {site.module} differs first", *lines]
+    # In the order in which the step computes them: all values, then all gradients, backwards.
+    numbers_of_sites = range(len(first.sites))
+    order = [(i, False) for i in numbers_of_sites] + [(i, True) for i in reversed(numbers_of_sites)]
+    for key in order:
+        values = first.values.get(key, {})  # by device; none if the site has no gradient
+        others = second.values.get(key, {})
+        # A device that recorded nothing in the second run differs. The program is the same, so none
+        # records in the second run alone.
+        if any(not all_equal(x, others.get(device, [])) for device, x in values.items()):
+            number, backward = key
+            site = first.sites[number]
+            what = "gradient" if backward else site.side
+            return [f"  the {what} of {site.module} differs first", *lines]
     return lines
