@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .attention_inputs import AttentionOptions, Inputs, inputs_of
+from .attention_inputs import AttentionOptions, inputs_of
 from .blocks import AttentionArrays, TokenInfo, wide_dtype
 from .layout import Axes, Layout, balanced_order, move_tokens
 from .local_attention import AttentionFunction, LocalAttention, local_attention, takes_positions
@@ -100,13 +100,15 @@ def all_gather_attention(
         options=options,
     )
     local = local_attention(caller, attention, inputs, is_whole=inputs.layout.mesh is None)
-    if not (_can_move(inputs) and takes_positions(attention)):
-        return _attend(inputs.layout, inputs.arrays, local)
     arrays, layout = inputs.arrays, inputs.layout
+    # An attention that does not know where queries are takes them to be in order.
+    if not (inputs.moves_tokens and takes_positions(attention)):
+        return _attend(layout, arrays, local)
+    # Queries, and what is known of them, move to the balanced order; keys stay as they are.
     order = jnp.asarray(balanced_order(arrays.query.shape[1], layout.count(axes)))
     info = arrays.visibility.query_info
     query, segments = move_tokens(layout, (arrays.query, info.segments))
-    # With tokens in their own order, positions are also their places.
+    # A token's place in the whole sequence is its position, as tokens were in order.
     moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
     visibility = arrays.visibility._replace(query_info=moved_info)
     out = _attend(layout, arrays._replace(query=query, visibility=visibility), local)
@@ -115,18 +117,9 @@ def all_gather_attention(
     return moved_back
 
 
-def _can_move(inputs: Inputs) -> bool:
-    """Whether queries may move to the balanced order, as devices would not have equal work."""
-    size, length = inputs.layout.count(inputs.layout.sequence), inputs.arrays.query.shape[1]
-    is_uneven = inputs.rule.is_causal and size > 1 and length % (2 * size) == 0
-    # A mask is in the order of the tokens.
-    is_in_order = inputs.positions is None and inputs.arrays.visibility.mask is None
-    return inputs.balanced and is_uneven and is_in_order
-
-
 def _attend(layout: Layout, arrays: AttentionArrays, local: LocalAttention) -> jax.Array:
     """Gathers keys and values, and attends on each device to all of them."""
-    if layout.mesh is None:
+    if layout.mesh is None:  # one device, which has all of them
         return local(arrays)
     axes = layout.sequence
 
@@ -134,9 +127,11 @@ def _attend(layout: Layout, arrays: AttentionArrays, local: LocalAttention) -> j
         key, value = _gather(axes, arrays.key), _gather(axes, arrays.value)
         return local(arrays._replace(key=key, value=value))
 
-    # What is known of the keys is small: every device has it of all.
+    # The info of keys (positions, segments and places) is small, so it is on every device for all
+    # keys, and `gather_and_attend` does not have to gather it.
     specs = layout.array_specs(arrays, query_axes=axes, key_axes=axes, info_axes=())
-    out: jax.Array = layout.map(gather_and_attend, (specs,), specs.query)(arrays)
+    run = layout.map(gather_and_attend, in_specs=(specs,), out_specs=specs.query)
+    out: jax.Array = run(arrays)
     return out
 
 

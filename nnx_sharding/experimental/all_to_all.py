@@ -114,7 +114,7 @@ def all_to_all_attention(
         (query, key, value),
         bias,
         mask,
-        (*outer, inner),
+        (*outer, inner),  # `outer` is the major one, as in P(("outer", "inner"))
         exchanged=(inner,),
         is_opaque=attention is not None,
         options=options,
@@ -125,15 +125,16 @@ def all_to_all_attention(
     layout, arrays = inputs.layout, inputs.arrays
     query, key, value = exchange(layout, inner, (arrays.query, arrays.key, arrays.value))
     arrays = arrays._replace(query=query, key=key, value=value)
-    # `inner` shards tokens; after the exchange, it shards heads.
+    # `inner` sharded tokens; since the exchange, it shards heads.
     exchanged = layout._replace(sequence=tuple(outer), heads=(*layout.heads, inner))
     inputs = inputs._replace(layout=exchanged, arrays=arrays)
     if outer:
         out = attend_in_ring(inputs)
-    else:  # to whole sequences, on each device for its heads
+    else:
         local = local_attention(caller, attention, inputs, is_whole=True)
+        # No axes: each device has whole sequences of its heads.
         specs = exchanged.array_specs(arrays, query_axes=(), key_axes=())
-        out = exchanged.map(local, (specs,), specs.query)(arrays)
+        out = exchanged.map(local, in_specs=(specs,), out_specs=specs.query)(arrays)
     [out] = exchange(layout, inner, (out,), back=True)
     return out
 
@@ -141,23 +142,27 @@ def all_to_all_attention(
 def exchange(
     layout: Layout, inner: str, arrays: tuple[jax.Array, ...], *, back: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Exchanges heads for positions: from (b, tokens / n, heads, d) to (b, tokens, heads / n, d).
+    """Exchanges heads for positions within the n devices along an axis.
+
+    On each device, (b, tokens / n, heads, d) become (b, tokens, heads / n, d).
 
     Args:
-      layout: that of tokens that ``inner`` shards.
-      inner: the axis within which arrays are exchanged.
+      layout: the layout before heads are exchanged; ``inner`` is the last axis of its sequence.
+      inner: the axis within which arrays are exchanged. It divides the heads.
       arrays: of shape (b, tokens, heads, d).
       back: whether to exchange positions for heads.
     """
-    by_tokens = layout.token_spec(layout.sequence)
-    by_heads = layout.token_spec(layout.sequence[:-1], (*layout.heads, inner))
+    outer = layout.sequence[:-1]
+    by_tokens = layout.token_spec(layout.sequence)  # (b, tokens, heads): inner shards tokens
+    by_heads = layout.token_spec(outer, (*layout.heads, inner))  # inner shards heads
     source, target = (by_heads, by_tokens) if back else (by_tokens, by_heads)
-    split, joined = (1, 2) if back else (2, 1)
+    tokens, heads = 1, 2  # the dimensions
+    split, joined = (tokens, heads) if back else (heads, tokens)
 
     def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         swap = functools.partial(jax.lax.all_to_all, axis_name=inner, tiled=True)
         return tuple(swap(x, split_axis=split, concat_axis=joined) for x in arrays)
 
-    run = layout.map(local, (source,) * len(arrays), (target,) * len(arrays))
+    run = layout.map(local, in_specs=(source,) * len(arrays), out_specs=(target,) * len(arrays))
     exchanged: tuple[jax.Array, ...] = run(*arrays)
     return exchanged

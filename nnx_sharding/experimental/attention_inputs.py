@@ -7,8 +7,13 @@ functions and some more. Here they are refused together if they do not fit, and 
     Layout       the mesh axes of the sequence, the batch and the heads
     AttentionArrays
                  queries; keys and values, which are padded until the devices divide them
-    TokenInfo    positions, segments and places of tokens
-    Visibility   that of queries, a 4-D mask, the key of dropout
+    TokenInfo    of queries, or of keys: their positions for causal attention and windows, their
+                 segments, and their places in the whole sequence, for dropout
+    Visibility   the TokenInfo of queries, a 4-D mask, the key of dropout
+
+Two methods differ in what they ask for. In an all-to-all, devices *exchange* heads for positions
+within some axes of the sequence, and so have to divide the heads. And a function of the user for
+each device, such as a kernel, is *opaque*: the compiler cannot split it.
 """
 
 from __future__ import annotations
@@ -59,9 +64,20 @@ class Inputs(NamedTuple):
 
     rule: Rule
     layout: Layout
-    arrays: AttentionArrays
+    arrays: AttentionArrays  # their positions are None unless attention is causal or has a window
     positions: ArrayLike | None  # as given; None for those in order
     balanced: bool  # whether tokens may be moved to the balanced order
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens move to the balanced order before attention, and outputs move back."""
+        size, length = self.layout.count(self.layout.sequence), self.arrays.query.shape[1]
+        # In causal attention, devices with later tokens have more work.
+        is_uneven = self.rule.is_causal and size > 1
+        has_chunks = length % (2 * size) == 0  # two of equal length for each device
+        # Positions and a mask of the user are in the order of the tokens, so these have to stay.
+        is_in_order = self.positions is None and self.arrays.visibility.mask is None
+        return self.balanced and is_uneven and has_chunks and is_in_order
 
 
 def inputs_of(
@@ -84,7 +100,7 @@ def inputs_of(
       mask: as given.
       sequence: the mesh axes that shard the sequence, major first.
       is_opaque: whether the attention of each device is a function of the user.
-      exchanged: those of ``sequence`` within which heads are exchanged for positions.
+      exchanged: those axes of ``sequence`` within which heads are exchanged for positions.
       options: the keywords.
 
     Raises:
@@ -99,9 +115,10 @@ def inputs_of(
         query, key = (_rotate(rope, x, positions) for x in (query, key))
     dtype = options.get("dtype") or arrays[0].dtype
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    # As many key heads as these devices divide.
-    num_splits = layout.count((*layout.heads, *exchanged))
-    key, value = (_repeat_heads(x, num_splits) for x in (key, value))
+    # The axes of the heads shard key heads, too, and an exchange shards them further. 2 key heads
+    # on 4 devices become 4.
+    num_devices = layout.count((*layout.heads, *exchanged))
+    key, value = (_repeat_heads(x, num_devices) for x in (key, value))
     scale = options.get("scale")
     rule = Rule(
         is_causal=options.get("is_causal", False),
@@ -134,7 +151,11 @@ def _checked_layout(
     *,
     options: AttentionOptions,
 ) -> Layout:
-    """Returns the layout of an attention, or raises an error; arguments as for `inputs_of`."""
+    """Returns the layout of an attention; its arguments are those of :func:`inputs_of`.
+
+    Raises:
+      ValueError: the arguments do not fit each other, or the mesh.
+    """
     mesh = given_mesh(caller, options.get("mesh"))
     named = dict(zip(("query", "key", "value"), arrays, strict=True))
     faults = [
@@ -151,7 +172,8 @@ def _checked_layout(
         heads=options.get("head_axis"),
         is_opaque=is_opaque,
     )
-    faults = [*_wrong_lengths(named, layout, exchanged, options)]
+    # Only a layout, which a wrong mesh has none of, tells what has to be divided.
+    faults = [*_wrong_lengths(named, layout, exchanged)]
     raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
     return layout
 
@@ -163,12 +185,12 @@ def _visibility(
     mask: ArrayLike | None,
     options: AttentionOptions,
 ) -> tuple[Visibility, TokenInfo]:
-    """Returns what decides to which keys queries attend, and what is known of the keys.
+    """Returns what decides to which keys queries attend, and the info of the keys.
 
     Queries and keys have the same positions and segments, as these are of one sequence.
     """
     length, num_keys = query.shape[1], key.shape[1]
-    positions: Any = None  # they decide nothing else
+    positions: Any = None  # nothing else compares them
     if rule.is_causal or rule.window:
         given = options.get("input_positions")
         positions = jnp.asarray(np.arange(length) if given is None else given, jnp.int32)
@@ -176,25 +198,33 @@ def _visibility(
     if mask is not None:
         mask = jnp.asarray(mask)
         mask = jnp.expand_dims(mask, range(4 - mask.ndim))  # (batch, heads, length, keys)
+        # Blocks are cut from its columns only; other dimensions of size 1 stay so.
         mask = jnp.broadcast_to(mask, (*mask.shape[:3], num_keys))
-    if not rule.dropout_rate:
-        key_info = TokenInfo(positions, segments)
-        return Visibility(key_info, mask), key_info
+    if not rule.dropout_rate:  # without it, nothing asks for the places of tokens
+        info = TokenInfo(positions, segments)
+        return Visibility(info, mask), info
     rng = options["dropout_rng"]
     assert rng is not None, "refused by _unsupported"
-    words = jax.random.bits(rng, (2,), jnp.uint32)
+    # What of a weight is hashed into its random bits: row, head, and the places of query and key.
     # As by Flax, all rows and heads drop the same weights unless told otherwise.
-    is_shared = options.get("broadcast_dropout", True)
-    heads, key_heads = query.shape[2], key.shape[2]
-    rows = jnp.arange(1 if is_shared else query.shape[0])
-    numbers = jnp.arange(heads).reshape(key_heads, heads // key_heads)
-    dropout = Dropout(words, rows, jnp.zeros((1, 1), int) if is_shared else numbers)
-    visibility = Visibility(TokenInfo(positions, segments, jnp.arange(length)), mask, dropout)
-    return visibility, TokenInfo(positions, segments, jnp.arange(num_keys))
+    if options.get("broadcast_dropout", True):
+        rows, head_numbers = jnp.arange(1), jnp.zeros((1, 1), int)
+    else:
+        heads, key_heads = query.shape[2], key.shape[2]
+        rows = jnp.arange(query.shape[0])
+        head_numbers = jnp.arange(heads).reshape(key_heads, heads // key_heads)
+    dropout = Dropout(jax.random.bits(rng, (2,), jnp.uint32), rows, head_numbers)
+    query_info = TokenInfo(positions, segments, places=jnp.arange(length))
+    key_info = TokenInfo(positions, segments, places=jnp.arange(num_keys))
+    return Visibility(query_info, mask, dropout), key_info
 
 
 def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
-    """Adds keys that nothing attends to, as they are of a segment of their own."""
+    """Adds keys that nothing attends to, as they are of a segment of their own.
+
+    There are neither positions nor segments of the user: :func:`_wrong_shapes` refuses them unless
+    there are as many keys as queries, which devices have to divide, so that none is padded.
+    """
     query, key, value, key_info, visibility = arrays
     batch, num_keys = key.shape[:2]
     num_padded = num_keys + padding
@@ -202,33 +232,35 @@ def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
     mask = visibility.mask  # (batch, heads, length, keys)
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    # Queries and keys are of segment 0, the padding of segment 1. There are no segments of the
-    # user: those are for as many keys as queries, so none is padded.
+    # Queries and keys are of segment 0, the padding of segment 1.
     is_padding = (jnp.arange(num_padded) >= num_keys).astype(jnp.int32)
     key_segments = jnp.broadcast_to(is_padding, (batch, num_padded))
     query_segments = jnp.zeros((batch, query.shape[1]), jnp.int32)
+    # Places number the keys; only dropout has them.
     places = None if key_info.places is None else jnp.arange(num_padded)
     query_info = visibility.query_info._replace(segments=query_segments)
     return AttentionArrays(
         query=query,
         key=key,
         value=value,
-        key_info=TokenInfo(None, key_segments, places),
+        key_info=TokenInfo(positions=None, segments=key_segments, places=places),
         visibility=visibility._replace(query_info=query_info, mask=mask),
     )
 
 
-def _repeat_heads(x: jax.Array, num_splits: int) -> jax.Array:
-    """Repeats key heads as often as needed until ``num_splits`` devices divide them.
+def _repeat_heads(x: jax.Array, num_devices: int) -> jax.Array:
+    """Repeats key heads until their number is divisible by the number of devices.
 
-    (b, keys, key heads, d) → (b, keys, times · key heads, d), each head next to its copies.
+    (b, keys, key heads, d) → (b, keys, key heads · times, d), each head next to its copies.
     """
-    times = math.lcm(x.shape[2], num_splits) // x.shape[2]
+    batch, length, heads, features = x.shape
+    times = math.lcm(heads, num_devices) // heads
     if times == 1:
         return x
-    batch, length, heads, features = x.shape
-    whole = jnp.broadcast_to(x[:, :, :, None], (batch, length, heads, times, features))
-    return reshape(whole, (batch, length, heads * times, features), (0, 1, 2, 4))
+    shape = (batch, length, heads, times, features)
+    copies = jnp.broadcast_to(x[:, :, :, None], shape)
+    # Joined dimensions have the sharding of the heads; 4 are the features.
+    return reshape(copies, (batch, length, heads * times, features), sources=(0, 1, 2, 4))
 
 
 def _unsupported(bias: object, options: AttentionOptions) -> Iterator[str]:
@@ -254,7 +286,7 @@ def _wrong_shapes(
         shapes = ((name, x.shape) for name, x in arrays.items())
         yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes if len(x) != 4)
         return
-    query, key, value = (x.shape for x in arrays.values())
+    query, key, value = (arrays[name].shape for name in ("query", "key", "value"))
     batch, length, heads, features = query
     if key[:3] != value[:3] or key[0] != batch or key[3] != features:
         yield f"query {query}, key {key} and value {value} do not fit"
@@ -269,16 +301,25 @@ def _wrong_shapes(
         yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
     if segments is not None and segments.shape != (batch, length):
         yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
-    # These compare the place of a query with that of a key, so both have to be of one sequence.
-    is_self = any(options.get(name) for name in ("is_causal", "window"))
-    if (is_self or positions is not None or segments is not None) and length != key[1]:
+    # These compare a query with a key of the same sequence. A window of 0 is refused elsewhere.
+    is_of_one_sequence = (
+        options.get("is_causal")
+        or options.get("window")
+        or positions is not None
+        or segments is not None
+    )
+    if is_of_one_sequence and length != key[1]:
         yield "is_causal, window, positions and segments: for as many keys as queries"
 
 
 def _wrong_lengths(
-    arrays: Mapping[str, jax.Array], layout: Layout, exchanged: Axes, options: AttentionOptions
+    arrays: Mapping[str, jax.Array], layout: Layout, exchanged: Axes
 ) -> Iterator[str]:
-    """Says what the devices do not divide. Keys are padded, but outputs have to stay."""
+    """Says which numbers of queries and heads the devices do not divide.
+
+    Keys are padded instead. Queries are not, as outputs would have padding, too. Devices along
+    ``exchanged`` shard the sequence before an exchange, and the heads after it.
+    """
     length, heads = arrays["query"].shape[1:3]
     head_axes = (*layout.heads, *exchanged)
     size, parts = layout.count(layout.sequence), layout.count(head_axes)
@@ -312,15 +353,24 @@ def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike | None) -> jax.Array:
-    """Rotates queries or keys, (batch, length, heads, features), by positions or their order."""
+    """Rotates queries or keys, (batch, length, heads, features).
+
+    Args:
+      rope: the function of the user, of (batch, heads, length, features), and positions.
+      x: the queries or keys.
+      positions: of shape (length,), the same for all rows, or (batch, length); None for the order.
+    """
     x = x.swapaxes(1, 2)  # (batch, heads, length, features)
     if positions is None:
         x = rope(x)
     elif np.ndim(positions) == 1:
         x = rope(x, jnp.asarray(positions))
     else:
+        # `rope` takes positions of (length,), so it is called for one row at a time.
         positions = jnp.asarray(positions)
-        if (spec := type_spec(x)) is not None:  # `vmap` needs rows of one type
-            positions = retype(positions, type_mesh(x), P(pad_entries(spec, 4)[0]))
+        if (spec := type_spec(x)) is not None:
+            # `vmap` refuses arguments whose batch is sharded differently over Explicit axes.
+            batch_entry = pad_entries(spec, 4)[0]
+            positions = retype(positions, type_mesh(x), P(batch_entry))
         x = jax.vmap(rope)(x, positions)
     return x.swapaxes(1, 2)

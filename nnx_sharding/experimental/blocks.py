@@ -14,8 +14,13 @@ One pair is :meth:`Softmax.add` forward and :func:`pair_gradients` backward; :fu
 :func:`add_in_blocks` and :func:`add_gradients_in_blocks`; :func:`attend_in_blocks` is attention on
 one device, which has all keys.
 
-The *rule* has the options, such as causal. The *info* of tokens are their positions and the like.
-The *visibility* has what decides to which keys queries attend. A *range* is of consecutive tokens.
+The *rule* has the options, such as causal. The *info* of tokens are their positions, segments and
+places in the whole sequence. The *visibility* has what decides to which keys queries attend: the
+info of the queries, a mask, the key of dropout. A *range* (:class:`TokenRange`) is of consecutive
+tokens: ``slice(x)`` reads them from an array, ``put(x, new)`` replaces them, ``add(x, more)`` adds
+to them, and ``block(n)`` is the range of its n-th block. A :class:`Pair` is a range of queries and
+one of keys, of any length. A row of the batch is one sequence.
+
 Letters are dimensions: b the batch, q queries, s keys, k key heads, g the group of heads that one
 key head serves, h = k g, d features. Queries are bqkgd, keys and values bskd, scores bkgqs.
 
@@ -102,9 +107,10 @@ class TokenRange(NamedTuple):
     def block_length(self) -> int:
         """The length of the equal blocks of the range.
 
-        It is the largest divisor of its length up to ``BLOCK_LENGTH``. If that is less than an
-        eighth of it, as for 2 × 1,039 tokens, it is the next larger divisor: so many small products
-        take several times as long as the memory of larger scores is worth.
+        It is the largest divisor of the range's length up to ``BLOCK_LENGTH``. If that is less than
+        an eighth of ``BLOCK_LENGTH``, as for 2 × 1,039 tokens, it is the next larger divisor: very
+        many small products would take several times as long, which costs more than the memory of
+        larger scores.
         """
         length = self.length
         shorter = next(n for n in range(min(length, BLOCK_LENGTH), 0, -1) if length % n == 0)
@@ -137,9 +143,11 @@ class TokenInfo(NamedTuple):
 class Dropout(NamedTuple):
     """The key of random bits, and the numbers of what has bits of its own."""
 
-    words: jax.Array  # (2,), uint32
-    rows: jax.Array  # (b,), or (1,) if all rows and heads drop the same weights
-    heads: jax.Array  # (k, g), or (1, 1)
+    words: jax.Array  # (2,), uint32: the key
+    rows: (
+        jax.Array
+    )  # (b,): the numbers of rows; or (1,) if all rows and heads drop the same weights
+    heads: jax.Array  # (k, g): the numbers of heads; or (1, 1)
 
 
 class Visibility(NamedTuple):
@@ -189,19 +197,25 @@ class Softmax(NamedTuple):
     out: jax.Array  # bkgqd, not yet divided by row_sum
 
     @classmethod
-    def of_nothing(cls, query: jax.Array, features: int) -> Softmax:
-        """Returns that of queries, bqkgd, which have seen no key."""
+    def of_nothing(cls, query: jax.Array, num_features: int) -> Softmax:
+        """Returns that of queries which have seen no key yet.
+
+        Args:
+          query: bqkgd; only its shape and its type matter.
+          num_features: of values, and so of outputs.
+        """
         dtype = wide_dtype(query)
-        # From the queries, so that it has their type on Explicit axes.
-        row_sum = jnp.zeros_like(jnp.moveaxis(query, 1, 3), dtype).sum(-1)  # bqkgd → bkgq
-        out = row_sum[..., None] + jnp.zeros(features, dtype)
-        return cls(row_sum - jnp.inf, row_sum, out)
+        # Computed from the queries, zeros are sharded as these in types with Explicit axes.
+        row_sum = jnp.zeros_like(jnp.moveaxis(query, 1, 3), dtype).sum(-1)  # bkgqd → bkgq
+        out = row_sum[..., None] + jnp.zeros(num_features, dtype)  # bkgqd
+        return cls(row_max=row_sum - jnp.inf, row_sum=row_sum, out=out)
 
     def add(self, rule: Rule, query: jax.Array, block: Block, visibility: Visibility) -> Softmax:
-        """Adds a block of keys, for the same queries: bqkgd."""
+        """Adds one block of keys, for the same queries: bqkgd."""
         scores = scores_of(rule, query, block, visibility)  # bkgqs
         row_max = jnp.maximum(self.row_max, scores.max(-1))
-        # A row that has seen no key yet has no finite maximum, and inf - inf is NaN.
+        # A row that has seen no key yet has no finite maximum, and inf - inf is NaN. With 0 in its
+        # place, its weights are exp(-inf) = 0. So is `rescale` with the first key.
         finite = jnp.where(jnp.isneginf(row_max), 0, row_max)
         weights, rescale = jnp.exp(scores - finite[..., None]), jnp.exp(self.row_max - finite)
         row_sum = self.row_sum * rescale + weights.sum(-1)
@@ -233,18 +247,19 @@ def add_keys(
     Args:
       rule: the options.
       softmax: that of the queries, with the keys before.
-      query: bqkgd.
-      block: the keys of which ``keys`` is a range.
+      query: the block of queries, bqkgd.
+      block: all keys that the device has.
       visibility: that of the queries.
-      keys: which keys to add.
+      keys: which of these keys to add.
     """
 
     def add_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
-        some_keys = block.slice(keys.block(number))
+        some_keys = block.slice(keys.block(number))  # one block
 
         def add(softmax: Softmax) -> Softmax:
             return softmax.add(rule, query, some_keys, visibility)
 
+        # Not even the scores of a hidden block are computed: half of causal attention.
         return _if_visible(rule, visibility.query_info, some_keys.info, add, softmax), None
 
     softmax, _ = jax.lax.scan(add_block, softmax, keys.block_numbers)
@@ -252,14 +267,14 @@ def add_keys(
 
 
 class Pair(NamedTuple):
-    """A range of the queries and a range of the keys, of which a query may attend to a key."""
+    """A range of the queries and a range of the keys; some of these may attend to some of those."""
 
     queries: TokenRange
     keys: TokenRange
 
     @property
     def is_one_block(self) -> bool:
-        """Whether both ranges are one block each, so that there is nothing to loop over."""
+        """Whether both ranges are one block each. A loop over it would only cost time."""
         return all(tokens.block_length == tokens.length for tokens in self)
 
 
@@ -282,23 +297,24 @@ def add_in_blocks(
       pair: which queries and keys. The rest of the softmax stays as it is.
     """
 
-    def add_to(softmax: Softmax, queries: TokenRange) -> Softmax:
-        old = Softmax(*(queries.slice(x, axis=3) for x in softmax))
-        some_queries, their_visibility = queries.slice(query), visibility.slice(queries)
+    def update_rows(softmax: Softmax, tokens: TokenRange) -> Softmax:
+        """Adds the keys to one block of queries, whose rows are updated where they are."""
+        old = Softmax(*(tokens.slice(x, axis=3) for x in softmax))  # the queries of bkgq and bkgqd
+        some_queries, their_visibility = tokens.slice(query), visibility.slice(tokens)
         if pair.is_one_block:
             new = old.add(rule, some_queries, block.slice(pair.keys), their_visibility)
         else:
             new = add_keys(rule, old, some_queries, block, their_visibility, pair.keys)
-        written = (queries.put(x, y, axis=3) for x, y in zip(softmax, new, strict=True))
-        return Softmax(*written)
+        rows = zip(softmax, new, strict=True)
+        return Softmax(*(tokens.put(whole, part, axis=3) for whole, part in rows))
 
     if pair.is_one_block:
-        return add_to(softmax, pair.queries)
+        return update_rows(softmax, pair.queries)
 
-    def add_to_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
-        return add_to(softmax, pair.queries.block(number)), None
+    def add_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
+        return update_rows(softmax, pair.queries.block(number)), None
 
-    softmax, _ = jax.lax.scan(add_to_block, softmax, pair.queries.block_numbers)
+    softmax, _ = jax.lax.scan(add_block, softmax, pair.queries.block_numbers)
     return softmax
 
 
@@ -321,9 +337,9 @@ class BackwardQueries(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of queries, keys and values, in a wide dtype, not yet multiplied by the scale.
+    """The gradients of queries, keys and values, in a wide dtype.
 
-    Those of values are complete.
+    Those of queries and keys are not yet multiplied by the scale; values have none.
     """
 
     query: jax.Array  # bqkgd
@@ -365,25 +381,26 @@ def add_key_gradients(
     visibility: Visibility,
     keys: TokenRange,
 ) -> Gradients:
-    """Adds to gradients what one block of queries and a range of the keys add, block by block.
+    """Adds the gradients of one block of queries and a range of the keys, block by block of these.
 
     Args:
       rule: the options.
-      gradients: those of these queries, and of all keys in ``block``.
+      gradients: the sums so far: of this block of queries, and of all keys in ``block``.
       queries: the block of queries.
-      block: the keys of which ``keys`` is a range.
+      block: all keys that the device has.
       visibility: that of the queries.
-      keys: which keys.
+      keys: which of these keys.
     """
 
     def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
         tokens = keys.block(number)
-        some_keys = block.slice(tokens)
+        some_keys = block.slice(tokens)  # one block
 
         def add(gradients: Gradients) -> Gradients:
             more = pair_gradients(rule, queries, some_keys, visibility)
             return Gradients(
                 query=gradients.query + more.query,
+                # These have the length of all keys; only the rows of this block change.
                 key=tokens.add(gradients.key, more.key),
                 value=tokens.add(gradients.value, more.value),
             )
@@ -402,17 +419,17 @@ def add_gradients_in_blocks(
     visibility: Visibility,
     pair: Pair,
 ) -> Gradients:
-    """Adds to gradients what a range of the queries and one of the keys add, block by block.
+    """Adds the gradients of a range of the queries and a range of the keys, block by block.
 
     Args:
       rule: the options.
-      gradients: those of all queries and keys of the device.
+      gradients: the sums so far, of all queries and keys of the device.
       queries: all these queries.
       block: all keys that the device has.
       visibility: that of all queries.
       pair: which queries and keys.
     """
-    if pair.is_one_block:
+    if pair.is_one_block:  # nothing to loop over
         more = pair_gradients(
             rule,
             queries.slice(pair.queries),
@@ -427,6 +444,7 @@ def add_gradients_in_blocks(
 
     def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
         tokens = pair.queries.block(number)
+        # Of these queries only, but of all keys: each block of queries adds to all of those.
         old = gradients._replace(query=tokens.slice(gradients.query))
         new = add_key_gradients(
             rule, old, queries.slice(tokens), block, visibility.slice(tokens), pair.keys
@@ -466,11 +484,12 @@ def visible_by_info(rule: Rule, queries: TokenInfo, keys: TokenInfo) -> list[jax
 def scores_of(rule: Rule, query: jax.Array, block: Block, visibility: Visibility) -> jax.Array:
     """Returns the scores of some queries, bqkgd, for a block: bkgqs, -inf for what is hidden."""
     scores = einsum(rule, "bqkgd,bskd->bkgqs", query, block.key) * rule.scale
-    visible = visible_by_info(rule, visibility.query_info, block.info)
-    masks = [x[:, None, None] for x in visible]  # bkgqs, where k and g are 1
-    if visibility.mask is not None:
+    masks_by_info = visible_by_info(rule, visibility.query_info, block.info)  # bqs
+    masks = [mask[:, None, None] for mask in masks_by_info]  # bkgqs, where k and g are 1
+    if visibility.mask is not None:  # bhqs, with the columns of all keys in the sequence
         num_keys = block.key.shape[1]
-        mask = jax.lax.dynamic_slice_in_dim(visibility.mask, block.first, num_keys, 3)
+        columns = TokenRange(block.first, num_keys)
+        mask = columns.slice(visibility.mask, axis=3)
         heads = (1, 1) if mask.shape[1] == 1 else scores.shape[1:3]  # h → k, g
         masks.append(mask.reshape(mask.shape[0], *heads, *mask.shape[2:]))  # bhqs → bkgqs
     for mask in masks:
@@ -484,18 +503,21 @@ def dropout_factors(rule: Rule, visibility: Visibility, block: Block) -> jax.Arr
     assert visibility.dropout is not None
     assert query_places is not None
     assert key_places is not None
-    words, rows, heads = visibility.dropout
+    words, rows, heads = visibility.dropout  # (2,), (b,) and (k, g)
     places = jnp.broadcast_arrays(query_places[:, None], key_places[None])
-    counters = jnp.stack(places).astype(jnp.uint32)  # (2, queries, keys)
+    place_pairs = jnp.stack(places).astype(jnp.uint32)  # (2, queries, keys)
 
+    # Threefry hashes pairs of numbers by a key of two numbers.
     def bits_of(row: jax.Array, head: jax.Array) -> jax.Array:
-        # One hash gives each row and head a key, another one each pair of places its bits.
+        """Returns random bits of one row and head, uint32: (queries, keys)."""
         key = threefry_2x32(words, jnp.stack([row, head]).astype(jnp.uint32))
-        bits: jax.Array = threefry_2x32(key, counters)
-        return bits[0]
+        hashes: jax.Array = threefry_2x32(key, place_pairs)  # (2, queries, keys)
+        return hashes[0]  # 32 bits are enough
 
-    over_heads = jax.vmap(jax.vmap(bits_of, (None, 0)), (None, 0))
+    over_group = jax.vmap(bits_of, (None, 0))  # gqs
+    over_heads = jax.vmap(over_group, (None, 0))  # kgqs
     bits = jax.vmap(over_heads, (0, None))(rows, heads)  # bkgqs
+    # The share `rate` of all numbers is below the threshold.
     is_kept = bits >= jnp.uint32(min(rule.dropout_rate * 2.0**32, 2.0**32 - 1))
     return jnp.where(is_kept, 1 / (1 - rule.dropout_rate), 0.0)
 
@@ -520,7 +542,10 @@ class Residuals(NamedTuple):
 
 
 def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
-    """Is the forward rule: returns the outputs, and what the backward pass needs."""
+    """Is the forward rule of :func:`attend_in_blocks`: each block of queries attends by itself.
+
+    The backward pass computes scores again, so all arrays are kept for it.
+    """
     # JAX would compute what depends on positions alone before a loop over layers, and keep the
     # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
     arrays = jax.lax.optimization_barrier(arrays)
@@ -537,13 +562,14 @@ def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
         out, lse = softmax.results()
         return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
 
+    # Both have the blocks as a first dimension.
     outs, lses = jax.lax.map(attend_block, queries.block_numbers)
-    out = ungroup_heads(_join(outs, 1))  # (blocks, b, queries, k, g, d) → bqhd
-    return out, Residuals(arrays, out, _join(lses, 3))
+    out = ungroup_heads(_join_blocks(outs, 1))  # bqkgd → bqhd
+    return out, Residuals(arrays, out, _join_blocks(lses, 3))  # bkgq
 
 
 def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
-    """Is the backward rule: returns the gradients of the arrays; None for what has none."""
+    """Is the backward rule of :func:`attend_in_blocks`: goes along the rows of pairs once more."""
     (query, key, value, key_info, visibility), out, lse = residuals
     block = Block(key, value, key_info, first=0)
     wide, key_heads = wide_dtype(query), key.shape[2]
@@ -555,7 +581,7 @@ def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[Atten
     )
     queries, keys = TokenRange(0, query.shape[1]), TokenRange(0, key.shape[1])
 
-    # Of each block of queries, the gradient is complete at once; those of keys and values add up.
+    # A row of pairs completes the gradient of its queries; those of keys and values add up.
     def add_block(d_keys: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         tokens = queries.block(number)
         some_queries = all_queries.slice(tokens)
@@ -566,8 +592,10 @@ def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[Atten
 
     zeros = [jnp.zeros_like(x, wide) for x in (key, value)]
     (d_key, d_value), d_queries = jax.lax.scan(add_block, zeros, queries.block_numbers)
-    d_query = ungroup_heads(_join(d_queries, 1))  # (blocks, b, queries, k, g, d) → bqhd
+    d_query = ungroup_heads(_join_blocks(d_queries, 1))  # bqkgd → bqhd
+    # All arrays have the dtype of the query.
     d_key, d_value = (x.astype(query.dtype) for x in (d_key * rule.scale, d_value))
+    # The infos and the visibility are integers and booleans, which have no gradients.
     return (AttentionArrays(d_query, d_key, d_value, None, None),)  # type: ignore[arg-type]
 
 
@@ -588,11 +616,21 @@ def _if_visible(
     add: Callable[[_State], _State],
     state: _State,
 ) -> _State:
-    """Returns ``add(state)``; the state itself if none of the queries may attend to a key.
+    """Returns ``add(state)``, or the state itself if all of the keys are hidden from the queries.
 
-    Only positions that are the same for all rows of the batch can say that.
+    Only a cheap test of positions decides, and none of segments or masks: whether the first of one
+    range is after the last of the other one (:func:`may_attend`).
+
+    Args:
+      rule: the options.
+      queries: the info of some queries.
+      keys: the info of some keys.
+      add: adds what these queries and keys contribute.
+      state: a pytree of arrays.
     """
     for info in (queries, keys):
+        # Positions of (b, tokens) differ from row to row, so one may hide what another one does
+        # not.
         if info.positions is None or info.positions.ndim > 1:
             return add(state)
     is_visible = may_attend(rule, queries.positions, keys.positions)  # type: ignore[arg-type]
@@ -600,17 +638,23 @@ def _if_visible(
     return new
 
 
-def _join(blocks: jax.Array, axis: int) -> jax.Array:
-    """Joins blocks, the first dimension, along one of the others: (2, b, 3, d), 1 → (b, 6, d).
+def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
+    """Joins blocks along one of their dimensions.
 
-    ``axis`` counts the dimensions of a block.
+    Args:
+      blocks: arrays of which the first dimension is the number of the block, as ``scan`` returns
+        them, such as (2, b, 3, d).
+      axis: the dimension of a block, counted without that number: 1 for the result (b, 6, d).
     """
-    moved = jnp.moveaxis(blocks, 0, axis)  # (…, blocks, length of a block, …)
-    before, after = moved.shape[:axis], moved.shape[axis + 2 :]
-    shape = (*before, math.prod(moved.shape[axis : axis + 2]), *after)
-    # The dimension of `moved` whose sharding each new one has; None for the joined one.
+    moved = jnp.moveaxis(blocks, 0, axis)  # (b, 2, 3, d)
+    before, joined, after = (
+        moved.shape[:axis],
+        moved.shape[axis : axis + 2],
+        moved.shape[axis + 2 :],
+    )
+    # For each new dimension, the one of `moved` whose sharding it keeps; that of tokens has none.
     sources = [*range(axis), None, *range(axis + 2, moved.ndim)]
-    return reshape(moved, shape, sources)
+    return reshape(moved, (*before, math.prod(joined), *after), sources)
 
 
 def wide_dtype(x: jax.Array) -> Any:
@@ -619,7 +663,7 @@ def wide_dtype(x: jax.Array) -> Any:
 
 
 def einsum(rule: Rule, formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiplies arrays, and sums in a wide dtype."""
+    """Multiplies arrays in the precision of the rule, and sums in a wide dtype."""
     dtype = wide_dtype(x)
     return jnp.einsum(formula, x, y, precision=rule.precision, preferred_element_type=dtype)
 

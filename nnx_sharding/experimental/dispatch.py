@@ -136,39 +136,39 @@ def dispatch_to_experts(
         data_axes = current_batch_axes() or {"data"}
         mesh_axes = () if mesh is None else mesh.axis_names
         batch_axes = [name for name in mesh_axes if name in data_axes and name != axis]
-    axes = (*batch_axes, axis)
+    group_axes = (*batch_axes, axis)
     problems = [
         *_wrong_shapes(x, weights, indices, logits, num_experts, capacity),
-        *_wrong_mesh(x, num_experts, mesh, axis, axes),
+        *_wrong_mesh(x, num_experts, mesh, axis, group_axes),
     ]
     raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
-    dispatch = _Dispatch(mesh, axis, axes, num_experts, capacity)
+    dispatch = _Dispatch(mesh, axis, group_axes, num_experts, capacity)
 
-    per_device = P(axes)  # each device has its own; they are concatenated in the first dimension
-    features = dispatch.axes_of_dimension(x, -1)
+    # Each device has groups, rows and a routing of its own. In arrays of all devices, these are
+    # concatenated along the first dimension.
+    per_device, same_on_all = P(group_axes), P()
+    in_features = dispatch.axes_of_dimension(x, -1)
     rows, routing, tokens, dropped = dispatch.on_each_device(
         dispatch.send,
-        (P(axes, None, features), per_device),
-        (P(axes, features), per_device, P(), P()),
-        x,
-        indices,
+        (x, indices),
+        in_specs=(P(group_axes, None, in_features), per_device),
+        out_specs=(P(group_axes, in_features), per_device, same_on_all, same_on_all),
     )
     results = experts(rows, functools.partial(dispatch.matmul, routing.sizes))
     if results.ndim != 2 or len(results) != len(rows):
         returned = jax.typeof(results)
         raise ValueError(f"dispatch_to_experts: experts returned {returned} for {len(rows)} rows.")
-    features = dispatch.axes_of_dimension(results, -1)
+    out_features = dispatch.axes_of_dimension(results, -1)
     output = dispatch.on_each_device(
         dispatch.receive,
-        (P(axes, features), per_device, per_device),
-        P(axes, None, features),
-        results,
-        routing,
-        weights,
+        (results, routing, weights),
+        in_specs=(P(group_axes, out_features), per_device, per_device),
+        out_specs=P(group_axes, None, out_features),
     )
     padding = None
     if capacity is not None:
-        padding = x.shape[0] * num_experts * capacity - (tokens.sum() - dropped)
+        num_kept = tokens.sum() - dropped
+        padding = x.shape[0] * num_experts * capacity - num_kept  # of all places, those left empty
     return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens), padding)
 
 
@@ -176,20 +176,29 @@ def _wrong_mesh(
     x: jax.Array,
     num_experts: int,
     mesh: Mesh | AbstractMesh | None,
-    axis: str,
-    axes: Sequence[str],
+    expert_axis: str,
+    group_axes: Sequence[str],
 ) -> Iterator[str]:
-    """Says which axes the mesh lacks, and what they do not divide."""
+    """Says which axes the mesh lacks, and what they do not divide.
+
+    Args:
+      x: the tokens; its first dimension are the groups.
+      num_experts: the number of experts.
+      mesh: the mesh; None for one device, which has everything.
+      expert_axis: the axis that shards the experts.
+      group_axes: all axes that shard the groups, ``expert_axis`` among them.
+    """
     sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
-    for name in axes:
+    for name in group_axes:
         if mesh is not None and name not in sizes:
             known = ", ".join(map(repr, sizes))
             yield f"axis {name!r}{suggestion(name, sizes)}: the mesh has {known}"
-    size, shards = sizes.get(axis, 1), math.prod(sizes.get(name, 1) for name in axes)
+    # An axis that is missing was reported: here it counts as one of size 1, which divides anything.
+    size, shards = sizes.get(expert_axis, 1), math.prod(sizes.get(name, 1) for name in group_axes)
     if num_experts % size:
-        yield f"{num_experts} experts: {axis!r} of size {size} does not divide them"
+        yield f"{num_experts} experts: {expert_axis!r} of size {size} does not divide them"
     if x.shape and x.shape[0] % shards:
-        over = f"{shards} shards over {', '.join(axes)}"
+        over = f"{shards} shards over {', '.join(group_axes)}"
         yield f"{x.shape[0]} groups: {over} do not divide them"
 
 
@@ -250,10 +259,15 @@ class _Routing(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """What was sent and received without a capacity."""
+    """What a device sent and received without a capacity, all of whose groups are one.
+
+    The first dimension is that of all devices, of which each has one index.
+    """
 
     sent: jax.Array  # (1, devices, local experts): how many rows this device sent to each expert
-    received: jax.Array  # (1, devices, local experts): how many each device sent to each of its own
+    received: (
+        jax.Array
+    )  # (1, devices, local experts): how many each device sent to each expert here
     places: jax.Array  # (1, rows): the row in the received blocks at each place sorted by expert
 
 
@@ -261,15 +275,15 @@ class _Dispatch(NamedTuple):
     """How tokens and experts are distributed. One device has all of both if there is no mesh."""
 
     mesh: Mesh | AbstractMesh | None
-    axis: str  # shards the experts, and the groups of tokens too
-    axes: tuple[str, ...]  # all that shard the groups, ``axis`` among them
+    expert_axis: str  # shards the experts, and the groups of tokens too
+    group_axes: tuple[str, ...]  # all axes that shard the groups, `expert_axis` among them
     num_experts: int
     capacity: int | None
 
     @property
     def size(self) -> int:
         """The number of devices over which the experts are sharded."""
-        return 1 if self.mesh is None else self.mesh.shape[self.axis]
+        return 1 if self.mesh is None else self.mesh.shape[self.expert_axis]
 
     @property
     def num_local_experts(self) -> int:
@@ -283,32 +297,44 @@ class _Dispatch(NamedTuple):
         return {*axes_of_type(mesh_in_trace(self.mesh), AxisType.Explicit)}
 
     def axes_of_dimension(self, x: jax.Array, dimension: int) -> tuple[str, ...] | None:
-        """Returns the axes, other than those of the groups, that shard a dimension by its type.
+        """Returns the Explicit axes, other than those of the groups, that shard a dimension.
 
-        Such a dimension stays sharded, as features are by tensor parallelism on Explicit axes. On
-        Auto axes types say nothing, and the compiler decides.
+        Such a dimension stays sharded inside, as features are by tensor parallelism. Auto axes are
+        not in the type of an array; the compiler decides about them.
+
+        Returns:
+          The axes as an entry of a ``PartitionSpec``: None if there are none.
         """
         spec = type_spec(x) if self.explicit_axes() else None
         if spec is None:
             return None
-        sharding_axes = axes_of(pad_entries(spec, x.ndim)[dimension])
-        return tuple(name for name in sharding_axes if name not in self.axes) or None
+        axes = axes_of(pad_entries(spec, x.ndim)[dimension])
+        kept = tuple(axis for axis in axes if axis not in self.group_axes)
+        return kept or None
 
     def on_each_device(
-        self, fun: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any
+        self, fun: Callable[..., Any], args: tuple[Any, ...], *, in_specs: Any, out_specs: Any
     ) -> Any:
-        """Returns ``fun(*args)``, run on the shards of each device along the axes of the groups."""
+        """Runs a function on each device, by ``jax.shard_map``, and returns the results of all.
+
+        Args:
+          fun: the function of what one device has.
+          args: its arguments, of all devices together. Without a mesh, one device has all.
+          in_specs: the spec of each argument.
+          out_specs: the specs of the results.
+        """
         if self.mesh is None:
             return fun(*args)
+        # As the map is not checked (below), JAX would get gradients wrong in an outer one that is.
         args = refuse_gradients_of_varying(args, name="dispatch_to_experts")
         mesh, explicit = mesh_in_trace(self.mesh), self.explicit_axes()
+        # All Explicit axes are mapped, and arguments have to be sharded over these, in their types,
+        # as the specs say.
         if explicit:
-            # `shard_map` has no Explicit axes left inside, and takes arguments whose types already
-            # have the specs.
             typed = []
             for arg, spec in zip(args, in_specs, strict=True):
-                own_spec = keep_axes(spec, explicit)
-                retyped = jax.tree.map(lambda x, s=own_spec: retype(x, mesh, s), arg)
+                explicit_spec = keep_axes(spec, explicit)
+                retyped = jax.tree.map(lambda x, s=explicit_spec: retype(x, mesh, s), arg)
                 typed.append(retyped)
             args = tuple(typed)
         return jax.shard_map(
@@ -316,19 +342,20 @@ class _Dispatch(NamedTuple):
             mesh=mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=explicit.union(self.axes, _compat.spmd_axes()),
+            # JAX puts the `spmd_axis_name` of an outer `vmap` in front of all specs.
+            axis_names=explicit.union(self.group_axes, _compat.spmd_axes()),
             check_vma=False,  # what `ragged_all_to_all` returns does not say that it varies
         )(*args)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Returns the sum over all devices that have tokens."""
-        return x if self.mesh is None else jax.lax.psum(x, self.axes)
+        return x if self.mesh is None else jax.lax.psum(x, self.group_axes)
 
     def exchange(self, x: jax.Array, split: int, concat: int) -> Any:
         """Sends the i-th part of dimension ``split`` to device i, and concatenates what arrives."""
         if self.mesh is None:
             return x
-        return jax.lax.all_to_all(x, self.axis, split, concat, tiled=True)
+        return jax.lax.all_to_all(x, self.expert_axis, split, concat, tiled=True)
 
     def send(
         self, x: jax.Array, indices: jax.Array
@@ -337,13 +364,14 @@ class _Dispatch(NamedTuple):
 
         Args:
           x: (groups, tokens, features).
-          indices: (groups, tokens, k).
+          indices: the chosen experts, (groups, tokens, k).
 
         Returns:
-          The rows that the device gets, (rows, features), and how to send their results back; and
-          of all devices together how often each expert was chosen, (experts,), and how many choices
-          were dropped.
+          A tuple of the rows that the experts of this device get, (rows, features); how to send
+          their results back; how often each expert was chosen on all devices, (experts,); and how
+          many choices were dropped there, ().
         """
+        # The docstring of the module has an example of `choices`, `order`, `counts` and `ranks`.
         if self.capacity is None:  # all groups are one
             x = x.reshape(1, -1, x.shape[-1])
             indices = indices.reshape(1, -1, indices.shape[-1])
@@ -354,11 +382,11 @@ class _Dispatch(NamedTuple):
         experts = jnp.take_along_axis(choices, order, 1)
         is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)
         counts = is_chosen.sum(1, dtype=jnp.int32)  # (groups, experts)
-        starts = jnp.cumsum(counts, 1) - counts  # (groups, experts)
+        starts = jnp.cumsum(counts, 1) - counts  # where the rows of each expert begin
         ranks = jnp.arange(choices.shape[1]) - jnp.take_along_axis(starts, experts, 1)
-        token = order % num_tokens  # the choices are k times all tokens
+        token = order % num_tokens  # choice i is of token i mod T: first all first choices
         rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
-        if self.capacity is None:
+        if self.capacity is None:  # the only group
             arrived, sizes, exchange = self._send_all(rows[0], counts[0])
             routing = _Routing(order, experts, ranks, sizes, exchange)
             return arrived, routing, self.sum(counts[0]), jnp.zeros((), jnp.int32)
@@ -372,6 +400,9 @@ class _Dispatch(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Sends a block of ``capacity`` rows from each group to each expert.
 
+        Rows of a block beyond the choices of its expert are computed, but :meth:`receive` reads no
+        result of them.
+
         Args:
           rows: sorted by expert, (groups, C, features).
           starts: where the rows of each expert begin, (groups, experts).
@@ -381,12 +412,13 @@ class _Dispatch(NamedTuple):
           The rows of the device's experts, one expert after the other; and how many rows each of
           these gets, (1, local experts).
         """
-        places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity)
+        places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity): of rows
         # An expert with fewer choices gets rows of others in the rest of its block, not zeros: on
         # rows of zeros its own operations, such as a norm, may have no gradient.
         blocks = jax.vmap(lambda group, index: group.at[index].get(mode="clip"))(rows, places)
         blocks = blocks.swapaxes(0, 1)  # (experts, groups, capacity, features)
-        blocks = self.exchange(blocks, 0, 1)  # (local experts, groups of all, capacity, features)
+        # (local experts, groups of all devices along the axis, capacity, features)
+        blocks = self.exchange(blocks, split=0, concat=1)
         rows_per_expert = blocks.shape[1] * capacity
         sizes = jnp.full((1, self.num_local_experts), rows_per_expert, jnp.int32)
         return blocks.reshape(-1, rows.shape[-1]), sizes
@@ -410,14 +442,16 @@ class _Dispatch(NamedTuple):
         # How many rows of each device come to each expert of this one: (devices, local experts).
         received = self.exchange(sent, split=0, concat=0)
         # A block of C rows from each device, (devices · C, features): sorted by expert, padded.
-        blocks = _to_experts(self, rows, sizes=sent.sum(1), received=received.sum(1))
-        # A row's expert is the number of experts whose rows end before it in the block. For padding
-        # it is one more than there are, so that it is sorted to the end.
+        # The transport needs the rows of each device only, of all its experts: (devices,).
+        blocks = _to_experts(self, rows, sizes=sent.sum(axis=1), received=received.sum(axis=1))
+        # A row's local expert is the number of experts whose rows end before it in the block. For
+        # padding it is `num_local_experts`, one more than the last, so it is sorted to the end.
         ends = jnp.cumsum(received, axis=1)  # (devices, local experts)
         is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
         expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
-        sizes = received.sum(0)[None]
+        sizes = received.sum(axis=0)[None]
+        # `[None]` is the first dimension of what each device has of its own.
         return blocks[places], sizes, _Exchange(sent[None], received[None], places[None])
 
     def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:
@@ -429,23 +463,34 @@ class _Dispatch(NamedTuple):
           weights: of the device's tokens, (groups, tokens, k).
         """
         num_groups, num_tokens, k = weights.shape
-        if routing.exchange is None:
-            blocks = rows.reshape(
-                self.num_local_experts, self.size * num_groups, self.capacity, rows.shape[-1]
-            )
-            blocks = self.exchange(blocks, 1, 0)  # (experts, groups, capacity, …)
-            blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, …)
-            rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
+        num_features = rows.shape[-1]
+        if self.capacity is not None:
+            shape = (self.num_local_experts, self.size * num_groups, self.capacity, num_features)
+            blocks = rows.reshape(shape)
+            # (experts, groups, capacity, features): of the groups of this device
+            blocks = self.exchange(blocks, split=1, concat=0)
+            blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, features)
+            # Of each sorted choice: the row of its expert at its rank, or zeros if it was dropped.
+            sorted_rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
         else:
-            sent, received, places = (x[0] for x in routing.exchange)
-            blocks = rows[jnp.argsort(places)]  # the inverse of the sort in `_send_all`
-            own = _from_experts(self, blocks, sizes=sent.sum(1), received=received.sum(1))
-            rows = own[None]  # (1, C, …), as all groups are one
-        unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation
-        rows = jnp.take_along_axis(rows, unsort[:, :, None], 1)  # (groups, C, …)
-        rows = rows.reshape(len(rows), k, -1, rows.shape[-1])  # (groups, k, tokens, …)
-        rows = rows.swapaxes(1, 2)  # (groups, tokens, k, …)
-        rows = rows.reshape(num_groups, num_tokens, k, rows.shape[-1])  # one group was all of them
+            exchange = routing.exchange
+            assert exchange is not None
+            # The inverse of the sort in `_send_all`: one block of rows for each device again.
+            blocks = rows[jnp.argsort(exchange.places[0])]
+            own_rows = _from_experts(
+                self,
+                blocks,
+                sizes=exchange.sent[0].sum(axis=1),  # (devices,)
+                received=exchange.received[0].sum(axis=1),  # (devices,)
+            )
+            sorted_rows = own_rows[None]  # (1, C, features), as all groups are one
+        unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation of `order`
+        rows = jnp.take_along_axis(sorted_rows, unsort[:, :, None], 1)  # (groups or 1, C, features)
+        # Choices are k times all tokens: (groups, k, tokens, …), or (1, k, tokens of all groups,
+        # …).
+        rows = rows.reshape(len(rows), k, -1, num_features)
+        rows = rows.swapaxes(1, 2)  # the same with tokens before k
+        rows = rows.reshape(num_groups, num_tokens, k, num_features)
         return jnp.einsum("gtk,gtkf->gtf", weights.astype(rows.dtype), rows)
 
     def matmul(
@@ -476,16 +521,18 @@ class _Dispatch(NamedTuple):
             problem = f"bias: shape {bias.shape}, expected {(self.num_experts, kernel.shape[2])}"
         if problem:
             raise ValueError(f"matmul of dispatch_to_experts: {problem}.")
-        inner = self.axes_of_dimension(kernel, 1)
-        outer = self.axes_of_dimension(kernel, 2)
+        # The axes that shard `in` and `out`, by tensor parallelism.
+        inner, outer = self.axes_of_dimension(kernel, 1), self.axes_of_dimension(kernel, 2)
         return self.on_each_device(
             functools.partial(self._multiply_local, inner),
-            (P(self.axes), P(self.axes, inner), P(self.axis, inner, outer), P(self.axis, outer)),
-            P(self.axes, outer),
-            sizes,
-            rows,
-            kernel,
-            bias,
+            (sizes, rows, kernel, bias),
+            in_specs=(
+                P(self.group_axes),  # sizes: those of each device
+                P(self.group_axes, inner),  # rows
+                P(self.expert_axis, inner, outer),  # kernel
+                P(self.expert_axis, outer),  # bias
+            ),
+            out_specs=P(self.group_axes, outer),
         )
 
     def _multiply_local(
@@ -509,14 +556,15 @@ class _Dispatch(NamedTuple):
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
         else:  # all experts have equally many rows
-            grouped = rows.reshape(len(kernel), -1, rows.shape[-1])
+            grouped = rows.reshape(len(kernel), -1, rows.shape[-1])  # (local experts, rows, in)
             product = jnp.einsum("erf,efo->ero", grouped, kernel).reshape(len(rows), -1)
         if inner:
             product = jax.lax.psum(product, inner)
         if bias is not None:
-            # The number of experts whose rows end before this one: (rows, experts) → (rows,).
+            # The expert of a row is the number of experts whose rows end before it. For padding
+            # that is one more than there are, which has a bias of 0.
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
-            product += bias.at[expert].get(mode="fill", fill_value=0)  # 0 for padding
+            product += bias.at[expert].get(mode="fill", fill_value=0)
         return product
 
 
@@ -539,23 +587,31 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
     """
     if dispatch.mesh is None:
         return rows
+    # Where the rows for each device begin, and the length of a block, which fits all rows.
     starts, width = jnp.cumsum(sizes) - sizes, len(rows)
 
     def send_ragged(rows: jax.Array) -> Any:
-        space = jnp.zeros((dispatch.size * width, rows.shape[-1]), rows.dtype)
-        block_start = jax.lax.axis_index(dispatch.axis).astype(jnp.int32) * width
-        # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped: hence
-        # the sum with an array that is.
-        output_offsets = block_start + 0 * sizes
+        # At each receiver, the rows of this device go to the beginning of its block there.
+        block_start = jax.lax.axis_index(dispatch.expert_axis).astype(jnp.int32) * width
         return jax.lax.ragged_all_to_all(
-            rows, space, starts, sizes, output_offsets, received, axis_name=dispatch.axis
+            operand=rows,
+            output=jnp.zeros((dispatch.size * width, rows.shape[-1]), rows.dtype),
+            input_offsets=starts,
+            send_sizes=sizes,
+            # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped:
+            # hence the sum with an array that is.
+            output_offsets=block_start + 0 * sizes,
+            recv_sizes=received,
+            axis_name=dispatch.expert_axis,
         )
 
     def send_padded(rows: jax.Array) -> Any:
         places = jnp.arange(width)
+        # A block for each device, filled after its rows: (devices, C, features).
         blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
-        blocks = jnp.where((places < sizes[:, None])[:, :, None], blocks, 0)  # (devices, C, …)
-        return dispatch.exchange(blocks, 0, 0).reshape(-1, rows.shape[-1])
+        is_row = places < sizes[:, None]  # (devices, C); else the row is of the next device
+        blocks = jnp.where(is_row[:, :, None], blocks, 0)
+        return dispatch.exchange(blocks, split=0, concat=0).reshape(-1, rows.shape[-1])
 
     return jax.lax.platform_dependent(rows, tpu=send_ragged, default=send_padded)
 
@@ -577,40 +633,48 @@ def _from_experts(
     """
     if dispatch.mesh is None:
         return blocks
+    # Where the rows of each device begin among this one's own, and the length of a block.
     starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // dispatch.size
 
     def send_ragged(blocks: jax.Array) -> Any:
-        space = jnp.zeros((width, blocks.shape[-1]), blocks.dtype)
         block_starts = jnp.arange(dispatch.size, dtype=jnp.int32) * width
-        # Each device wants this one's rows at the place from which it once sent them.
-        output_offsets = dispatch.exchange(starts, 0, 0)
         return jax.lax.ragged_all_to_all(
-            blocks,
-            space,
-            block_starts + 0 * sizes,
-            received,
-            output_offsets,
-            sizes,
-            axis_name=dispatch.axis,
+            operand=blocks,
+            output=jnp.zeros((width, blocks.shape[-1]), blocks.dtype),
+            input_offsets=block_starts + 0 * sizes,  # mapped, as in `_to_experts`
+            send_sizes=received,  # what came goes back
+            # Each device wants this one's rows at the place from which it once sent them.
+            output_offsets=dispatch.exchange(starts, split=0, concat=0),
+            recv_sizes=sizes,
+            axis_name=dispatch.expert_axis,
         )
 
     def send_padded(blocks: jax.Array) -> Any:
-        returned = dispatch.exchange(blocks.reshape(dispatch.size, width, -1), 0, 0)
+        by_device = blocks.reshape(dispatch.size, width, -1)  # (devices, C, features)
+        returned = dispatch.exchange(by_device, split=0, concat=0)
         places = jnp.arange(width)
-        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)  # (C,): to which each row was sent
+        # The device to which each row was sent: how many devices have all their rows before it.
+        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)  # (C,)
         return _rows_of_blocks(returned, device, places - starts[device])
 
     return jax.lax.platform_dependent(blocks, tpu=send_ragged, default=send_padded)
 
 
 def _define_transpose(exchange: Any, transpose: Callable[..., jax.Array]) -> None:
-    """Gives an exchange, which is linear in its rows, a transpose for the backward pass."""
+    """Gives an exchange, which is linear in its rows, a transpose for the backward pass.
+
+    Args:
+      exchange: a ``custom_vjp`` of (dispatch, rows, sizes, received), the first without gradients.
+      transpose: takes the gradients of its results in the place of the rows.
+    """
 
     def forward(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
         return exchange(dispatch, rows, sizes, received), (sizes, received)
 
     def backward(dispatch: _Dispatch, residuals: Any, d_rows: jax.Array) -> Any:
-        return transpose(dispatch, d_rows, *residuals), None, None
+        sizes, received = residuals
+        # Both are integers, which have no gradients.
+        return transpose(dispatch, d_rows, sizes, received), None, None
 
     exchange.defvjp(forward, backward)
 

@@ -1,4 +1,9 @@
-"""Where a sequence is: the mesh axes over which attention is mapped, and moves along them."""
+"""Where a sequence is: the mesh axes over which attention is mapped, and moves along them.
+
+Attention runs as one function on each device, by ``jax.shard_map`` over some axes of the mesh: the
+*mapped* ones. Over the others the compiler splits it. The *info* of tokens are arrays of a number
+for each of them, such as positions (``blocks.py`` has the records).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from .. import _compat
 from ..core.constrain import mesh_in_trace, retype, type_mesh, type_spec
 from ..core.known_faults import refuse_gradients_of_varying
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries
-from .blocks import AttentionArrays, Dropout, TokenInfo, Visibility
+from .blocks import AttentionArrays, TokenInfo, Visibility
 
 Axes = tuple[str, ...]
 
@@ -27,9 +32,9 @@ class Layout(NamedTuple):
     Attributes:
       mesh: the mesh; None for one device.
       sequence: the axes that shard the sequence.
-      batch: those that shard the batch, as far as functions for each device have to know them.
+      batch: those that shard the batch: the Explicit ones, and those that the user named.
       heads: likewise those that shard heads.
-      mapped: all axes over which functions for each device are mapped.
+      mapped: all axes over which the function of each device is mapped.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -55,53 +60,65 @@ class Layout(NamedTuple):
         key_axes: Axes,
         info_axes: Axes | None = None,
     ) -> AttentionArrays:
-        """Returns the specs of the arrays of an attention, in their places.
+        """Returns the same record with a ``PartitionSpec`` in the place of each array.
 
         Args:
-          arrays: the arrays.
-          query_axes: the axes that shard the queries, and what is known of these.
-          key_axes: those that shard keys and values.
-          info_axes: those that shard what is known of the keys; None for ``key_axes``.
+          arrays: the arrays of the attention.
+          query_axes: the axes that shard the queries, their info and their rows of a mask.
+          key_axes: the axes that shard keys and values. All columns of a mask are on each device.
+          info_axes: the axes that shard the info of the keys; None for ``key_axes``.
         """
         info_axes = key_axes if info_axes is None else info_axes
-        keys = self.token_spec(key_axes)
-        specs: Any = AttentionArrays  # a `PartitionSpec` in the place of each array
-        return specs(  # type: ignore[no-any-return]
+        key_spec = self.token_spec(key_axes)
+        specs: Any = arrays  # `Any`, as the types of fields say arrays and not specs
+        return specs._replace(  # type: ignore[no-any-return]
             query=self.token_spec(query_axes),
-            key=keys,
-            value=keys,
+            key=key_spec,
+            value=key_spec,
             key_info=self._info_specs(arrays.key_info, info_axes),
             visibility=self._visibility_specs(arrays.visibility, query_axes),
         )
 
     def _info_specs(self, info: TokenInfo, sequence: Axes) -> TokenInfo:
-        """Returns the specs of what is known of tokens that these axes shard."""
+        """Returns the specs of the info of tokens; the axes ``sequence`` shard the tokens."""
 
-        def spec(x: jax.Array) -> P:  # of (tokens,) or (b, tokens)
-            if x.ndim == 1:
+        def spec(x: jax.Array) -> P:
+            if x.ndim == 1:  # (tokens,)
                 return P(_entry(sequence))
-            return P(_entry(self.batch), _entry(sequence))
+            return P(_entry(self.batch), _entry(sequence))  # (b, tokens)
 
+        # A field that is None has no leaf, and stays None.
         return jax.tree.map(spec, info)  # type: ignore[no-any-return]
 
     def _visibility_specs(self, visibility: Visibility, sequence: Axes) -> Visibility:
-        """Returns the specs of what decides on visibility, of queries that these axes shard."""
+        """Returns the specs of what decides on visibility; ``sequence`` shards the queries.
+
+        A dimension of size 1 stands for all rows, heads or queries, so each device has it.
+        """
         mask, dropout = visibility.mask, visibility.dropout
-        specs: Any = Visibility(self._info_specs(visibility.query_info, sequence))
+        query_info = self._info_specs(visibility.query_info, sequence)
+        specs: Any = visibility._replace(query_info=query_info)  # `Any`: of specs, not arrays
         if mask is not None:  # (b or 1, heads or 1, queries or 1, all keys)
-            axes = (self.batch, self.heads, sequence)
-            sizes = mask.shape[:3]
-            entries = [_entry(x) if n > 1 else None for x, n in zip(axes, sizes, strict=True)]
+            axes_of_dimensions = (self.batch, self.heads, sequence)
+            pairs = zip(axes_of_dimensions, mask.shape[:3], strict=True)
+            entries = [_entry(axes) if size > 1 else None for axes, size in pairs]
             specs = specs._replace(mask=P(*entries))
         if dropout is not None:
             rows = _entry(self.batch) if dropout.rows.size > 1 else None
             key_heads = _entry(self.heads) if dropout.heads.size > 1 else None
-            all_specs: Any = Dropout
-            specs = specs._replace(dropout=all_specs(P(), P(rows), P(key_heads)))
+            dropout_specs: Any = dropout
+            dropout_specs = dropout_specs._replace(words=P(), rows=P(rows), heads=P(key_heads))
+            specs = specs._replace(dropout=dropout_specs)
         return specs  # type: ignore[no-any-return]
 
     def map(self, fun: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Maps a function over the devices; specs have the mapped axes only."""
+        """Returns the function that runs ``fun`` on each device, by ``jax.shard_map``.
+
+        Args:
+          fun: takes and returns what one device has; without a mesh, one device has all.
+          in_specs: of each argument a spec, or a pytree of specs like it; of mapped axes only.
+          out_specs: likewise of the result.
+        """
         if self.mesh is None:
             return fun
         mesh = mesh_in_trace(self.mesh)
@@ -111,19 +128,23 @@ class Layout(NamedTuple):
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=self.mapped,
-            check_vma=False,
+            check_vma=False,  # which functions of users, such as kernels, may not pass
         )
 
         def typed_run(*args: Any) -> Any:
+            # Without that check, JAX would get gradients wrong in an outer map that has it.
             args = refuse_gradients_of_varying(args, name="attention over a sharded sequence")
             return run(*jax.tree.map(self.typed, args, in_specs))
 
         return typed_run
 
     def typed(self, x: jax.Array, spec: P) -> jax.Array:
-        """Gives an array the type that a spec says over mapped axes, as far as they are Explicit.
+        """Gives an array the sharding of a spec in its type, over mapped axes that are Explicit.
 
-        A function that is mapped over Explicit axes needs inputs of this type.
+        JAX asks for that before a function is mapped over Explicit axes. Other Explicit axes stay:
+        with "data" and "context" Explicit, of which only "context" is mapped, the spec
+        ``P(None, "context")`` gives an array of type ``P("data")`` the type
+        ``P("data", "context")``.
         """
         if self.mesh is None:
             return x
@@ -132,13 +153,15 @@ class Layout(NamedTuple):
         if explicit.isdisjoint(self.mapped):
             return x
         mapped_entries = pad_entries(keep_axes(spec, explicit), x.ndim)
-        # A dimension that no mapped axis shards keeps the other axes of its type.
-        kept = keep_axes(type_spec(x) or P(), explicit - self.mapped)
-        pairs = zip(mapped_entries, pad_entries(kept, x.ndim), strict=True)
-        return retype(x, mesh, P(*(new or old for new, old in pairs)))  # type: ignore[no-any-return]
+        # An array whose type has no mesh has no axes to keep.
+        kept_spec = keep_axes(type_spec(x) or P(), explicit - self.mapped)
+        kept_entries = pad_entries(kept_spec, x.ndim)
+        pairs = zip(mapped_entries, kept_entries, strict=True)
+        entries = [kept if mapped is None else mapped for mapped, kept in pairs]
+        return retype(x, mesh, P(*entries))  # type: ignore[no-any-return]
 
     def next_device(self, tree: Any) -> Any:
-        """Returns the arrays of the device before, in the ring along the sequence."""
+        """Sends arrays to the next device along the sequence; returns those of the one before."""
         if self.mesh is None:
             return tree
         size = self.count(self.sequence)
@@ -164,10 +187,10 @@ def layout_of(
       mesh: the mesh, or None.
       query: the queries, (b, tokens, heads, features); Explicit axes are in their type.
       sequence: the axes that shard the sequence.
-      batch: the Auto axes that shard the batch, as a user says.
+      batch: the Auto axes that shard the batch, as the user named them.
       heads: likewise of the heads.
-      is_opaque: whether the compiler cannot split the function of each device, such as a kernel:
-        then it is mapped over all axes.
+      is_opaque: whether the compiler cannot split the function of each device, such as a kernel.
+        Then it is mapped over all axes, as none may be left to the compiler.
     """
     if mesh is None:
         return Layout(None, sequence=(), batch=(), heads=(), mapped=frozenset())
@@ -179,16 +202,18 @@ def layout_of(
         in_type = axes_of(entries[dimension])
         named = [axis for axis in axes_of(given) if axis not in in_type]
         axes = [x for x in (*in_type, *named) if x not in sequence and x in sizes]
-        # An axis that does not divide the dimension cannot shard it.
+        # Axes that do not divide the dimension cannot shard it. The last ones go first, as those
+        # of the type are in front: by these it is sharded already.
         while query.shape[dimension] % math.prod(sizes[axis] for axis in axes):
             axes.pop()
         return tuple(axes)
 
     batch_axes, head_axes = axes_of_dimension(0, batch), axes_of_dimension(2, heads)
     all_axes = mesh.axis_names if is_opaque else (*sequence, *batch_axes, *head_axes)
-    # An outer `shard_map` has mapped its axes already. JAX wants that of a `vmap` to be mapped too.
+    # Over Manual axes, an outer `shard_map` has mapped this code already. The `spmd_axis_name` of
+    # an outer `vmap` has to be mapped too: JAX puts it in front of all specs.
     manual = axes_of_type(mesh_in_trace(mesh), AxisType.Manual)
-    mapped = _compat.spmd_axes() | (frozenset(all_axes) - manual)
+    mapped = (frozenset(all_axes) - manual) | _compat.spmd_axes()
     return Layout(mesh, sequence, batch_axes, head_axes, mapped)
 
 
@@ -233,12 +258,19 @@ def balanced_order(length: int, shards: int) -> np.ndarray:
 def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) -> tuple[Any, ...]:
     """Moves arrays, (b, tokens, …) or None, to the balanced order, or back.
 
-    Device i has chunks 2i and 2i + 1 of 2n; in the balanced order it has i and 2n - 1 - i. Of both
-    pairs one chunk is even. So two `ppermute` suffice: one of the even chunks, one of the odd ones.
+    Device i has chunks 2i and 2i + 1 of 2n; in the balanced order it has i and 2n - 1 - i. For
+    n = 3::
+
+        device            0      1      2
+        in order          0 1    2 3    4 5
+        balanced          0 5    1 4    2 3
+
+    Of both pairs of a device one chunk is even. So two `ppermute` suffice: one of all even chunks
+    (0, 2 and 4, to devices 0, 2 and 1), and one of all odd ones.
     """
     size = layout.count(layout.sequence)
     last = 2 * size - 1
-    # For the even chunks, then the odd ones: pairs of a device, and the device that it sends to.
+    # First of the even chunks, then of the odd ones: (device, device to which it sends its chunk).
     routes = []
     for parity in (0, 1):
         chunk_numbers = [2 * device + parity for device in range(size)]
@@ -247,7 +279,10 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         routes.append([(target, source) for source, target in route] if back else route)
 
     def swap_on_odd_devices(first: jax.Array, second: jax.Array) -> list[jax.Array]:
-        """In the balanced order, even devices have the even chunk first, odd ones second."""
+        """Turns (first, second) chunks in the balanced order into (even, odd) ones, or back.
+
+        Even devices have the even chunk first there, such as device 0; odd ones have it second.
+        """
         is_odd = layout.device_index() % 2 == 1
         return [jnp.where(is_odd, second, first), jnp.where(is_odd, first, second)]
 
@@ -255,7 +290,7 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         chunks = jnp.split(x, 2, axis=1)
         if back:
             chunks = swap_on_odd_devices(*chunks)
-        # The even chunk, and the odd one.
+        # Chunks are (even, odd) here. In order, that is how each device has them.
         moved = [
             jax.lax.ppermute(chunk, layout.sequence, route)
             for chunk, route in zip(chunks, routes, strict=True)
@@ -265,10 +300,13 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         return jnp.concatenate(moved, axis=1)
 
     def spec(x: jax.Array) -> P:
-        whole = layout.token_spec(layout.sequence)
-        return P(*whole[: min(x.ndim, 3)])
+        batch, sequence, heads = layout.token_spec(layout.sequence)
+        is_info = x.ndim == 2  # (b, tokens), such as segments
+        return P(batch, sequence) if is_info else P(batch, sequence, heads)
 
     specs = tuple(jax.tree.map(spec, arrays))
-    run = layout.map(lambda *arrays: tuple(jax.tree.map(move, arrays)), specs, specs)
+    run = layout.map(
+        lambda *arrays: tuple(jax.tree.map(move, arrays)), in_specs=specs, out_specs=specs
+    )
     moved: tuple[Any, ...] = run(*arrays)
     return moved

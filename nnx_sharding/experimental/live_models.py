@@ -8,12 +8,14 @@ Both models are flattened first: a ``Flat`` has their structure and the list of 
 path and its slot.
 
 JAX computes only on the devices of the sources, in their main memory. So a program builds an array
-there, sharded as the target needs it, or as much like it as these devices allow; an array that is
-what its source is needs no program. The rest of the way is that of ``place``.
+there, sharded as the target needs it, or as much like it as these devices allow. What it builds is
+*final* if it is where the target needs it. The rest of the way is that of ``place``. An array that
+is what its source is needs no program; NumPy builds those that come from the host or go to it.
 
-A plan is the steps for two structures with their shapes, dtypes and shardings. It has no arrays, so
-it is used again for each pair of such models. Steps are as large as the memory for copies allows
-(see ``_steps``).
+A *step* moves some arrays of the target together, with one program or with none. A *plan* is the
+steps for two structures with their shapes, dtypes and shardings. It has no arrays, so it is used
+again for each pair of such models. Steps are as large as the memory for copies allows (see
+``_steps``). With *donation*, each array of the source is deleted after the last step that uses it.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ from ..specs.fitting import axes_of_type
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 
+# The rules without rules: each path is the same in both models.
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 
 # The plans of earlier calls, the newest ones at the end.
@@ -90,9 +93,9 @@ def transfer(
     The models may differ in names, in the layout of arrays, in the mesh and in memory, such as a
     trainer and the server that samples for it. Arrays get their layout and dtype by compiled
     programs on their devices, whose temporary memory is at most that of the largest array or 16
-    MiB; those that go to other devices or memories are moved there as by ``place``: at once the
-    largest array, a sixteenth of all, or 16 MiB. The programs are reused when models of these
-    structures and shardings are passed again.
+    MiB. Arrays that go to other devices or memories are then moved there as by ``place``, in steps
+    of at most the largest array, a sixteenth of all bytes, or 16 MiB, whichever is most. The
+    programs are reused when models of these structures and shardings are passed again.
 
     An error leaves the target as it was. Once all programs are compiled, and what NumPy arrays
     become is there, its old values are released if they have more than 256 MiB, so that each device
@@ -159,7 +162,8 @@ def transfer(
         if key is not None:
             _PLANS[key] = plan
             make_room(_PLANS, _MOST_PLANS)
-    # All that a user's mistake can make fail comes before the target loses its values.
+    # All that a user's mistake can make fail comes before the target loses its values. So NumPy
+    # builds its arrays now, and not in the steps.
     on_host = [_build_on_host(step, flat_source.leaves) for step in plan.steps]
     # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
     deletes_nothing = not (donate or plan.releases_first)
@@ -184,13 +188,17 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 
 
 class _Goal(NamedTuple):
-    """One array of the target, and how it is made."""
+    """One array of the target, and how it is made.
+
+    Without ``build``, the source is moved as it is. With it, a program builds the array on the
+    devices of the sources; NumPy does if these are on the host.
+    """
 
     array: NamedArray  # abstract, with the shape, dtype and slot in the target
     sources: tuple[int, ...]  # the slots of the arrays of the source that it is made of
     build: Callable[..., Array] | None  # makes it of them; None if it equals its only source
     sharding: Sharding | None  # where it belongs; None for a NumPy array
-    built_as: Sharding | None  # how a program shards it; None if the compiler decides
+    built_as: Sharding | None  # how a program shards it; None if the compiler decides, or NumPy
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +207,7 @@ class _Goal(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether its program puts it where it belongs, which is never on the host."""
+        """Whether its program, if it has one, puts it where it belongs; never on the host."""
         return self.sharding is not None and bool(self.built_as == self.sharding)
 
     def make(self, sources: Sequence[Array]) -> Array:
@@ -215,7 +223,7 @@ class _Step(NamedTuple):
     # Compiled; returns the arrays of the goals. None: they are sources, or NumPy builds them.
     program: Callable[..., list[jax.Array]] | None = None
     is_final: bool = False  # whether the program puts all arrays where they belong
-    is_direct: bool = False  # whether the program takes the sources where and as they are
+    is_direct: bool = False  # whether it takes the sources as they are (see `_arguments`)
 
 
 class _Plan(NamedTuple):
@@ -226,12 +234,18 @@ class _Plan(NamedTuple):
 
 
 def _build_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
-    """Returns the arrays that a step without a program moves; none for a step with one.
+    """Returns the arrays that a step without a program moves, one for each of its goals.
 
-    They are sources as they are, or what NumPy makes of them. ``source`` has all by slot.
+    They are sources as they are, or what NumPy builds of them.
+
+    Args:
+      step: the step. One with a program has none of them.
+      source: the arrays of the source, by slot.
     """
     if step.program is not None:
         return []
+    # `make` computes nothing on devices here: a goal with `build` is in a step without a program
+    # only if its sources are on the host.
     return [goal.make([source[slot] for slot in goal.sources]) for goal in step.goals]
 
 
@@ -243,8 +257,9 @@ def _without_values(target: Flat, steps: Sequence[_Step]) -> Flat:
     leaves = list(target.leaves)
     for step in steps:
         for goal in step.goals:
+            # Memory of devices is what is short. Abstract arrays have no values anyway.
             if isinstance(leaves[goal.array.slot], jax.Array):
-                leaves[goal.array.slot] = goal.array.leaf
+                leaves[goal.array.slot] = goal.array.leaf  # a `jax.ShapeDtypeStruct`
     rebuild(target, leaves, "transfer")  # writes them into the modules and Variables of the user
     return target._replace(leaves=leaves)
 
@@ -260,7 +275,7 @@ def _run(
 
     Args:
       steps: how they are moved.
-      on_host: for each step, the arrays that it moves if it has no program.
+      on_host: for each step without a program, the arrays that it moves; else an empty list.
       source: the arrays of the source, by slot.
       target: the target, flattened.
       donate: whether to delete each array of the source once no step needs it.
@@ -268,23 +283,29 @@ def _run(
     donation = _Donation(steps, source) if donate else None
     leaves, moved = list(target.leaves), list[Any]()
     for step, arrays in zip(steps, on_host, strict=True):
-        given_up = donation.given_up(step) if donation else ()
-        new = _run_step(step, arrays, source, given_up)
+        reusable = donation.reusable(step) if donation else ()
+        new = _run_step(step, arrays, source, reusable)
         if donation or len(steps) > 1:
-            # The next program takes memory, and what is freed below must no longer be read.
+            # With donation, no computation may still read what is freed below. And the next step
+            # takes memory while this one still has its temporary arrays, unless it has ended.
             jax.block_until_ready(new)
         moved += new
         for goal, x in zip(step.goals, new, strict=True):
             leaves[goal.array.slot] = x
         if donation:
             donation.free(step, new)
-    # `rebuild` calls this before it changes the target: what fails on a device fails in it.
+    # `rebuild` calls this before it changes the target. So what fails on a device, which computes
+    # asynchronously, fails while the target is as it was.
     finish = functools.partial(jax.block_until_ready, moved)
     return rebuild(target, leaves, "transfer", finish=finish)
 
 
 class _Donation:
-    """The arrays of a source that are given up, and how often the target still needs each."""
+    """Which arrays of a source may be reused or deleted, by how often the target needs each.
+
+    Arrays are told apart by their ids; ``source`` keeps them alive. An array of the source may be
+    in several of its slots, and several arrays of the target may be made of it.
+    """
 
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
         """Counts the uses of arrays.
@@ -294,33 +315,38 @@ class _Donation:
           source: the arrays of the source, by slot.
         """
         self.source = source
-        used = [x for step in steps for x in self._used(step)]
-        # How often each array is used, by its id: two targets of one source get two arrays.
-        self.total = Counter(map(id, used))
-        self.pending = self.total.copy()  # the same, of the steps that did not run yet
+        used = [x for step in steps for x in self._sources_of(step)]
+        self.total = Counter(map(id, used))  # the number of uses in all steps
+        self.pending = self.total.copy()  # likewise in the steps that did not run yet
 
-    def _used(self, step: _Step) -> list[Any]:
-        """Returns the sources of a step, each as often as it is used."""
+    def _sources_of(self, step: _Step) -> list[Any]:
+        """Returns the sources of a step's goals; one that several goals use is there as often."""
         return [self.source[slot] for goal in step.goals for slot in goal.sources]
 
-    def given_up(self, step: _Step) -> set[int]:
-        """Returns the ids of arrays that the target may get as they are."""
-        return {id(x) for x in self._used(step) if self.total[id(x)] == 1}
+    def reusable(self, step: _Step) -> set[int]:
+        """Returns the ids of sources that may become arrays of the target without a copy.
+
+        They are used once in all steps. Of an array that is used twice, the target gets two copies,
+        so that a later donation of one leaves the other.
+        """
+        return {id(x) for x in self._sources_of(step) if self.total[id(x)] == 1}
 
     def free(self, step: _Step, new: Sequence[Any]) -> None:
-        """Deletes the sources of a step that ran, but what a later step needs or the target got.
+        """Deletes the sources of a step that ran, unless a later step or the target has them.
 
-        ``new`` are the arrays that the target got from this step.
+        Args:
+          step: the step.
+          new: the arrays that the target got from it.
         """
-        used, kept = self._used(step), set(map(id, new))
+        used, kept = self._sources_of(step), set(map(id, new))
         self.pending.subtract(map(id, used))
-        for x in used:
+        for x in used:  # an array may come twice: to delete it again does nothing
             if isinstance(x, jax.Array) and not self.pending[id(x)] and id(x) not in kept:
                 x.delete()
 
 
 def _run_step(
-    step: _Step, on_host: Sequence[Any], source: Sequence[Any], given_up: Collection[int]
+    step: _Step, on_host: Sequence[Any], source: Sequence[Any], reusable: Collection[int]
 ) -> list[Any]:
     """Returns the arrays of a step's goals where they belong; devices may still compute them.
 
@@ -328,50 +354,64 @@ def _run_step(
       step: the step.
       on_host: the arrays that it moves if it has no program.
       source: the arrays of the source, by slot.
-      given_up: the ids of arrays of the source that the target may get as they are.
+      reusable: the ids of arrays of the source that the target may get without a copy.
     """
-    if step.is_final and step.program is not None:
+    if step.program is not None and step.is_final:  # nothing has to be moved afterwards
         return step.program(*_arguments(step, source))
-    shardings = [goal.sharding for goal in step.goals]  # None for a NumPy array
+    shardings = [goal.sharding for goal in step.goals]
     if step.program is None:
-        moved = _copied(on_host, shardings, given_up)
+        moved = _copied(on_host, shardings, reusable)
     else:
         computed = step.program(*_arguments(step, source))
+        # On CPUs, the program must have ended before another one moves arrays: both might deadlock.
         moved = place_arrays(finish_on_cpu(computed), shardings)
     pairs = zip(moved, shardings, strict=True)
+    # Without a sharding, the target has a NumPy array, and `place_arrays` moved nothing.
     return [np.array(x) if sharding is None else x for x, sharding in pairs]
 
 
 def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
     """Returns the arguments of a program: in main memory, where it computes, on Auto axes."""
     arrays = [source[slot] for slot in step.slots]
-    if step.is_direct:
+    if step.is_direct:  # they are that already
         return arrays
     fetched = place_arrays(arrays, [main_memory(x.sharding) for x in arrays])
     return list(map(_on_auto_axes, fetched))
 
 
 def _copied(
-    arrays: Sequence[Array], shardings: Sequence[Sharding | None], given_up: Collection[int]
+    arrays: Sequence[Array], shardings: Sequence[Sharding | None], reusable: Collection[int]
 ) -> list[Any]:
-    """Returns arrays with these shardings; only those whose ids are given up may be the same.
+    """Returns copies of arrays with these shardings, each an array of its own.
 
     An array may be given several times, and is then copied as often. `place_arrays` would move it
     once for all, so each round moves every array once: first a and b of (a, b, a), then a again.
+
+    Args:
+      arrays: the arrays.
+      shardings: what each copy gets; None leaves an array as it is.
+      reusable: the ids of arrays that need not be copied. Each of them is given once.
     """
     result: list[Any] = list(arrays)
     pending = list(range(len(arrays)))  # positions in `arrays`
     while pending:
-        first = {id(arrays[i]): i for i in reversed(pending)}  # array → its first position
-        pending = [i for i in pending if first[id(arrays[i])] != i]
-        for donate in (False, True):
-            positions = [i for key, i in first.items() if (key in given_up) is donate]
+        this_round, later = dict[int, int](), list[int]()  # by the id of an array, its position
+        for i in pending:
+            if id(arrays[i]) in this_round:
+                later.append(i)
+            else:
+                this_round[id(arrays[i])] = i
+        for may_reuse in (False, True):
+            positions = [i for key, i in this_round.items() if (key in reusable) is may_reuse]
             if not positions:
                 continue
             old, wanted = [arrays[i] for i in positions], [shardings[i] for i in positions]
-            new = place_arrays(old, wanted, donate=donate, alias=False)
+            # `donate` also returns arrays that have their sharding already; without it and without
+            # `alias`, these are copied.
+            new = place_arrays(old, wanted, donate=may_reuse, alias=False)
             for i, x in zip(positions, new, strict=True):
                 result[i] = x
+        pending = later
     return result
 
 
@@ -402,20 +442,25 @@ def _plan(
     """
     sources = _arrays_by_path(source, only)
     targets = _arrays_by_path(target, only)
-    # Rules lead from the paths of one model, as from the names of tensors in a file, to the other.
-    to_model = source if reverse else target
-    from_arrays, to_arrays = (targets, sources) if reverse else (sources, targets)
+    # Rules lead from the paths of one model, as from the names of tensors in a file, to the paths
+    # of the other: as in loading from the source to the target. In reverse, as in saving, they lead
+    # from the target to the source, which still fills it.
+    if reverse:
+        named_by_rules, reached_by_rules, reached_model = targets, sources, source
+    else:
+        named_by_rules, reached_by_rules, reached_model = sources, targets, target
     # The path of each array of the target → what fills it: pairs of a placement (which part of
     # the array a source is, and in which layout) and the path of that source.
     filled_by = fill_by_rules(
         "transfer: the source does not fit the target.",
         read_rules("transfer", rules),
-        {path: array.leaf for path, array in from_arrays.items()},
-        {path: array.leaf for path, array in to_arrays.items()},
-        {array.path for array in named_arrays(to_model)},  # also those that `only` leaves out
+        tensors={path: array.leaf for path, array in named_by_rules.items()},
+        arrays={path: array.leaf for path, array in reached_by_rules.items()},
+        # Also those that `only` leaves out: a rule may name them.
+        everything={array.path for array in named_arrays(reached_model)},
         cast=cast,
         reverse=reverse,
-        nouns=("source", "array"),
+        nouns=("source", "array"),  # errors speak of sources and arrays, not of tensors
     )
     goals, obstacles = [], []
     for path, pairs in filled_by.items():
@@ -424,6 +469,7 @@ def _plan(
         goals.append(goal)
         obstacles += [f"  {path}: {obstacle}" for obstacle in dict.fromkeys(_obstacles(used, goal))]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
+    # Few old values stay until the new ones are there; many would not fit next to these.
     releases_first = sum(goal.nbytes for goal in goals) > _MOST_KEPT
     return _Plan(_steps(goals, source.leaves, donate), releases_first)
 
@@ -453,18 +499,19 @@ def _goal(
     build: Callable[..., Array] | None = functools.partial(
         _built, tuple(placements), leaf.shape, leaf.dtype, is_weak
     )
-    # Whether the values of the array are those of its source: it has one, which fills it as it is.
+    # Whether the array equals its source: it has one, which fills it as it is, in the same dtype.
     has_type_of_source = (first.dtype, _is_weak(first)) == (leaf.dtype, is_weak)
     is_source = placements[0].is_identity and has_type_of_source
     if sharding is None or not isinstance(first, jax.Array) or _devices(first) is None:
-        # To or from the host no program computes. An abstract source is refused by `_obstacles`.
+        # No program computes to or from the host. (An abstract source is refused by `_obstacles`.)
         return _Goal(array, slots, None if is_source else build, sharding, built_as=None)
     built_as = _sharding_in_program(first, sharding)
     if is_source:
-        # If its devices have the parts that the target needs, `place_arrays` moves it. Otherwise a
-        # program exchanges parts before.
-        present = main_memory(first.sharding)
-        has_parts = built_as is None or built_as.is_equivalent_to(present, first.ndim)
+        # `place_arrays` moves the array by itself if the devices of the source have the parts that
+        # those of the target need. Otherwise a program exchanges parts before.
+        has_parts = built_as is None or built_as.is_equivalent_to(
+            main_memory(first.sharding), first.ndim
+        )
         if has_parts or _has_parts_on_host(first):
             build = None
     return _Goal(array, slots, build, sharding, built_as)
@@ -478,8 +525,12 @@ def _is_weak(leaf: Any) -> bool:
 def _sharding_in_program(source: jax.Array, target: Sharding) -> Sharding | None:
     """Returns how a program on the devices of a source shards what it builds of it.
 
-    On other devices than those of the target, it is as the target's devices need their parts; None
-    if the compiler decides.
+    On the devices of the target, it is the sharding of the target. On others, each device gets the
+    part that one of the target needs, so that it is only copied from device to device.
+
+    Returns:
+      The sharding. None if the compiler decides: no sharding gives these devices the same parts, or
+      they are CPUs, where `place_arrays` cuts and joins parts of any sharding by itself.
     """
     devices: Any = _devices(source)
     if devices == _compat.device_assignment(target):
@@ -500,6 +551,7 @@ def _target_sharding(leaf: Any) -> Sharding | None:
         return None
     sharding = sharding_of(leaf)
     sharding = sharding.sharding if isinstance(sharding, Format) else sharding
+    # An abstract array without a sharding goes where JAX puts new arrays.
     return sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
@@ -510,7 +562,7 @@ def _built(
     is_weak: bool,
     *arrays: Array,
 ) -> Array:
-    """Builds an array of the target of its sources, in a program or on the host.
+    """Builds an array of the target from its sources, traced in a program or by NumPy on the host.
 
     Args:
       placements: for each source, which part of the array it fills, and in which layout.
@@ -520,7 +572,9 @@ def _built(
       *arrays: the sources.
     """
     is_host = isinstance(arrays[0], np.ndarray)
-    _, regions = boxes(placements)  # the part that each fills: (start, end) in each dimension
+    # The part that each source fills: (start, end) in each dimension. If several named axes, as of
+    # Tensor("…", "in (head out) -> …"), are in one dimension, each of them counts as one here.
+    _, regions = boxes(placements)
     pieces = []
     for source, placement, region in zip(arrays, placements, regions, strict=True):
         x: Any = source
@@ -528,13 +582,15 @@ def _built(
             # Converted first, so that fewer bytes are sent; the barrier keeps the compiler from
             # converting later.
             x = jax.lax.optimization_barrier(_compat.converted(x, dtype, is_weak))
-        has_all = all(axis.length == axis.tensor_size for axis in placement.axes.values())
-        if not is_host and not has_all:
-            # The compiler fails if some slices of one array get different shardings.
+        is_slice = any(axis.length != axis.tensor_size for axis in placement.axes.values())
+        if is_slice and not is_host:
+            # The compiler fails if some slices of one array get different shardings. Behind the
+            # barrier, each of them is of an array of its own.
             x = jax.lax.optimization_barrier(x)
-        x = placement.arranged(x)
+        x = placement.arranged(x)  # the slice, with its axes in the order of the target
         pieces.append((region, x.reshape([end - start for start, end in region])))
-    joined: Any = _joined(pieces, 0, np if is_host else jnp).reshape(shape)
+    joined: Any = _joined(pieces, 0, np if is_host else jnp)
+    joined = joined.reshape(shape)  # from named axes to dimensions
     if is_host:
         joined = joined.astype(dtype)
     elif joined.dtype != dtype or is_weak:
@@ -584,6 +640,8 @@ def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
     if len({_devices(leaf) for leaf in leaves}) > 1:
         yield "its sources are on different devices; place them on the same ones"
     for leaf in leaves:
+        # To become a NumPy array, it has to be readable by this process, as to become an array of
+        # one of its devices.
         place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
         if problem := obstacle(leaf, place):
             yield problem
@@ -609,17 +667,21 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
       donate: whether the source gives its arrays up.
     """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
-    # The goals of each step, by the devices of their sources (None if no program builds them), and
-    # by whether programs put them where they belong.
+    # A step may always take what the largest array needs, and 16 MiB. A sixteenth of all keeps the
+    # number of steps low where there are many small arrays.
+    most_bytes = max(largest, total // 16, _SMALL)
+    # The goals of each step, by the devices of the program (None without one), and by whether its
+    # results are final: a step that moves what it builds is another one than a step that does not.
     batches_by_kind: dict[tuple[Any, bool], list[list[_Goal]]] = {}
     for goal in goals:
+        # All sources of a goal are on the same devices (`_obstacles`).
         devices = None if goal.build is None else _devices(leaves[goal.sources[0]])
         batches = batches_by_kind.setdefault((devices, goal.is_final), [[]])
-        # What a program leaves to be moved, and donated sources, are freed before the next step:
-        # small steps need less memory. Other steps free nothing, so they may be as large as any.
-        is_freed = donate or not (goal.build is None or goal.is_final)
-        most_bytes = max(largest, total // 16, _SMALL) if is_freed else math.inf
-        if batches[-1] and sum(x.nbytes for x in (*batches[-1], goal)) > most_bytes:
+        # Small steps need less memory where something is freed after each: donated sources, or what
+        # a program built elsewhere than it belongs. Other steps may be as large as any.
+        is_moved_after_program = goal.build is not None and not goal.is_final
+        limit = most_bytes if donate or is_moved_after_program else math.inf
+        if batches[-1] and sum(x.nbytes for x in (*batches[-1], goal)) > limit:
             batches.append([])
         batches[-1].append(goal)
     steps: list[_Step] = []
@@ -633,9 +695,10 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> list[_Step]:
-    """Compiles programs that build some arrays, each in as many bytes of temporaries as one.
+    """Compiles programs that build some arrays, and returns a step for each program.
 
-    A program that takes more than the largest array (or 16 MiB) is split into two halves.
+    A program whose temporary memory exceeds the largest array and 16 MiB is compiled as two, each
+    of half of the arrays. A program of one array takes what it takes.
 
     Args:
       goals: the arrays, whose sources are on the same devices.
@@ -651,7 +714,7 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
 
     shardings = [goal.built_as for goal in goals]
     compiled: Any = jax.jit(make, out_shardings=shardings).lower(*inputs).compile()
-    memory = compiled.memory_analysis()
+    memory = compiled.memory_analysis()  # None on platforms that do not tell
     if len(goals) > 1 and memory and memory.temp_size_in_bytes > max(largest, _SMALL):
         halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
         return [step for half in halves for step in _programs(half, leaves, largest)]
@@ -675,22 +738,31 @@ def _abstract_argument(x: jax.Array) -> Any:
 
 
 def _on_auto_axes(x: Any) -> Any:
-    """Returns the same buffers on a mesh whose axes are Auto, where any operation is possible."""
+    """Returns an array of the same buffers, or its type, on a mesh whose axes are Auto.
+
+    On Explicit axes, JAX refuses operations such as reshapes whose sharding is ambiguous.
+    """
     mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return x
     auto = NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec)
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=auto)
+    # `device_put` might copy. JAX needs the buffers of this process only.
     buffers = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
 
 def _twin(sharding: Sharding, devices: Sequence[Any]) -> NamedSharding | None:
-    """Returns a sharding of other devices, each of which holds what a device of the target needs.
+    """Returns the sharding of a target on other devices, so that these have the same parts.
 
-    Each part of the target is on as many of these devices as there are more of them: a new mesh
-    axis replicates it. None if their number is no multiple of that of the target.
+    A target of 2 devices has parts a and b. On 4 devices they are a, a, b and b: a new mesh axis,
+    the last one, replicates each part. None if the number of devices is no multiple of that of the
+    target, or if its sharding has no mesh.
+
+    Args:
+      sharding: that of the target.
+      devices: the devices of the source, in their order.
     """
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
         return None

@@ -15,6 +15,9 @@ keywords with those that are needed and that it has a parameter for:
 
 What it has no parameter for becomes ``mask``, booleans of ``(batch or 1, heads or 1, queries or 1,
 keys)``; scale becomes a factor of the queries.
+
+Words from ``blocks.py``: the *rule* has the options, such as causal; the *info* of tokens are their
+positions and segments; the *visibility* has the info of queries, a mask and the key of dropout.
 """
 
 from __future__ import annotations
@@ -46,8 +49,11 @@ def local_attention(
       inputs: the arguments of the whole attention.
       is_whole: whether a device has all queries and all keys.
 
+    Returns:
+      A function of the arrays that one device has, which returns the outputs of its queries.
+
     Raises:
-      ValueError: the function of the user can have no dropout.
+      ValueError: there is dropout, for which the function of the user has no parameter.
     """
     rule = inputs.rule
     if attention is None:
@@ -55,12 +61,13 @@ def local_attention(
     names = parameter_names(attention)
     if rule.dropout_rate and "dropout_rng" not in names:
         raise ValueError(f"{caller}: attention has no parameter dropout_rng, for dropout.")
+    # Only then `is_causal` and `window` mean the same to a function that knows no positions.
     in_order = is_whole and inputs.positions is None
     mapped = tuple(sorted(inputs.layout.mapped))
 
     def attend(arrays: AttentionArrays) -> jax.Array:
         query, key, value, key_info, visibility = arrays
-        keywords, hidden = _split_rule(
+        keywords, masks = _split_rule(
             rule, names, queries=visibility.query_info, keys=key_info, in_order=in_order
         )
         if rule.scale != query.shape[-1] ** -0.5:
@@ -71,16 +78,19 @@ def local_attention(
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
         if visibility.dropout is not None:
+            # With one key, all devices would drop the same of their tokens.
             device = jax.lax.axis_index(mapped) if mapped else 0
             rng = jax.random.fold_in(jax.random.wrap_key_data(visibility.dropout.words), device)
+            # There is one number of a row if all rows drop the same weights.
+            is_shared = visibility.dropout.rows.size == 1
             offered = {
                 "dropout_rate": rule.dropout_rate,
                 "dropout_rng": rng,
-                "broadcast_dropout": visibility.dropout.rows.size == 1,
+                "broadcast_dropout": is_shared,
                 "deterministic": False,
             }
             keywords |= {name: x for name, x in offered.items() if name in names}
-        mask = _joined(hidden, visibility.mask)
+        mask = _joined(masks, visibility.mask)
         if mask is not None:
             keywords["mask"] = mask
         return attention(query, key, value, **keywords)
@@ -105,7 +115,7 @@ def takes_positions(attention: AttentionFunction | None) -> bool:
 def _split_rule(
     rule: Rule, names: frozenset[str], *, queries: TokenInfo, keys: TokenInfo, in_order: bool
 ) -> tuple[dict[str, Any], list[jax.Array]]:
-    """Splits what hides keys into keywords for the user's function, and masks for the rest.
+    """Says by keywords what hides keys if the user's function has them, and else by masks.
 
     Args:
       rule: the options.
@@ -115,10 +125,11 @@ def _split_rule(
       in_order: whether both are the whole sequence, in its order.
 
     Returns:
-      The keywords, and masks of (b or 1, queries, keys).
+      The keywords, and masks of (b or 1, queries, keys) for all that no keyword says.
     """
     keywords: dict[str, Any] = {}
     rest = rule  # what no keyword says
+    # Out of order, causal and window depend on positions, so a function has to take both.
     takes_positions = {"query_positions", "key_positions"} <= names
     if in_order or takes_positions:
         if rule.is_causal and "is_causal" in names:
@@ -127,17 +138,24 @@ def _split_rule(
         if rule.window is not None and "window" in names:
             keywords["window"] = rule.window
             rest = rest._replace(window=None)
-        if keywords and takes_positions:
+        if keywords and takes_positions:  # tokens have no positions unless these ask for them
             keywords["query_positions"] = queries.positions
             keywords["key_positions"] = keys.positions
     segments = {"query_segment_ids": queries.segments, "key_segment_ids": keys.segments}
     if queries.segments is not None and segments.keys() <= names:
         keywords |= segments
+        # One side without segments is enough for no mask of them.
         queries = queries._replace(segments=None)
     return keywords, visible_by_info(rest, queries, keys)
 
 
-def _joined(hidden: list[jax.Array], mask: jax.Array | None) -> jax.Array | None:
-    """Returns one mask, (b or 1, heads or 1, queries or 1, keys), for all; None for none."""
-    masks = [x[:, None] for x in hidden] + ([] if mask is None else [mask])
-    return functools.reduce(jnp.logical_and, masks) if masks else None
+def _joined(masks: list[jax.Array], user_mask: jax.Array | None) -> jax.Array | None:
+    """Joins masks of (b or 1, queries, keys) and that of the user, which has heads, into one.
+
+    Returns:
+      The mask, (b or 1, heads or 1, queries or 1, keys); None if there is none.
+    """
+    all_masks = [mask[:, None] for mask in masks]  # (b or 1, 1, queries, keys)
+    if user_mask is not None:
+        all_masks.append(user_mask)
+    return functools.reduce(jnp.logical_and, all_masks) if all_masks else None

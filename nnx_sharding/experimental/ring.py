@@ -7,7 +7,6 @@ ring, and the formulas of both passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ def ring_attention(
       bias: not supported, None.
       mask: booleans of at most four dimensions that broadcast to (batch, heads, length, length of
         keys), as by Flax: where a query may attend. Each device has all columns of its rows; the
-        other options take no memory. A dimension of 1 stays 1. A query that may
+        other options take no memory. A dimension of size 1 is not expanded. A query that may
         attend to nothing gets zeros.
       is_causal: whether a query attends only to keys at its own position and before.
       window: a query attends only to keys whose position differs by less than this.
@@ -89,9 +88,9 @@ def ring_attention(
         else nothing moves.
       mesh: the mesh; None for the one in context.
       axis: the mesh axis that shards the sequence.
-      batch_axis: the Auto axes that shard the batch. The compiler finds them without being told;
-        only functions of one's own, as in :func:`all_to_all_attention`, need it.
-      head_axis: the Auto axes that shard the heads, as by :func:`tensor_parallel`; likewise.
+      batch_axis: the Auto axes that shard the batch. The compiler finds them by itself, except
+        for a function ``attention`` of your own, as in :func:`all_to_all_attention`.
+      head_axis: likewise the Auto axes that shard the heads, as by :func:`tensor_parallel`.
       dtype: of the computation; None for that of the query.
       precision: as for ``jax.numpy.einsum``.
       dropout_rate: the share of weights that is dropped. Which ones depends on their places in
@@ -100,7 +99,7 @@ def ring_attention(
       module: where Flax sows weights, which is not supported: None.
       broadcast_dropout: whether all rows and heads drop the same weights.
       dropout_rng: the key for dropout.
-      promote_dtype: not used.
+      promote_dtype: not used; Flax passes it to any ``attention_fn``.
 
     Returns:
       The attention outputs, of shape (batch, length, heads, features of values).
@@ -152,41 +151,32 @@ def ring_attention(
 
 
 def attend_in_ring(inputs: Inputs) -> jax.Array:
-    """Attends in a ring; tokens perhaps move to the balanced order before, and outputs back."""
-    layout, arrays, order = inputs.layout, inputs.arrays, _order_of(inputs)
-    ring = Ring(layout, inputs.rule, order.is_even)
-    if not order.moves:
+    """Attends in a ring; for balanced attention, tokens move before, and outputs move back."""
+    layout, arrays, rule = inputs.layout, inputs.arrays, inputs.rule
+    length, size = arrays.query.shape[1], layout.count(layout.sequence)
+    # A user who ordered the tokens passes their positions. Only those that are known while tracing
+    # can be compared.
+    is_balanced = (
+        isinstance(inputs.positions, np.ndarray)
+        and rule.is_causal
+        and size > 1
+        and length % (2 * size) == 0  # two chunks of equal length for each device
+        and np.array_equal(inputs.positions, balanced_order(length, size))
+    )
+    # With a window, the balanced order does not tell which pairs of halves are hidden.
+    is_even = (is_balanced or inputs.moves_tokens) and not rule.window
+    ring = Ring(layout, rule, is_even)
+    if not inputs.moves_tokens:
         return attend(ring, arrays)
-    query, key, value, key_info, visibility = arrays
-    tokens = query, key, value, visibility.query_info.segments
-    query, key, value, segments = move_tokens(layout, tokens)
-    # With tokens in their own order, positions are also their places.
-    places = None if key_info.places is None else order.positions
-    info = TokenInfo(order.positions, segments, places)
-    visibility = visibility._replace(query_info=info)
-    output = attend(ring, AttentionArrays(query, key, value, info, visibility))
+    query, key, value, info, visibility = arrays
+    # Queries and keys are of one sequence, as attention is causal: they share positions, segments
+    # and places.
+    query, key, value, segments = move_tokens(layout, (query, key, value, info.segments))
+    order = jnp.asarray(balanced_order(length, size))
+    # A token's place in the whole sequence is its position, as tokens were in order.
+    moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
+    visibility = visibility._replace(query_info=moved_info)
+    output = attend(ring, AttentionArrays(query, key, value, moved_info, visibility))
     moved_back: jax.Array
     [moved_back] = move_tokens(layout, (output,), back=True)
     return moved_back
-
-
-class _Order(NamedTuple):
-    """The order of the tokens, as the devices attend to them."""
-
-    positions: jax.Array | None  # after the move
-    moves: bool  # whether tokens are moved to the balanced order, and back
-    is_even: bool  # whether attention is causal, in the balanced order: equal work for all
-
-
-def _order_of(inputs: Inputs) -> _Order:
-    """Decides on the order in which tokens are attended to."""
-    rule, positions, arrays = inputs.rule, inputs.positions, inputs.arrays
-    length, size = arrays.query.shape[1], inputs.layout.count(inputs.layout.sequence)
-    if not rule.is_causal or size == 1 or length % (2 * size):
-        return _Order(None, moves=False, is_even=False)
-    order = balanced_order(length, size)
-    # A mask is in the order of the tokens.
-    moves = inputs.balanced and arrays.visibility.mask is None and positions is None
-    # Only positions that are known while tracing can be compared.
-    is_even = moves or (isinstance(positions, np.ndarray) and np.array_equal(positions, order))
-    return _Order(jnp.asarray(order), moves, is_even and not rule.window)

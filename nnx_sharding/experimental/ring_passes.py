@@ -9,8 +9,9 @@ Device i of n keeps its queries. The keys and values go around the ring: at step
     device 2   b2   b1   b0   b3      for the next one
     device 3   b3   b2   b1   b0
 
-Each block is added to a running softmax, and in the backward pass keys, values and their gradients
-go around once more. ``blocks.py`` has the formulas, and cuts what a device has of queries and keys
+What stays on a device is the *state*: the running softmax of its queries forward, their gradient
+backward. What is *moving* is the block, and backward the gradients of its keys and values, to which
+each device adds what its queries cause. ``blocks.py`` has the formulas, and cuts what a device has
 into smaller blocks, so that scores take as little memory as in attention on one device.
 
 Words from there: the *rule* has the options, such as causal; the *info* of tokens are their
@@ -18,14 +19,22 @@ positions and the like; the *visibility* has what decides to which keys queries 
 dimensions: b the batch, q queries, s keys, k key heads, g the group of heads that one key head
 serves, h = k g, d features. Queries are bqkgd, keys and values bskd, ``lse`` and ``delta`` bkgq.
 
-**Skipping.** Where positions are known for all rows, queries and blocks are halves, and a pair of
-halves is computed only if a query may attend to a key (:func:`may_attend`).
+**Skipping.** Where positions are known for all rows, the queries and keys of a device are cut into
+halves, and a pair of halves is computed only if a query may attend to a key (:func:`may_attend`).
+
+**Balanced order.** Of 2 n chunks of the sequence, device i has chunk i as its first half, and chunk
+2 n - 1 - i as its second one. So its number and that of the block tell which pairs of halves
+(of queries, of keys) causal attention needs, and all devices have equally many::
+
+    block j < i, of earlier tokens    (1, 0)  (0, 0)
+    block j > i, of later tokens      (1, 0)  (1, 1)
+    block i, the device's own         (1, 0)  (1, 1)  (0, 0)     the last is its *extra pair*
 
 **Bytes.** A device with L bytes of keys and values sends ``(n - 1) L`` forward. Backward it sends
 as much again, and n times their gradients, which are in float32.
 
-**Memory.** Parts are read, and their sums are written, where they are in the arrays of the device,
-and the loop over steps updates these in place. Copies of parts took 176 MiB of 1,060 (32 heads,
+**Memory.** Halves are read, and their sums are written, where they are in the arrays of the device,
+and the loop over steps updates these in place. Copies of halves took 176 MiB of 1,060 (32 heads,
 8,192 tokens on a device), and left gaps between arrays.
 
 The ring is that of Liu et al., 2023 (arXiv:2310.01889).
@@ -64,6 +73,7 @@ from .blocks import (
 from .layout import Layout
 
 _Index: TypeAlias = int | jax.Array  # of a step, or of a half
+_Halves: TypeAlias = tuple[_Index, _Index]  # which half of the queries, and which of the keys
 _State = TypeVar("_State", Softmax, Gradients)
 _Queries = TypeVar("_Queries", jax.Array, BackwardQueries)
 
@@ -99,9 +109,9 @@ def attend(ring: Ring, arrays: AttentionArrays) -> jax.Array:
 
 
 def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
-    """Is the forward rule: maps :func:`_local_forward` over the devices."""
+    """Is the forward rule of :func:`attend`: runs :func:`_local_forward` on each device."""
     specs = _specs(ring, arrays)
-    run = ring.layout.map(
+    run = ring.layout.map(  # a `shard_map`
         functools.partial(_local_forward, ring),
         in_specs=(specs.arrays,),
         out_specs=(specs.out, specs.lse),
@@ -111,14 +121,15 @@ def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
 
 
 def _backward(ring: Ring, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
-    """Is the backward rule: returns the gradients of the arrays; None for what has none."""
+    """Is the backward rule of :func:`attend`: runs :func:`_local_backward` on each device."""
     specs = _specs(ring, residuals.arrays)
     run = ring.layout.map(
         functools.partial(_local_backward, ring),
-        in_specs=(specs, specs.out),
-        out_specs=specs.arrays[:3],
+        in_specs=(specs, specs.out),  # of the residuals, and of `d_out`
+        out_specs=(specs.arrays.query, specs.arrays.key, specs.arrays.value),
     )
     d_query, d_key, d_value = run(residuals, d_out)
+    # The infos and the visibility are integers and booleans, which have no gradients.
     return (AttentionArrays(d_query, d_key, d_value, None, None),)  # type: ignore[arg-type]
 
 
@@ -126,7 +137,7 @@ attend.defvjp(_forward, _backward)
 
 
 def _specs(ring: Ring, arrays: AttentionArrays) -> Residuals:
-    """Returns the specs of the arrays, the outputs and the log-sum-exp, in their places."""
+    """Returns residuals that have the ``PartitionSpec`` of each array in its place."""
     layout, axes = ring.layout, ring.layout.sequence
     specs: Any = layout.array_specs(arrays, query_axes=axes, key_axes=axes)
     batch, sequence, heads = specs.query
@@ -142,43 +153,55 @@ def _local_forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, jax.
     query, key, value, key_info, visibility = arrays
     grouped = group_heads(query, key.shape[2])  # bqkgd
 
-    def add_block(state: Any, moving: Any, step: _Index, *, is_extra: bool) -> Any:
-        softmax, query = state
-        block = _arrived_block(ring, step, *moving)
-        state = _add_pairs(
-            ring, add_in_blocks, softmax, query, block, visibility, is_extra=is_extra
+    def add_block(state: Any, moving: Any, step: _Index, *, only_extra_pair: bool) -> Any:
+        # The queries are in the state as each step has to read those that `_add_pairs` returns.
+        softmax, queries = state
+        new_state = _add_pairs(
+            ring,
+            add_in_blocks,
+            softmax,
+            queries,
+            _arrived_block(ring, step, *moving),
+            visibility,
+            only_extra_pair=only_extra_pair,
         )
-        return state, moving
+        return new_state, moving
 
     state = Softmax.of_nothing(grouped, value.shape[-1]), grouped
-    (softmax, _), _ = _go_around(ring, add_block, state, (key, value, key_info))
-    out, lse = softmax.results()
-    return ungroup_heads(jnp.moveaxis(out, 3, 1)).astype(query.dtype), lse  # bkgqd → bqkgd → bqhd
+    (softmax, _), _ = _add_all_blocks(ring, add_block, state, moving=(key, value, key_info))
+    out, lse = softmax.results()  # bkgqd, bkgq
+    out = jnp.moveaxis(out, 3, 1)  # bqkgd
+    return ungroup_heads(out).astype(query.dtype), lse
 
 
 def _local_backward(
     ring: Ring, residuals: Residuals, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of the queries, keys and values of a device."""
+    """Returns the gradients of the queries, keys and values of a device, in their shapes."""
     (query, key, value, key_info, visibility), out, lse = residuals
     wide, key_heads = wide_dtype(query), key.shape[2]
     grouped, d_grouped = group_heads(query, key_heads), group_heads(d_out, key_heads)  # bqkgd
     queries = BackwardQueries(grouped, d_grouped, lse, delta_of(out, d_out, key_heads))
 
-    def add_block(state: Any, moving: Any, step: _Index, *, is_extra: bool) -> Any:
-        # The gradients of keys move with the keys: each device adds what its queries cause.
+    def add_block(state: Any, moving: Any, step: _Index, *, only_extra_pair: bool) -> Any:
+        # The queries are in the state as each step has to read those that `_add_pairs` returns.
         (d_query, queries), (keys, d_key, d_value) = state, moving
-        block = _arrived_block(ring, step, *keys)
-        old = Gradients(d_query, d_key, d_value)
-        new, queries = _add_pairs(
-            ring, add_gradients_in_blocks, old, queries, block, visibility, is_extra=is_extra
+        gradients, queries = _add_pairs(
+            ring,
+            add_gradients_in_blocks,
+            Gradients(d_query, d_key, d_value),
+            queries,
+            _arrived_block(ring, step, *keys),
+            visibility,
+            only_extra_pair=only_extra_pair,
         )
-        return (new.query, queries), (keys, new.key, new.value)
+        return (gradients.query, queries), (keys, gradients.key, gradients.value)
 
     d_query, d_key, d_value = (jnp.zeros_like(x, wide) for x in (grouped, key, value))
     moving = (key, value, key_info), d_key, d_value
-    (d_query, _), (_, *d_block) = _go_around(ring, add_block, (d_query, queries), moving)
-    d_key, d_value = ring.layout.next_device(d_block)  # back to where the block started
+    (d_query, _), (_, *d_block) = _add_all_blocks(ring, add_block, (d_query, queries), moving)
+    # After n - 1 moves, block i + 1 is on device i: one more brings its gradients home.
+    d_key, d_value = ring.layout.next_device(d_block)
     scale, dtype = ring.rule.scale, query.dtype
     d_query, d_key = ungroup_heads(d_query) * scale, d_key * scale
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype)
@@ -187,34 +210,39 @@ def _local_backward(
 def _arrived_block(
     ring: Ring, step: _Index, key: jax.Array, value: jax.Array, info: TokenInfo
 ) -> Block:
-    """Returns the block that a device has at a step: of device i the block i - step."""
+    """Returns the block that a device has at a step: device i has block ``i - step``."""
     number = (ring.layout.device_index() - step) % ring.size
     return Block(key, value, info, first=number * key.shape[1])
 
 
-def _go_around(
+def _add_all_blocks(
     ring: Ring, add_block: Callable[..., tuple[Any, Any]], state: Any, moving: Any
 ) -> tuple[Any, Any]:
-    """Adds each block of the ring to a state.
+    """Adds the block of each step to a state, and moves blocks around the ring between steps.
 
     Args:
       ring: the options.
-      add_block: ``add_block(state, moving, step, is_extra=)`` adds a step's pairs
-        (:func:`_add_pairs`), and returns state and moving, new.
+      add_block: called as ``add_block(state, moving, step, only_extra_pair=)``, adds the pairs of a
+        step (:func:`_add_pairs`), and returns the new state and the new ``moving``.
       state: what stays on a device.
       moving: what moves: the block, and in the backward pass its gradients.
+
+    Returns:
+      The state, and what was moving, as it is on each device after the last step.
     """
 
     def run_step(carry: Any, step: jax.Array) -> Any:
-        state, moving = add_block(*carry, step, is_extra=False)
-        # Last, so that nothing has to keep the place from which arrays move, while pairs are added.
+        state, moving = add_block(*carry, step, only_extra_pair=False)
+        # Sent after its pairs were added: sent before, a block would be in memory twice meanwhile,
+        # as it leaves and as it arrives.
         return (state, ring.layout.next_device(moving)), None
 
     carry = state, moving
-    if ring.is_even:  # a device has one more pair with its own block than with any other one
-        carry = add_block(*carry, 0, is_extra=True)
+    if ring.is_even:
+        # Only the own block has it, so the steps of the loop, which all do the same, cannot add it.
+        carry = add_block(*carry, 0, only_extra_pair=True)
     carry, _ = jax.lax.scan(run_step, carry, jnp.arange(ring.size - 1))
-    return add_block(*carry, ring.size - 1, is_extra=False)
+    return add_block(*carry, ring.size - 1, only_extra_pair=False)  # after it, nothing has to move
 
 
 def _add_pairs(
@@ -225,7 +253,7 @@ def _add_pairs(
     block: Block,
     visibility: Visibility,
     *,
-    is_extra: bool,
+    only_extra_pair: bool,
 ) -> tuple[_State, _Queries]:
     """Adds the pairs of a half of the queries and a half of the block that may attend.
 
@@ -233,63 +261,59 @@ def _add_pairs(
       ring: the options.
       add_pair: `add_in_blocks` or `add_gradients_in_blocks`.
       state: what it adds to.
-      queries: what it takes of the queries.
-      block: the keys.
+      queries: what it needs of all queries of the device.
+      block: the keys and values that the device has in this step.
       visibility: that of the queries.
-      is_extra: whether to add only that pair of the own block, in the balanced order, which no
-        other block has.
+      only_extra_pair: in the balanced order, whether to add the extra pair only, or all others.
 
     Returns:
-      The new state, and the queries for the next step.
+      The new state; and the queries, which the next step has to read from here.
     """
-    count = _num_parts(visibility, block)
+    query_positions, key_positions = visibility.query_info.positions, block.info.positions
     num_queries = jax.tree.leaves(queries)[0].shape[1]  # bqkgd
     num_keys = block.key.shape[1]
+    # Only positions that are those of all rows can say that a whole pair is hidden.
+    can_skip = query_positions is not None and query_positions.ndim == 1
+    num_parts = 2 if can_skip and num_queries % 2 == 0 and num_keys % 2 == 0 else 1
 
-    def half(index: _Index, length: int) -> TokenRange:
-        return TokenRange(index * (length // count), length // count)
+    def part(index: _Index, length: int) -> TokenRange:
+        return TokenRange(index * (length // num_parts), length // num_parts)
 
     def add(i: _Index, j: _Index, state: _State, queries: _Queries, block: Block) -> _State:
-        pair = Pair(half(i, num_queries), half(j, num_keys))
+        pair = Pair(part(i, num_queries), part(j, num_keys))
         return add_pair(ring.rule, state, queries, block, visibility, pair)
 
-    query_positions, key_positions = visibility.query_info.positions, block.info.positions
-    # Whether it is known here, and not only in a call, which pairs have to be added.
-    is_known = query_positions is None or key_positions is None or query_positions.ndim > 1
-    pairs: list[tuple[_Index, _Index]] = [(i, j) for j in range(count) for i in range(count)]
+    pairs: list[_Halves] = [(i, j) for j in range(num_parts) for i in range(num_parts)]
     if ring.is_even:
-        # In the balanced order a device has chunks i and 2n - 1 - i, so which pairs are visible
-        # does not have to be found out: with its own block 3 of 4, with any other one 2 of 4.
-        is_known = True
-        is_earlier = key_positions[0] < query_positions[0]  # type: ignore[index]
-        index = jnp.where(is_earlier, 0, 1)
-        pairs = [(0, 0)] if is_extra else [(1, 0), (index, index)]
+        pairs = _balanced_pairs(query_positions, key_positions, only_extra_pair=only_extra_pair)
     for i, j in pairs:
-        # The scores of a pair need no other pair, so the compiler would compute those of all pairs
-        # at once: 3 × 128 MiB in place of one, for 32 heads and blocks of 1,024 tokens.
-        #
-        # The next pair, or step, reads what the barrier returns of the queries. Else the compiler,
-        # which gives arrays in a loop a layout of its own, also keeps them as they are before it:
-        # 128 MiB more, for 8,192 tokens on a device. (Of the block too, the allocator of v5e leaves
-        # a gap of 80 MiB for 2,048 tokens.)
+        # The scores of a pair need no other pair, so without a barrier the compiler computes those
+        # of all pairs at once: 3 × 128 MiB in place of one, for 32 heads and blocks of 1,024
+        # tokens.
         carry = jax.lax.optimization_barrier((state, queries, block))
+        # The next pair, or step, reads the queries from the barrier: else the compiler keeps them
+        # in the layout of the loop and in that before it, 128 MiB more for 8,192 tokens on a
+        # device. The block is read from before it: else v5e leaves a gap of 80 MiB.
         _, queries, _ = carry
         run = functools.partial(add, i, j)
-        if is_known:
+        if ring.is_even or not can_skip:
             state = run(*carry)
             continue
         is_visible = may_attend(
             ring.rule,
-            half(i, num_queries).slice(query_positions, 0),  # type: ignore[arg-type]
-            half(j, num_keys).slice(key_positions, 0),  # type: ignore[arg-type]
+            part(i, num_queries).slice(query_positions, 0),  # type: ignore[arg-type]
+            part(j, num_keys).slice(key_positions, 0),  # type: ignore[arg-type]
         )
         state = jax.lax.cond(is_visible, run, lambda state, *_: state, *carry)
     return state, queries
 
 
-def _num_parts(visibility: Visibility, block: Block) -> int:
-    """In how many parts blocks are: halves, if positions may say that some are hidden; else 1."""
-    positions = visibility.query_info.positions
-    if positions is None or positions.ndim > 1:
-        return 1
-    return 2 if positions.size % 2 == 0 and block.key.shape[1] % 2 == 0 else 1
+def _balanced_pairs(
+    query_positions: jax.Array | None, key_positions: jax.Array | None, *, only_extra_pair: bool
+) -> list[_Halves]:
+    """Returns the pairs that causal attention needs in the balanced order: see the table above."""
+    if only_extra_pair:
+        return [(0, 0)]
+    is_earlier = key_positions[0] < query_positions[0]  # type: ignore[index]
+    half = jnp.where(is_earlier, 0, 1)
+    return [(1, 0), (half, half)]
