@@ -479,6 +479,18 @@ def test_arguments_of_all_kinds():
         ),
         (TypeError, "got 3", 3, {}),
         (ValueError, "unknown strategies:.*'fdsp'.*'fsdp'", train_step, {"strategies": "fdsp"}),
+        (
+            ValueError,
+            r"'dp \+ tensor \+ sequence': two styles over one axis",
+            train_step,
+            {"strategies": ["dp + tensor + sequence", "dp + expert"]},
+        ),
+        (
+            ValueError,
+            "'tensor'; expected one of dp, zero1",
+            train_step,
+            {"strategies": "tensor + tensor"},
+        ),
         (ValueError, "at least one variant", {}, {}),
         (
             ValueError,
@@ -836,8 +848,8 @@ def test_an_optimizer_belongs_to_the_model_whose_parameters_its_state_has():
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     for args in ((g, d, of_g, of_d, x), (of_d, of_g, d, {"g": g}, x)):
         arguments = Arguments(args, "abcde")
-        owners = {name: arguments._model_of(name) for name, x in arguments.parts.items()
-                  if isinstance(x, nnx.Optimizer)}  # fmt: skip
+        owners = arguments._model_of_optimizer
+        assert len(owners) == 2
         for name, owner in owners.items():
             moments = arguments.parts[name].opt_state[0].mu["kernel"]
             assert moments.shape == arguments.parts[owner].kernel.shape
@@ -886,6 +898,11 @@ def test_the_largest_batch():
         assert least(rows) <= read_bytes(limit) < least(2 * rows)
         larger = [name for name, x in found.candidates.items() if x.rows == 2 * rows]
         assert larger and not any(found.comparison.fits(name) for name in larger)
+    # A step without a batch has no larger one.
+    steps = {"rows": (lambda m, x: m(x), model, x), "none": (lambda m: m.kernel[...] ** 2, model)}
+    found = plan(steps, maximize="batch", memory_limit="200 KiB", most=6, **options)
+    assert found.best.rows >= 64 and found.best.variant.startswith("rows")
+    assert any(name.endswith("none") for name in (*found.candidates, *found.ruled_out))
     with pytest.raises(ValueError, match="maximize='rows'"):
         plan(lambda m, x: m(x), model, x, maximize="rows", **options)
     with pytest.raises(ValueError, match="needs a batch"):

@@ -9,6 +9,15 @@ sharding of the one before as `base`:
     sharding = fsdp(model, mesh=mesh, base=sharding, axis="data")
 
 Shardings have no mesh, so that the recipe that is printed works on any mesh of these axes.
+
+Each mesh axis has a *role*, what it is for, and a name that the user may choose (`Axes`):
+
+    data, replica   rows of the batch; replicas are on different slices of TPUs
+    model           features, for ``tensor`` and ``sequence``
+    expert          experts, and rows of the batch outside of them
+    stage           layers, for ``pipeline``
+    context, ring   positions in sequences, for ``context``: heads are exchanged along the first,
+                    keys and values go around the second
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -54,7 +62,10 @@ Call: TypeAlias = tuple[Callable[..., Any], dict[str, Any]]
 
 
 class Axes(NamedTuple):
-    """The names of mesh axes by what they are for (their *roles*), in the order of the mesh."""
+    """The names of mesh axes by their roles, in the order of the mesh.
+
+    Each role has one axis, and ``model`` may have two.
+    """
 
     replica: tuple[str, ...] = ("replica",)
     stage: tuple[str, ...] = ("stage",)
@@ -68,16 +79,19 @@ class Axes(NamedTuple):
     def of(cls, names: Sequence[str] | Mapping[str, Any]) -> Axes:
         """Reads what a user names: axes by role, or (data, model), or (replica, data, model)."""
         if not isinstance(names, Mapping):
+            roles_by_count = {2: ("data", "model"), 3: ("replica", "data", "model")}
             listed = () if isinstance(names, str) else tuple(names)
-            roles = ("data", "model") if len(listed) == 2 else ("replica", "data", "model")
-            # The empty role is refused below.
-            names = dict(zip(roles, listed, strict=True)) if len(listed) in (2, 3) else {"": names}
-        named = {role: axes_of(name) for role, name in names.items()}
-        axes = Axes(**{role: x for role, x in named.items() if role in cls._fields})
-        every = [*itertools.chain(*axes)]
-        wrong = [role for role, x in named.items() if role not in cls._fields or not x]
-        wrong += [role for role, x in named.items() if role != "model" and len(x) > 1]
-        if wrong or len({*every}) < len(every):
+            roles = roles_by_count.get(len(listed))
+            # Other than two or three names get the role "", so that the error below refuses them.
+            names = {"": names} if roles is None else dict(zip(roles, listed, strict=True))
+        by_role = {role: axes_of(name) for role, name in names.items()}  # tuples, also of one name
+        are_right = all(
+            role in cls._fields and (len(x) == 1 or (role == "model" and x))
+            for role, x in by_role.items()
+        )
+        axes = Axes(**{role: x for role, x in by_role.items() if role in cls._fields})
+        every_name = [*itertools.chain(*axes)]
+        if not are_right or len({*every_name}) < len(every_name):
             raise ValueError(
                 "plan: axes must be the names of the data and the model axis, as in ('data', "
                 "'model'), or different names by role, as in {'data': 'dp', 'model': ('x', 'y')}, "
@@ -86,24 +100,31 @@ class Axes(NamedTuple):
         return axes
 
     def in_mesh(self, sizes: Mapping[str, int], *roles: str, least: int = 1) -> tuple[str, ...]:
-        """Selects the axes of these roles that a mesh has, with at least so many devices."""
+        """Returns the names of the axes of some roles, as far as a mesh has them.
+
+        Args:
+          sizes: the sizes of the axes of the mesh, by name.
+          *roles: fields of this class, such as ``"data"``.
+          least: the smallest size that counts: 2 leaves out axes that shard nothing.
+        """
         names = (name for role in roles for name in getattr(self, role))
         return tuple(name for name in names if sizes.get(name, 0) >= least)
 
     def between_slices(self, mesh: Mesh | AbstractMesh, num_slices: int) -> set[str]:
         """Finds the axes of a mesh along which there are different slices of TPUs.
 
-        Virtual devices have no slices. Those that they stand for are along the first axes: of
-        replica 2 × stage 4 and four slices, two along each.
+        Virtual devices have no slices. They are taken to be divided into ``num_slices`` along the
+        first axes: four slices of replica 2 × stage 4 are two along each.
         """
-        if crossing := axes_across_slices(mesh):
+        crossing = axes_across_slices(mesh)
+        if crossing:
             return crossing
-        remaining = num_slices  # that are along the axes not yet looked at
+        remaining = num_slices  # how many slices each block along the axes so far still has
         for name, size in mesh.shape.items():
-            along = math.gcd(size, remaining)
-            remaining //= along
+            along = math.gcd(size, remaining)  # how many of them are along this axis
             if along > 1:
                 crossing.add(name)
+            remaining //= along
         return crossing
 
 
@@ -146,14 +167,19 @@ class Arguments:
     The batch are the arrays with the most frequent first dimension. Its largest array says how many
     tokens a step has: all elements of integers, all feature vectors of floats.
 
+    Args:
+      args: the arguments, abstract.
+      names: the name of each in the step.
+
     Attributes:
-      args: the arguments themselves, abstract.
-      parts: modules and other leaves, by the expressions that name them: ``batch['x']``.
+      args: the arguments, abstract.
+      parts: modules and other leaves, by the expressions that name them: ``batch['x']``. They are
+        in the order of the leaves of ``args`` as a pytree, in which modules are leaves.
       rows: the first dimension of the batch; 0 without one.
       length: the second dimension of its largest array; 1 without one.
       tokens: how many there are in that.
-      layers: the numbers of layers of stacks.
-      stages: the same, and those of lists of blocks.
+      layers: the numbers of layers of stacks, in increasing order.
+      stages: the same, and those of lists of blocks: what a pipeline divides.
       experts: the number of experts; 0 without any.
     """
 
@@ -162,56 +188,64 @@ class Arguments:
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(
             self.args, is_leaf=_compat.is_graph_object
         )
-        self.parts: dict[str, Any] = {
-            f"{names[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}": part for keys, part in leaves
-        }
+        self.parts: dict[str, Any] = {}
+        for (index, *keys), part in leaves:  # the first key is the position among the arguments
+            self.parts[f"{names[index.idx]}{jax.tree_util.keystr(tuple(keys))}"] = part
+
+        # The batch. Arrays that are not of it are replicated.
         arrays = [part for part in self.parts.values() if not _compat.is_graph_object(part)]
         counts = Counter(filter(None, map(_rows, arrays)))
         # Of several first dimensions that are as frequent, the largest is that of the batch.
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
-        # Other arrays are replicated.
         batch = [array for array in arrays if self.rows and _rows(array) == self.rows]
         largest: Any = max(batch, key=lambda array: math.prod(array.shape), default=None)
-        shape = (1,) if largest is None else largest.shape
-        self.length: int = (*shape, 1)[1]
+        shape: tuple[int, ...] = (1,) if largest is None else largest.shape
+        self.length: int = shape[1] if len(shape) > 1 else 1
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
         self.tokens = math.prod(shape[:-1] if is_vectors else shape)
+
+        # The models: their layers are stacks, or else lists of equal blocks.
         models = self._models().values()
-        layered = [layers for model in models for layers in layers_of(model)[0].values()]
+        layered: list[Any] = []
+        for model in models:
+            by_path, _ = layers_of(model)
+            layered += by_path.values()
         self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
         self.stages = sorted({len(layers) for layers in layered})
         self.experts = next(filter(None, map(_experts, models)), 0)
-        # Of the first strategies of chains, with which many chains begin.
+        # What `_Recipe` has made for these models: many chains begin with the same calls.
         self._shardings: dict[Any, StateSharding] = {}
 
     def _models(self) -> dict[str, nnx.Module]:
+        """Returns the modules that are no optimizers, by their names in ``parts``."""
         modules = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
         return {name: x for name, x in modules.items() if not isinstance(x, nnx.Optimizer)}
 
     @functools.cached_property
-    def _owners(self) -> dict[str, str]:
-        """The model of each optimizer."""
+    def _model_of_optimizer(self) -> dict[str, str]:
+        """The name of each optimizer → that of its model."""
         optimizers = (name for name, x in self.parts.items() if isinstance(x, nnx.Optimizer))
-        return {name: self._model_of(name) for name in optimizers}
+        return {name: self._find_model(name) for name in optimizers}
 
-    def _model_of(self, name: str) -> str:
-        """Finds the model of an optimizer: whose arrays its state has most, or else the nearest."""
+    def _find_model(self, name: str) -> str:
+        """Finds the model whose arrays the state of an optimizer has, or else the nearest one."""
         optimizer, order = self.parts[name], [*self.parts]
         if hasattr(optimizer, "model"):  # nnx.ModelAndOptimizer
             return f"{name}.model"
-        # Paths in Optax's state end in the paths of parameters, so these are all of their ends.
-        states = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
         models = self._models()
         if not models:
             raise ValueError("expected the model of its optimizer among the arguments, got none")
+        # The moments of Adam have paths such as opt_state/0/mu/up/kernel, which end in that of the
+        # parameter, up/kernel. How many keys come before it is not known, so all ends are compared.
+        ends = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
 
-        def fit(model: str) -> tuple[int, bool, int]:
+        def rank(model: str) -> tuple[int, bool, int]:
             """Ranks by the number of equal arrays; then one before the optimizer, the nearest."""
             arrays = {(x.path, x.shape) for x in variables(models[model])}
-            ahead = order.index(name) - order.index(model)
-            return len(arrays & states), ahead > 0, -abs(ahead)
+            distance = order.index(name) - order.index(model)  # in the order of the arguments
+            return len(arrays & ends), distance > 0, -abs(distance)
 
-        return max(models, key=fit)
+        return max(models, key=rank)
 
     def shard(
         self,
@@ -230,51 +264,67 @@ class Arguments:
           offloaded: whether the state of optimizers is on the host.
         """
         recipe = _Recipe(mesh, self._shardings)
-        owners = self._owners  # optimizer → its model
-        models_alone = {name: name for name in self._models() if name not in owners.values()}
+        # A sharding is made for each optimizer, with its model, and for each model without one.
+        pairs: list[tuple[str, str | None]] = []  # (model, optimizer)
+        pairs += [(model, optimizer) for optimizer, model in self._model_of_optimizer.items()]
+        with_optimizer = {*self._model_of_optimizer.values()}
+        pairs += [(name, None) for name in self._models() if name not in with_optimizer]
         names: dict[str, str] = {}  # part → the name of its sharding in the recipe
-        # A model and its optimizer share a sharding, which is made for each optimizer.
-        for part, owner in (owners | models_alone).items():
-            optimizer = _NamedArgument(part, self.parts[part] if part in owners else None)
+        for model_name, optimizer_name in pairs:
+            optimizer: _NamedArgument | None = None
+            chain = calls
+            if optimizer_name is None:
+                chain = [call for call in calls if call[0] is not zero1]
+            else:
+                optimizer = _NamedArgument(optimizer_name, self.parts[optimizer_name])
             # The model of an `nnx.ModelAndOptimizer` is in that, and no argument of its own.
-            value = self.parts.get(owner, getattr(optimizer.value, "model", None))
-            has_optimizer = optimizer.value is not None
-            chain = [call for call in calls if call[0] is not zero1 or has_optimizer]
-            name = recipe.apply(chain, _NamedArgument(owner, value), optimizer)
-            names.setdefault(owner, name)
-            names[part] = name
-            if offloaded and has_optimizer:
-                names[part] = recipe.offload(name, optimizer)
-        specs = {name: self._spec(part, batch) for name, part in self.parts.items()}
-        shardings = [recipe.made[names[x]] if x in names else specs[x] for x in self.parts]
-        texts = {name: "None" if spec is None else spec_text(spec) for name, spec in specs.items()}
-        expressions = [_Expression((texts | names)[name]) for name in self.parts]
-        unflatten = partial(jax.tree_util.tree_unflatten, self._tree)
+            model = self.parts.get(model_name)
+            if model is None and optimizer is not None:
+                model = optimizer.value.model
+            name = recipe.apply(chain, _NamedArgument(model_name, model), optimizer)
+            names.setdefault(model_name, name)  # of several optimizers, the first
+            if optimizer is not None:
+                names[optimizer.text] = recipe.offload(name, optimizer) if offloaded else name
+
+        # In the order of the parts, which is that of the leaves of the arguments.
+        shardings: list[Any] = []
+        expressions = []
+        for name, part in self.parts.items():
+            if name in names:
+                shardings.append(recipe.made[names[name]])
+                expressions.append(_Expression(names[name]))
+            else:
+                spec = self._spec_of_array(part, batch)
+                shardings.append(spec)
+                expressions.append(_Expression("None" if spec is None else spec_text(spec)))
         return ShardedArguments(
-            shardings=unflatten(shardings),
+            shardings=jax.tree_util.tree_unflatten(self._tree, shardings),
             lines=recipe.lines,
-            text=repr(unflatten(expressions)),
+            text=repr(jax.tree_util.tree_unflatten(self._tree, expressions)),
         )
 
-    def _spec(self, part: Any, batch: PartitionSpec) -> PartitionSpec | None:
-        """Returns the spec of the batch for an array that belongs to it; None for another part.
+    def _spec_of_array(self, array: Any, batch: PartitionSpec) -> PartitionSpec | None:
+        """Returns the spec of an array outside of modules: None, to replicate, if not of the batch.
 
-        An array with another second dimension than the batch's length is sharded over rows only.
+        ``batch`` is the spec of the batch's largest array, whose second dimension are positions in
+        sequences if it names axes for that. An array of another length, such as that of labels for
+        rows, has no such positions, so only its rows are sharded.
         """
-        if not self.rows or _rows(part) != self.rows:
+        if not self.rows or _rows(array) != self.rows:
             return None
-        has_length = len(part.shape) > 1 and part.shape[1] == self.length
+        has_length = len(array.shape) > 1 and array.shape[1] == self.length
         return batch if has_length else PartitionSpec(*batch[:1])
 
     def with_rows(self, rows: int) -> Arguments:
-        """Returns the arguments with another number of rows in the batch."""
-        resized = (
-            jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
-            if _rows(part) == self.rows
-            else part
-            for part in self.parts.values()
-        )
-        return Arguments(jax.tree_util.tree_unflatten(self._tree, resized), self._names)
+        """Returns the arguments with another number of rows in the batch, if there is a batch."""
+        if not self.rows:
+            return self
+        parts = []
+        for part in self.parts.values():
+            if _rows(part) == self.rows:  # modules have 0 rows
+                part = jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
+            parts.append(part)
+        return Arguments(jax.tree_util.tree_unflatten(self._tree, parts), self._names)
 
 
 class ShardedArguments(NamedTuple):
@@ -289,39 +339,48 @@ class _NamedArgument(NamedTuple):
     """A model or an optimizer among the arguments of the step."""
 
     text: str  # the expression for it in a recipe
-    value: Any  # None for the optimizer of a model without one
+    value: Any
 
 
 class _Recipe:
     """Makes shardings, and writes the lines that make them.
 
-    ``known`` keeps what strategies returned, by the mesh, the model and the calls so far.
+    Args:
+      mesh: the mesh.
+      known: what strategies returned before, for the same models. Each is kept under the mesh, the
+        model and all calls up to it, since chains that begin alike share their first shardings.
+
+    Attributes:
+      made: the shardings so far, by their names in the lines.
+      lines: the statements that make them.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, known: dict[Any, StateSharding]):
         self._mesh, self._known = mesh, known
-        self.made: dict[str, Any] = {}  # by their names in the lines
+        self.made: dict[str, Any] = {}
         self.lines: list[str] = []
 
-    def apply(self, chain: Sequence[Call], model: _NamedArgument, optimizer: _NamedArgument) -> str:
-        """Applies a chain to a model; returns the name of the sharding.
+    def apply(
+        self, chain: Sequence[Call], model: _NamedArgument, optimizer: _NamedArgument | None
+    ) -> str:
+        """Applies a chain to a model; returns the name of the sharding, in ``made``.
 
         Args:
           chain: strategies; the last one is given the optimizer, as its state follows all of them.
           model: the model.
-          optimizer: its optimizer; the value is None without one.
+          optimizer: its optimizer, if it has one.
         """
-        name = f"sharding{len(self.made) + 1 if self.made else ''}"
+        name = f"sharding{len(self.made) + 1}" if self.made else "sharding"
         chain = chain or [(replicated, {})]
-        key: tuple[Any, ...] = (self._mesh, model.text)
+        key: tuple[Any, ...] = (self._mesh, model.text)  # and then all calls so far
         for i, (strategy, options) in enumerate(chain):
-            texts, keywords = [model.text, "mesh=mesh"], dict[str, Any]()  # of the arguments
-            if i > 0:
-                texts.append(f"base={name}")
+            keywords, texts = dict[str, Any](), [model.text, "mesh=mesh"]
+            if i > 0:  # the lines, too, give the same name to each sharding of a chain
                 keywords["base"] = self.made[name]
-            if optimizer.value is not None and i == len(chain) - 1:
-                texts.append(f"optimizer={optimizer.text}")
+                texts.append(f"base={name}")
+            if optimizer is not None and i == len(chain) - 1:
                 keywords["optimizer"] = optimizer.value
+                texts.append(f"optimizer={optimizer.text}")
                 key = (*key, optimizer.text)
             texts += [f"{option}={value!r}" for option, value in options.items()]
             key = (*key, strategy, *options.items())
@@ -352,17 +411,19 @@ def _rows(part: Any) -> int:
 
 
 def _experts(model: nnx.Module) -> int:
-    """Finds the number of experts: of outputs of a router, and of matrices in one parameter.
+    """Finds the number of experts of a model; 0 if it has none.
 
-    0 if no number is both, for parameters that `expert_parallel` can shard.
+    It is the number of matrices in a parameter of shape (experts, in, out), and a router, a matrix
+    of shape (features, experts), has as many outputs.
     """
-    shapes = [variable.layer_shape for variable in variables(model)]
-    outputs = {shape[1] for shape in shapes if len(shape) == 2}  # of matrices, as a router has
+    shapes = [variable.layer_shape for variable in variables(model)]  # without stacked layers
+    outputs = {shape[1] for shape in shapes if len(shape) == 2}
     stacked = [shape[0] for shape in shapes if len(shape) == 3 and shape[0] in outputs]
     for number, _ in Counter(stacked).most_common():
+        # Whether the strategy takes them for experts is tried; its shardings are not used.
         try:
             expert_parallel(model, experts=number, mesh=AbstractMesh((1,), ("expert",)))
-        except ValueError:  # matrices of other layers, such as heads
+        except ValueError:  # they are matrices of other layers, such as heads
             continue
         return number
     return 0
@@ -375,35 +436,40 @@ def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _chain_name(data: str, styles: Collection[str]) -> str:
+    """Returns the name of a chain, with the styles in the order of `STYLES`."""
     return " + ".join([data, *(style for style in STYLES if style in styles)])
 
 
 def strategies_of(arguments: Arguments, devices: int) -> list[str]:
     """Lists the names of all chains for some arguments, those with the fewest styles first."""
-    choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]  # one of each tuple
+    # A chain has one entry of each tuple, and "" is no style.
+    choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]
     if arguments.experts:
         choices.append(("", "expert"))
-    # Without enough rows for all devices, some of them share a row.
+    # With fewer rows than devices, several devices share a row, by its positions.
     if arguments.length > 1 and 0 < arguments.rows < devices:
         choices.append(("", "context"))
     if arguments.stages:
         choices.append(("", "pipeline"))
-    combined = sorted(itertools.product(*choices), key=lambda styles: len([*filter(None, styles)]))
-    return [_chain_name(data, styles) for styles in combined for data in OVER_DATA]
+    combinations = [[*filter(None, styles)] for styles in itertools.product(*choices)]
+    combinations.sort(key=len)
+    return [_chain_name(data, styles) for styles in combinations for data in OVER_DATA]
 
 
 def checked_strategies(names: Sequence[str]) -> list[str]:
     """Returns the names of chains with their parts in our order; raises for unknown ones."""
     wrong, checked = [], []
     for name in names:
-        data, styles = split_name(name)
-        known = {data: OVER_DATA} | dict.fromkeys(styles, tuple(STYLES))
-        wrong += [
-            f"  {name!r}: {part!r}{suggestion(part, choices)}; expected one of {', '.join(choices)}"
-            for part, choices in known.items()
-            if part not in choices
-        ]
-        if len({STYLES.get(style) for style in styles}) < len(styles):
+        data, styles = split_name(name)  # "fsdp" and ("tensor", "expert")
+        parts: list[tuple[str, Collection[str]]] = [(data, OVER_DATA)]
+        parts += [(style, STYLES) for style in dict.fromkeys(styles)]
+        for part, choices in parts:
+            if part not in choices:
+                hint = suggestion(part, choices)
+                wrong.append(f"  {name!r}: {part!r}{hint}; expected one of {', '.join(choices)}")
+        # Tensor and sequence have the axis "model" both; no style can come twice.
+        roles = [STYLES[style] for style in styles if style in STYLES]
+        if len({*roles}) < len(roles):
             wrong.append(f"  {name!r}: two styles over one axis")
         checked.append(_chain_name(data, styles))
     raise_listed(ValueError, "plan: unknown strategies:", wrong)
@@ -416,8 +482,8 @@ def mesh_sizes(
     """Yields the sizes of all meshes of so many devices that have a strategy's axes.
 
     Of 8 devices for ``fsdp + tensor``: ``{"data": 1, "model": 8}``, ``{"data": 2, "model": 4}``, ….
-    Slices are along the axis for replicas; or for stages, as a pipeline sends least. Contexts are
-    over one axis, or over two, of which one is that for rings.
+    Slices are along the axis for replicas; or for stages, as a pipeline sends least. Positions in
+    sequences are sharded over the axis ``context``, or over ``ring`` and ``context``.
 
     Args:
       count: the number of devices.
@@ -434,21 +500,26 @@ def mesh_sizes(
         roles.add("replica")
     if "context" in roles:
         roles.add("ring")
-    used = _axis_ranges(roles, axes, arguments)
-    always = {axes.expert[0]: 1} if arguments.experts else {}  # the model may name this axis
-    # Slices are replicas, or one after another in a pipeline, without replicas.
+    ranges = _axis_ranges(roles, axes, arguments)
+    # All of these roles have one axis.
+    [replica], [stage], [expert], [ring] = axes.replica, axes.stage, axes.expert, axes.ring
+    # Slices are replicas, or without replicas, they follow each other in a pipeline.
     choices = (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,)
     for replicas in choices:
-        for sizes in _factorizations(count // replicas, used):
+        for sizes in _factorizations(count // replicas, ranges):
             contexts = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
             if arguments.length % contexts:
                 continue
-            if sizes.get(axes.ring[0]) == 1:  # contexts over one axis
-                del sizes[axes.ring[0]]
-            if replicas == num_slices or sizes[axes.stage[0]] % num_slices == 0:
-                slices = {axes.replica[0]: replicas} if replicas > 1 else {}
-                every = always | slices | sizes
-                yield {name: every[name] for name in itertools.chain(*axes) if name in every}
+            if replicas < num_slices and sizes[stage] % num_slices:  # a stage on two slices
+                continue
+            every = dict(sizes)
+            if every.get(ring) == 1:  # contexts over one axis: the mesh does not need the other
+                del every[ring]
+            if replicas > 1:
+                every[replica] = replicas
+            if arguments.experts:  # the model may name this axis, also in chains without experts
+                every.setdefault(expert, 1)
+            yield {name: every[name] for name in itertools.chain(*axes) if name in every}
 
 
 class _AxisRange(NamedTuple):
@@ -456,44 +527,48 @@ class _AxisRange(NamedTuple):
 
     name: str
     least: int
-    multiple: int  # what the size has to divide; 0 for any size
+    dividend: int  # the size has to divide this; all sizes divide 0
 
 
 def _axis_ranges(roles: Collection[str], axes: Axes, arguments: Arguments) -> list[_AxisRange]:
     """Lists the mesh axes of some roles, and which sizes each may have.
 
-    An axis has at least two devices, but for those of ``data`` and ``ring``, and for the second
-    one of a role.
+    An axis has at least two devices, since the chain without its style is another candidate. But
+    ``data`` may have one, as every chain has it, and so may ``ring`` and the second axis for
+    ``model``, as the first one may do alone.
 
     Args:
       roles: what the axes are for.
       axes: the names of axes by their roles.
       arguments: those of the step, whose shapes the sizes of some axes have to divide.
     """
-    divided = {  # what the size of an axis has to divide, by role
-        "stage": math.gcd(*arguments.stages),
+    dividends = {  # what the size of an axis has to divide, by role
+        "stage": math.gcd(*arguments.stages),  # of all numbers of layers; 0 without layers
         "expert": arguments.experts,
         "context": arguments.length,
         "ring": arguments.length,
     }
     ranges = []
     for role in Axes._fields:
-        for i, name in enumerate(getattr(axes, role) if role in roles else ()):
+        if role not in roles:
+            continue
+        for i, name in enumerate(getattr(axes, role)):
             least = 1 if i > 0 or role in ("data", "ring") else 2
-            ranges.append(_AxisRange(name, least, multiple=divided.get(role, 0)))
+            ranges.append(_AxisRange(name, least, dividends.get(role, 0)))
     return ranges
 
 
 def _factorizations(count: int, axes: Sequence[_AxisRange]) -> Iterator[dict[str, int]]:
     """Yields the sizes of axes, by name, whose product is ``count``: 2 × 4, 4 × 2, …."""
+    if not axes:
+        if count == 1:
+            yield {}
+        return
     axis, *others = axes
     for size in range(axis.least, count + 1):
-        if count % size == 0 and axis.multiple % size == 0:
-            if others:
-                for sizes in _factorizations(count // size, others):
-                    yield {axis.name: size} | sizes
-            elif size == count:
-                yield {axis.name: size}
+        if count % size == 0 and axis.dividend % size == 0:
+            for sizes in _factorizations(count // size, others):
+                yield {axis.name: size} | sizes
 
 
 def check_meshes(
@@ -524,20 +599,27 @@ def check_meshes(
 
 
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
-    """Tells whether a mesh has devices along the axes that a strategy uses, and along no others."""
+    """Tells whether a mesh has devices along the axes that a strategy uses, and along no others.
+
+    Otherwise the strategy does the same as another one: ``fsdp`` without devices to shard over is
+    ``dp``, for example.
+    """
     data, styles = split_name(strategy)
-    used = {STYLES[style] for style in styles}  # roles
-    # Groups of roles: an axis of one role in each group must have devices.
-    needed: list[tuple[str, ...]] = [("replica", *SHARDING)]
-    if data == "dp":
-        needed = []
-    elif data == "hsdp":
-        needed = [("replica",), SHARDING]
-    if axes.in_mesh(sizes, "ring", least=2) and "context" not in used:
+
+    def has_devices(*roles: str) -> bool:
+        """Whether an axis of one of these roles has several devices."""
+        return bool(axes.in_mesh(sizes, *roles, least=2))
+
+    used = {STYLES[style] for style in styles}
+    if any(has_devices(role) != (role in used) for role in STYLES.values()):
         return False
-    return all(axes.in_mesh(sizes, *roles, least=2) for roles in needed) and all(
-        bool(axes.in_mesh(sizes, role, least=2)) == (role in used) for role in STYLES.values()
-    )
+    if has_devices("ring") and "context" not in used:  # rings are an option of "context"
+        return False
+    if data == "dp":  # which shards no parameters
+        return True
+    if data == "hsdp":  # which shards within replicas
+        return has_devices("replica") and has_devices(*SHARDING)
+    return has_devices("replica", *SHARDING)
 
 
 ROWS = ("replica", "data", "expert")  # the roles of axes that shard the rows of the batch
@@ -547,26 +629,38 @@ SHARDING = ("data", "expert", "ring", "context")
 
 
 def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
-    """Returns the spec of the batch: of rows, and over the axes for contexts of positions."""
-    over = axes.in_mesh(sizes, *ROWS)
-    count = math.prod(sizes[axis] for axis in over)
+    """Returns the spec of the batch: ``P("data")``, or with contexts ``P("data", "context")``.
+
+    The first dimension are rows, and the second one are positions in sequences.
+
+    Raises:
+      ValueError: the axes for rows do not divide them.
+    """
+    over_rows = axes.in_mesh(sizes, *ROWS)
+    count = math.prod(sizes[axis] for axis in over_rows)
     if arguments.rows % count:
-        names = " and ".join(name for name in over if sizes[name] > 1)
+        names = " and ".join(name for name in over_rows if sizes[name] > 1)
         raise ValueError(f"{count} devices over {names} do not divide {arguments.rows} rows")
-    contexts = axes.in_mesh(sizes, "ring", "context", least=2)
-    positions = [_one_or_all(contexts)] if contexts else []
-    return PartitionSpec(_one_or_all(over) if over else None, *positions)
+    rows = _one_or_all(over_rows) if over_rows else None
+    over_positions = axes.in_mesh(sizes, "ring", "context", least=2)
+    if not over_positions:
+        return PartitionSpec(rows)
+    return PartitionSpec(rows, _one_or_all(over_positions))
 
 
 def chains(
     strategy: str, sizes: Mapping[str, int], axes: Axes, arguments: Arguments, prefetch: int
 ) -> dict[str, list[Call]]:
-    """Lists the calls of a chain with their options, by the text of what varies in these.
+    """Lists the calls of a chain, once for each choice of its options.
 
     What varies is the method of attention over sharded sequences, and the number of microbatches of
-    a pipeline: one, two, four or eight for each stage, as far as they divide the rows of a device.
-    For example, ``{"8 microbatches": [(pipeline, …), (fsdp, …)], "16 microbatches": …}``; the key
-    is empty if nothing varies.
+    a pipeline: one, two, four or eight for each stage, or else a smaller number that divides the
+    rows of a device.
+
+    Returns:
+      The calls, by the text that names the choice in a candidate's variant: for example
+      ``{"8 microbatches": [(pipeline, …), (fsdp, …)], "16 microbatches": …}``. If nothing varies,
+      the only text is empty.
 
     Args:
       strategy: the name of the chain.
@@ -579,57 +673,67 @@ def chains(
     over_data = _calls_over_data(data, sizes, axes, prefetch)
     over_layers = _calls_over_layers(styles, sizes, axes, arguments)  # by the method of attention
     if "pipeline" not in styles:
-        return {text: calls + over_data for text, calls in over_layers.items()}
-    stages = sizes[axes.stage[0]]
-    # The rows of a device.
-    rows = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
-    counts = sorted({math.gcd(times * stages, rows) for times in (1, 2, 4, 8)})
-    return {
-        ", ".join(filter(None, [text, f"{count} microbatches"])): [
-            *calls,
-            (pipeline, {"axis": axes.stage[0], "microbatches": count}),
-            *over_data,
-        ]
-        for text, calls in over_layers.items()
-        for count in counts
-    }
+        return {method: calls + over_data for method, calls in over_layers.items()}
+    [stage] = axes.stage
+    rows_of_device = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
+    # A number of microbatches has to divide these rows. If 8 do not, as with 12 rows, 4 do.
+    counts = sorted({math.gcd(times * sizes[stage], rows_of_device) for times in (1, 2, 4, 8)})
+    result: dict[str, list[Call]] = {}
+    for method, calls in over_layers.items():
+        for count in counts:
+            choice = ", ".join(filter(None, [method, f"{count} microbatches"]))
+            over_stages: Call = (pipeline, {"axis": stage, "microbatches": count})
+            result[choice] = [*calls, over_stages, *over_data]
+    return result
 
 
 def _calls_over_layers(
     styles: Collection[str], sizes: Mapping[str, int], axes: Axes, arguments: Arguments
 ) -> dict[str, list[Call]]:
-    """Lists the calls of the styles for layers, but of a pipeline, by the method of attention.
+    """Lists the calls of the styles for layers, but of a pipeline, for each method of attention.
 
-    Without sharded sequences, there is no such method, and the key is empty.
+    Returns:
+      The calls, by the name of the method: ``{"ring": …, "all_to_all": …}``. If sequences are not
+      sharded, there is no method to choose, and the only name is empty.
     """
     calls: list[Call] = []
+    [expert], [context] = axes.expert, axes.context
     if "tensor" in styles or "sequence" in styles:
         options: dict[str, Any] = {"axis": _one_or_all(axes.in_mesh(sizes, "model"))}
         if "sequence" in styles:
             options["sequence"] = True
         calls.append((tensor_parallel, options))
     if "expert" in styles:
-        options = {"experts": arguments.experts, "axis": axes.expert[0]}
-        calls.append((expert_parallel, options))
+        calls.append((expert_parallel, {"experts": arguments.experts, "axis": expert}))
     if "context" not in styles:
         return {"": calls}
-    options, methods = {"axis": axes.context[0]}, [*METHODS]
-    if rings := axes.in_mesh(sizes, "ring", least=2):
-        # Heads are exchanged within the minor axis; keys and values go around the other one.
-        options, methods = {"axis": (axes.context[0], *rings)}, ["all_to_all"]
-    return {x: [*calls, (context_parallel, options | {"method": x})] for x in methods}
+    rings = axes.in_mesh(sizes, "ring", least=2)
+    if rings:
+        # Only all-to-all can use two axes: heads are exchanged along the first, and keys and values
+        # go around the second.
+        options = {"axis": (context, *rings), "method": "all_to_all"}
+        return {"all_to_all": [*calls, (context_parallel, options)]}
+    return {
+        method: [*calls, (context_parallel, {"axis": context, "method": method})]
+        for method in METHODS
+    }
 
 
 def _calls_over_data(data: str, sizes: Mapping[str, int], axes: Axes, prefetch: int) -> list[Call]:
-    """Lists the call of the strategy for the batch, one of `OVER_DATA`; ``dp`` needs none."""
+    """Lists the call of the strategy for the batch, which is one of `OVER_DATA`.
+
+    ``dp`` needs no call, since parameters are replicated anyway.
+    """
+    if data == "dp":
+        return []
+    # The axes to shard over. ``hsdp`` is ``fsdp`` within each replica, so not over replicas.
     roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
     over = axes.in_mesh(sizes, *roles, least=2)
-    if data == "zero1":
-        return [(zero1, {"axis": _one_or_all(over)})]
-    if data not in ("fsdp", "hsdp"):
-        return []
     options: dict[str, Any] = {"axis": _one_or_all(over)}
-    if axes.replica[0] in over:
+    if data == "zero1":
+        return [(zero1, options)]
+    [replica] = axes.replica
+    if replica in over:  # on different slices, which `fsdp` refuses unless it is told
         options["across_slices"] = True
     if prefetch:
         options["prefetch"] = prefetch

@@ -6,9 +6,15 @@ describes the whole search.
 
 A *candidate* is a chain of strategies on a mesh, for a *variant* of the step and perhaps with some
 option of the chain, such as a number of microbatches. A *family* are candidates that only differ in
-such options and in the rows of the batch. A `Comparison` has the
-reports of what was compiled: ``fitting`` are the names of those that fit into memory, best first,
-and ``figures`` their times, of which ``roofline`` is the estimate.
+such options and in the rows of the batch.
+
+A `Comparison` has the reports of what was compiled: ``fitting`` are the names of those that fit
+into memory, best first, and ``figures`` their times, of which ``roofline`` is the estimate.
+
+`Products` are the matrix products of a step, which are the same for all candidates of a variant. At
+the peak rate of all devices, they take a time that bounds that of the step (``least``). A
+*resource* is what limits a step: ``compute``, ``memory`` and ``interconnect``. Communication that
+compute does not hide is *exposed*.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import dataclasses
 import inspect
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,7 +56,11 @@ class PredictedCandidate(NamedTuple):
     exposed: float  # the share of the interconnect's time that compute may not hide
     least: float | None  # a lower bound of its time, if known
     lower: Lower  # traces and lowers the step
-    alike: tuple[str, str]  # variant and strategy: predictions of these are about as far off
+
+    @property
+    def variant_and_strategy(self) -> tuple[str, str]:
+        """The names that candidates share whose predictions are about as far off."""
+        return self.variant.name, self.candidate.strategy
 
 
 class Needs(NamedTuple):
@@ -94,13 +104,15 @@ class Search:
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # What the search notes for itself, so no arguments.
         self.smallest: Needs | None = None
-        self._added: dict[str, Variant] = {}  # variants that the search added, by name
-        self._varied = set[str]()  # the names of candidates for which it did
-        self._seen: dict[Any, str] = {}  # what a candidate compiles to → its name
+        self._added: dict[str, Variant] = {}  # the variants that are not the user's, by name
+        self._varied = set[str]()  # the names of candidates that `_claim_variation` has returned
+        # The statements, the shardings and the rows of a program → the first candidate with these.
+        self._first_of: dict[tuple[Any, ...], str] = {}
         # (strategy, mesh, variant) → rows of the batch → the names of candidates.
         self._families: dict[tuple[str, Mesh, Variant], dict[int, list[str]]] = {}
-        self._products: dict[Variant, Products | None] = {}
+        self._products: dict[Variant, Products | None] = {}  # None if they are unknown
 
     def add(self, strategy: str, mesh: Mesh, variant: Variant, rows: int = 0) -> None:
         """Adds the candidates of a strategy for a variant, or says why they are ruled out.
@@ -111,12 +123,13 @@ class Search:
           variant: the variant of the step.
           rows: the number of rows of the batch if the largest is sought; 0 for those given.
         """
-        arguments, growth, batch = variant.arguments, 1.0, ""
-        if self.maximize:
+        arguments, growth, batch_text = variant.arguments, 1.0, ""
+        if self.maximize and arguments.rows:
             rows = rows or arguments.rows
-            growth, batch = rows / arguments.rows if rows else 1.0, f"batch {rows}"
+            batch_text = f"batch {rows}"
+            growth = rows / arguments.rows  # products grow with the batch
             arguments = arguments.with_rows(rows)
-        start = Candidate(
+        start = Candidate(  # which gets its shardings below, and the options of the chain
             strategy=strategy,
             sizes=dict(mesh.shape),
             variant=variant.name,
@@ -124,44 +137,41 @@ class Search:
             mesh=mesh,
             rows=arguments.rows,
         )
-        names = self._families.setdefault((strategy, mesh, variant), {})[start.rows] = []
+        family = self._families.setdefault((strategy, mesh, variant), {})
+        family[start.rows] = []  # also if nothing is added, so that it is not tried again
         try:
             candidates = [*self._sharded(start, arguments, variant, mesh)]
         except Exception as error:  # of a strategy, which may be the user's
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
         for options, candidate in candidates:
-            texts = (options, variant.name, batch)
+            # Such as "8 microbatches, remat=True, batch 64".
+            texts = (options, variant.name, batch_text)
             candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
             try:
                 prediction = predict(candidate, arguments, self.axes, self.num_slices)
             except Exception as error:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
+            # Also of those that do not fit: `remedies` starts from the one that needs least.
             if self.smallest is None or prediction.arguments < self.smallest.arguments:
                 self.smallest = Needs(candidate, variant, prediction.arguments, rest=0)
-            why_not = self._why_not(candidate, prediction, variant)
-            if why_not is not None:
-                self.ruled_out[candidate.name] = why_not
+            # Equal shardings of equal steps compile to equal programs.
+            program = (variant.text, variant.lines, candidate.rows, prediction.key)
+            first = self._first_of.setdefault(program, candidate.name)
+            if first != candidate.name:
+                self.ruled_out[candidate.name] = f"shards everything like {first}"
+                continue
+            held = prediction.arguments
+            if self.limit is not None and held > self.limit:
+                why = f"the arguments take {bytes_text(held)} on each device"
+                self.ruled_out[candidate.name] = why
                 continue
             products = self._products_of(variant)
             if products is not None:
                 products = products.times(growth)
             self._add_predicted(candidate, variant, arguments.args, prediction, products)
-            names.append(candidate.name)
-
-    def _why_not(
-        self, candidate: Candidate, prediction: Prediction, variant: Variant
-    ) -> str | None:
-        """Says why a candidate need not be compiled, by its prediction; None if it may be."""
-        # Equal shardings compile to equal programs. The first candidate with them has its own name.
-        key = variant.text, variant.lines, candidate.rows, prediction.key
-        first = self._seen.setdefault(key, candidate.name)
-        if first != candidate.name:
-            return f"shards everything like {first}"
-        if self.limit is not None and prediction.arguments > self.limit:
-            return f"the arguments take {bytes_text(prediction.arguments)} on each device"
-        return None
+            family[start.rows].append(candidate.name)
 
     def _add_predicted(
         self,
@@ -181,25 +191,27 @@ class Search:
           products: those of the step; None if they are unknown.
         """
         num_devices = candidate.mesh.size
-        # On unknown hardware the ratios of some accelerator decide the order.
+        # On unknown hardware, those of some accelerator give times in about the right order.
         hardware = self.hardware or HARDWARE["TPU v5e"]
         seconds = prediction.seconds(products, num_devices, hardware)
+        # Compute hides what is sent within slices, but hardly what is sent between them. Without
+        # this difference, replicas on slices would seem as fast as the stages of a pipeline, whose
+        # compiled programs are 1.2 times as fast.
         between = prediction.seconds_between_slices(hardware)
+        exposed = between / seconds["interconnect"] if between else 0.0
         least = None
         if products is not None and self.hardware is not None:
             least = products.least_seconds(num_devices, self.hardware)
-        strategy = Strategy(candidate.in_shardings, candidate.mesh)
+        in_shardings_and_mesh = Strategy(candidate.in_shardings, candidate.mesh)
         entry = PredictedCandidate(
             candidate=candidate,
             variant=variant,
             prediction=prediction,
             args=args,
             seconds=seconds,
-            # What slices send each other: stages over slices are 1.2 times as fast as replicas.
-            exposed=between / seconds["interconnect"] if between else 0.0,
+            exposed=exposed,
             least=least,
-            lower=partial(lowered, strategy, variant.fun, args, variant.options),
-            alike=(variant.name, candidate.strategy),
+            lower=partial(lowered, in_shardings_and_mesh, variant.fun, args, variant.options),
         )
         self.entries[candidate.name] = entry
         self.programs[candidate.name] = entry.lower
@@ -217,21 +229,22 @@ class Search:
     ) -> float:
         """Predicts the bytes of a candidate's arguments on each device; infinity if it fails.
 
-        Of a chain with several options, the first ones count.
-
         Args:
-          candidate: its strategy, and the sizes of its mesh.
+          candidate: its strategy, and the sizes of its mesh, of which there may be no devices.
           variant: its variant of the step.
           rows: the number of rows of the batch; 0 for those given.
           offload: whether the state of the optimizer is on the host.
         """
+        # Shardings on the host name the devices of their mesh. All others follow from shapes.
         mesh: Mesh | AbstractMesh = candidate.mesh
-        if not offload:  # which needs devices; shapes do not, and a larger mesh may have none
+        if not offload:
             mesh = AbstractMesh(tuple(candidate.sizes.values()), tuple(candidate.sizes))
         arguments = variant.arguments.with_rows(rows) if rows else variant.arguments
         if offload != variant.offload:
             variant = dataclasses.replace(variant, offload=offload)
         try:
+            # The options of a chain, such as microbatches, do not change its arguments: the first
+            # of them will do.
             _, sharded = next(self._sharded(candidate, arguments, variant, mesh))
             return predict(sharded, arguments, self.axes).arguments
         except ValueError:
@@ -244,16 +257,20 @@ class Search:
         variant: Variant,
         mesh: Mesh | AbstractMesh,
     ) -> Iterator[tuple[str, Candidate]]:
-        """Yields candidates with shardings and recipes, each after the options that differ.
+        """Yields candidates with shardings and recipes, each after the text of its options.
+
+        A chain has one candidate for each choice of options, such as ``"8 microbatches"``, and the
+        text is empty if there is nothing to choose.
 
         Args:
           start: a candidate without shardings.
           arguments: those of its step.
           variant: its variant of the step.
-          mesh: its mesh, or one without devices for predictions only.
+          mesh: its mesh, or one of the same sizes without devices, which is enough to predict what
+            chains of this library need.
         """
         function = self.functions.get(start.strategy)
-        if function is not None:
+        if function is not None:  # the user's, which gets the mesh by the context
             with jax.set_mesh(start.mesh):
                 shardings = function(*arguments.args)
             count = len(arguments.args)
@@ -265,17 +282,17 @@ class Search:
             yield "", dataclasses.replace(start, in_shardings=shardings)
             return
         batch = batch_spec(start.sizes, self.axes, arguments)
-        chain_of = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
-        for options, chain in chain_of.items():
-            sharded = arguments.shard(chain, mesh, batch, offloaded=variant.offload)
+        by_options = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
+        for options, calls in by_options.items():
+            sharded = arguments.shard(calls, mesh, batch, offloaded=variant.offload)
             recipe = _recipe(mesh, variant, lines=sharded.lines, shardings=sharded.text)
-            yield (
-                options,
-                dataclasses.replace(start, in_shardings=sharded.shardings, recipe=recipe),
-            )
+            shardings = sharded.shardings
+            yield options, dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
 
     def pick(self, reports: Mapping[str, ProgramReport | Failure]) -> str | None:
         """Chooses the next program: the one with the shortest estimated time that may fit.
+
+        Before that, it rules out candidates and adds some, by what the reports show.
 
         Args:
           reports: of what was compiled so far.
@@ -283,22 +300,24 @@ class Search:
         Returns:
           Its name; None if there is none, at least until more is compiled.
         """
+        # 1. Rule out, and add.
         self.rule_out_failing(reports)
         found = Comparison(reports, self.limit) if reports else None
         fitting = () if found is None else found.fitting
         if found is not None and self.maximize:
-            self._resize(found)
+            self._add_batches(found)
         elif found is not None:
             self._rule_out_slow(found)
             if fitting:
-                self._prefetch_best(found)
+                self._add_prefetch(found)
             else:
-                self._save_memory(found)
+                self._add_less_memory(found)
         if not self.programs:
             return None
+        # 2. Choose. If nothing has fitted once half of the programs that may be compiled were
+        # started, times no longer matter, and those with the smallest arguments are next.
         corrections = _Corrections(self.entries, {} if found is None else found.compiled)
-        # While nothing fits, the second half goes to those with the smallest arguments.
-        by_memory = not fitting and self._is_late
+        by_memory = not fitting and self._has_started_half
 
         def order(name: str) -> tuple[float, ...]:
             """Sorts by batch, then those that may fit, then by time, then by memory.
@@ -311,33 +330,39 @@ class Search:
             if by_memory:
                 return -rows, held
             exceeds = self.limit is not None and held + corrections.bytes(entry) > self.limit
-            return (-rows, exceeds, *corrections.seconds(entry), held)
+            time_of_step, time_of_all_resources = corrections.seconds(entry)
+            return -rows, exceeds, time_of_step, time_of_all_resources, held
 
         # The first of those that are equal, as they were added.
         return min(self.programs, key=order)
 
     @property
-    def _is_late(self) -> bool:
-        """Whether half of what may be compiled was started."""
+    def _has_started_half(self) -> bool:
+        """Whether half of the programs that may be compiled (``most``) were started."""
         started = len(self.entries) - len(self.programs)
         return self.most is not None and 2 * started >= self.most
 
-    def _save_memory(self, found: Comparison) -> None:
-        """While nothing fits, adds variants that need less memory.
+    def _add_less_memory(self, found: Comparison) -> None:
+        """Adds variants that need less memory, as nothing fits so far.
 
-        What the user named comes first: half of the programs, or all that there are.
+        Before that, the candidates that the user named are compiled: half of the programs that may
+        be, or all candidates.
         """
-        if self.programs and not self._is_late:
+        if self.programs and not self._has_started_half:
             return
         for name, report in found.compiled.items():
             entry, memory = self.entries[name], report.memory
-            # By its arguments alone it would fit, so its activations decide.
-            if memory and memory.peak is not None and self._is_varied_now(name):
+            # Only arguments that fit are compiled (`add`), so it is the activations that do not.
+            if memory and memory.peak is not None and self._claim_variation(name):
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
 
-    def _prefetch_best(self, found: Comparison) -> None:
-        """Adds the best that fits with ``prefetch``, if it waits for what ``fsdp`` gathers."""
+    def _add_prefetch(self, found: Comparison) -> None:
+        """Adds the best that fits with ``prefetch``, if its step waits for communication.
+
+        Only ``fsdp`` can gather layers ahead. Its gathers are most of what it sends, so all
+        communication that compute does not hide is taken for them.
+        """
         times = found.figures
         best = min(found.fitting, key=lambda name: times[name]["roofline"] or math.inf)
         entry, roofline = self.entries[best], found.compiled[best].roofline
@@ -345,16 +370,17 @@ class Search:
             return
         waits = roofline.exposed_s or 0.0  # seconds of communication that no compute hides
         data, _ = split_name(entry.candidate.strategy)
-        # Less than a twentieth of a step is not worth a slot.
+        # Compiling takes one of the few programs: less than a twentieth of a step is not worth it.
         is_worth = waits > roofline.estimate / 20 and data in ("fsdp", "hsdp")
-        if is_worth and self._is_varied_now(best):
-            ahead = with_prefetch(entry.variant)
-            self._add_variants(entry, [ahead] if ahead else [])
+        if is_worth and self._claim_variation(best):
+            ahead = with_prefetch(entry.variant)  # None without a Stack, whose layers are gathered
+            if ahead is not None:
+                self._add_variants(entry, [ahead])
 
-    def _is_varied_now(self, name: str) -> bool:
-        """Notes that a candidate gets other variants; False if it had them, or has one of them.
+    def _claim_variation(self, name: str) -> bool:
+        """Returns True once for each candidate of a variant of the user, and False after that.
 
-        The search varies a candidate once, and only with a variant of the user.
+        So the search adds variants of a candidate only once, and none of those that it added.
         """
         is_new = self.entries[name].variant in self.variants and name not in self._varied
         self._varied.add(name)
@@ -365,6 +391,8 @@ class Search:
         strategy, mesh = entry.candidate.strategy, entry.candidate.mesh
         given = {variant.name: variant for variant in self.variants}
         for new in variants:
+            # Variants are equal only if they are one object, so of each name one is used: it is
+            # traced once, and is found in `_families`.
             variant = given.get(new.name) or self._added.setdefault(new.name, new)
             if (strategy, mesh, variant) not in self._families:
                 self.add(strategy, mesh, variant)
@@ -386,27 +414,40 @@ class Search:
         """Rules out candidates whose strategy and variant failed alike on two meshes.
 
         The step could not be traced, with the same error, which then does not depend on the mesh.
+        Errors of the compiler often do, such as those for memory.
         """
-        errors = {  # (variant and strategy, error, mesh): on one mesh, the same counts once
-            (self.entries[name].alike, failure.error, str(self.entries[name].candidate.sizes))
-            for name, failure in reports.items()
-            if isinstance(failure, Failure) and not is_of_compiler(failure)
+        # (variant, strategy) and the error → the meshes. On one mesh, a chain may have failed with
+        # several options.
+        meshes_of: defaultdict[tuple[tuple[str, str], str], set[str]] = defaultdict(set)
+        for name, failure in reports.items():
+            if isinstance(failure, Failure) and not is_of_compiler(failure):
+                entry = self.entries[name]
+                key = entry.variant_and_strategy, failure.error
+                meshes_of[key].add(str(entry.candidate.sizes))
+        failing = {
+            variant_and_strategy
+            for (variant_and_strategy, _), meshes in meshes_of.items()
+            if len(meshes) > 1
         }
-        num_meshes = Counter((alike, error) for alike, error, _ in errors)
-        failing = {alike for (alike, _), count in num_meshes.items() if count > 1}
         for name in [*self.programs]:
-            if self.entries[name].alike in failing:
+            if self.entries[name].variant_and_strategy in failing:
                 self._rule_out(name, FAILS_ALIKE)
 
-    def _resize(self, found: Comparison) -> None:
-        """Adds larger batches of candidates that fit one, smaller ones while none does."""
+    def _add_batches(self, found: Comparison) -> None:
+        """Adds larger batches for families that fit one, and smaller ones while none does.
+
+        Candidates with a smaller batch than the largest that fits are ruled out, because the
+        largest batch is sought.
+        """
         fitting = {*found.fitting}
         best = max((self.entries[name].candidate.rows for name in fitting), default=0)
         for (strategy, mesh, variant), names_by_rows in [*self._families.items()]:
+            if not variant.arguments.rows:  # the arguments of this step have no batch
+                continue
             rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
-            if rows and rows not in names_by_rows:
+            if rows and rows not in names_by_rows:  # which this adds, so it goes over a copy
                 self.add(strategy, mesh, variant, rows)
-        for name in [*self.programs]:
+        for name in [*self.programs]:  # a copy, too
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")
 
@@ -417,8 +458,12 @@ class Search:
         found: Comparison,
         fitting: set[str],
         best: int,
-    ) -> int | None:
-        """Returns the batch that a family of candidates tries next, if it may be the largest.
+    ) -> int:
+        """Returns the batch that a family of candidates tries next; 0 if it has no chance.
+
+        While nothing fits, the batch is halved: 64, 32, 16. Once a batch of this family fits, the
+        next one is predicted to just fill the memory. A family that did not fit yet, while others
+        fit ``best``, tries that.
 
         Args:
           names_by_rows: the names of the candidates by their rows.
@@ -426,29 +471,34 @@ class Search:
           fitting: the names of what fits.
           best: the rows of the largest batch that fits any family; 0 while none does.
         """
-        fits = {rows: {*names} & fitting for rows, names in names_by_rows.items()}
-        # Those that are ruled out are the same program as one of another family.
-        tried = {rows: {*names} - self.ruled_out.keys() for rows, names in names_by_rows.items()}
-        compiled = [
-            rows for rows, names in tried.items() if names and found.reports.keys() >= names
-        ]
-        largest_fitting = max((rows for rows, names in fits.items() if names), default=0)
-        smallest_failing = min((rows for rows in compiled if not fits[rows]), default=math.inf)
-        rows: float = best
+        largest_fitting, smallest_failing = 0, math.inf
+        fitting_name = ""
+        for rows, names in names_by_rows.items():
+            # Those that are ruled out are the same program as one of another family.
+            tried = {*names} - self.ruled_out.keys()
+            fits = sorted({*names} & fitting)
+            if fits and rows > largest_fitting:
+                largest_fitting, fitting_name = rows, fits[0]
+            elif not fits and tried and found.reports.keys() >= tried:  # all options were compiled
+                smallest_failing = min(smallest_failing, rows)
+        next_rows: float
         if not best:
-            rows = smallest_failing // 2 if smallest_failing % 2 == 0 else 0
+            next_rows = smallest_failing // 2 if smallest_failing % 2 == 0 else 0
         elif largest_fitting and self.limit is not None:
-            # All memory but the arguments grows with the batch: the power of two that just fits.
-            fitting_name = fits[largest_fitting].pop()
+            # All memory but the arguments is taken to grow with the batch. The next batch is the
+            # largest power of two times this one that then fits. As this is an estimate, twice the
+            # rows are tried even if they seem not to fit.
             memory: Any = found.compiled[fitting_name].memory  # of one that fits, so known
             held = memory.arguments or 0
             available, growing = self.limit - held, memory.peak - held
             growth = max(available, 1) / max(growing, 1)
-            rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
-            while rows >= smallest_failing:
-                rows //= 2
-        is_between = largest_fitting < rows < smallest_failing
-        return int(rows) if is_between and rows >= best else None
+            next_rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
+            while next_rows >= smallest_failing:
+                next_rows //= 2
+        else:
+            next_rows = best
+        is_new = largest_fitting < next_rows < smallest_failing
+        return int(next_rows) if is_new and next_rows >= best else 0
 
 
 def _recipe(
@@ -485,73 +535,63 @@ def is_of_compiler(failure: Failure) -> bool:
 class _Corrections:
     """How far predictions were off, learned from what was compiled.
 
-    Candidates are in groups (`_groups`), from those like it to all. A *resource* is what limits a
-    step: ``compute``, ``memory``, ``interconnect``.
+    The time of each resource is multiplied by the mean ratio of compiled to predicted times, over
+    candidates with the same variant and strategy; if there are none, with the same variant; else
+    over all (`_groups`). The share of communication that is exposed is the mean of these, too.
 
-    Times are multiplied by the mean ratio of compiled to predicted ones, over candidates with the
-    same variant and strategy; if there are none, with the same variant; else over all. Bytes are
-    increased by the least that any candidate of the variant needed besides its arguments.
+    Bytes are increased by the least that any candidate of the variant needed besides its arguments.
+    The least, since a candidate that fits must not be taken for one that does not.
     """
 
     def __init__(
         self, entries: Mapping[str, PredictedCandidate], compiled: Mapping[str, ProgramReport]
     ):
-        self._bytes: dict[str, int] = {}  # besides the arguments, by variant
+        self._bytes: dict[str, int] = {}  # besides the arguments, by the name of the variant
         # Group of candidates → resource → the ratios of its members.
         ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
         ratios = defaultdict(lambda: defaultdict(list))
+        # Group of candidates → the shares of communication that were exposed.
+        shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         for name, report in compiled.items():
-            entry, memory = entries[name], report.memory
+            entry, memory, roofline = entries[name], report.memory, report.roofline
             if memory and memory.peak is not None and memory.arguments is not None:
-                variant, _ = entry.alike
                 rest = memory.peak - memory.arguments
+                variant = entry.variant.name
                 self._bytes[variant] = min(self._bytes.get(variant, rest), rest)
-            for resource, ratio in _ratios(entry, report).items():
-                for group in _groups(entry):
-                    ratios[group][resource].append(ratio)
-        self._means = {
-            # Shares of exposed communication may be 0, which a geometric mean cannot have.
-            group: {
-                key: statistics.fmean(x) if key == "exposed" else statistics.geometric_mean(x)
-                for key, x in of_group.items()
-            }
-            for group, of_group in ratios.items()
+            if roofline is None:
+                continue
+            for group in _groups(entry):
+                for resource, seconds in roofline.times.items():
+                    if seconds and entry.seconds[resource]:
+                        ratios[group][resource].append(seconds / entry.seconds[resource])
+                if roofline.interconnect_s and roofline.exposed_s is not None:
+                    shares[group].append(roofline.exposed_s / roofline.interconnect_s)
+        self._mean_ratios = {
+            group: {resource: statistics.geometric_mean(x) for resource, x in by_resource.items()}
+            for group, by_resource in ratios.items()
         }
+        # Shares may be 0, which a geometric mean cannot have.
+        self._mean_shares = {group: statistics.fmean(x) for group, x in shares.items()}
 
     def bytes(self, entry: PredictedCandidate) -> int:
         """Returns the bytes that a candidate needs at least besides its arguments."""
-        return self._bytes.get(entry.alike[0], 0)
+        return self._bytes.get(entry.variant.name, 0)
 
     def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
         """Returns the time of a step, and the sum of the times of its resources."""
-        groups = _groups(entry)  # the closest first
-        ratios = next((self._means[group] for group in groups if group in self._means), {})
+        # The closest group in which something was compiled.
+        known = self._mean_ratios.keys() | self._mean_shares.keys()
+        group = next((group for group in _groups(entry) if group in known), ())
+        ratios = self._mean_ratios.get(group, {})
         times = {name: time * ratios.get(name, 1.0) for name, time in entry.seconds.items()}
-        # A step takes as long as its slowest resource, and waits for exposed communication.
-        exposed = times["interconnect"] * ratios.get("exposed", entry.exposed)
-        step = max(*times.values(), max(times["compute"], times["memory"]) + exposed)
+        exposed = times["interconnect"] * self._mean_shares.get(group, entry.exposed)
+        # A step takes as long as its slowest resource. If that is not the interconnect, it also
+        # waits for the communication that this does not hide.
+        step = max(times["interconnect"], max(times["compute"], times["memory"]) + exposed)
         return step, sum(times.values())
 
 
 def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
     """Lists the groups that a candidate is in: (variant, strategy), (variant,), and () for all."""
-    return [entry.alike, entry.alike[:1], ()]
-
-
-def _ratios(entry: PredictedCandidate, report: ProgramReport) -> dict[str, float]:
-    """Divides the compiled times of a candidate by those that were predicted.
-
-    Returns:
-      By resource, the ratio; and as ``exposed`` the share of communication that no compute hides.
-    """
-    roofline = report.roofline
-    if roofline is None:
-        return {}
-    ratios: dict[str, float] = {
-        resource: seconds / entry.seconds[resource]
-        for resource, seconds in roofline.times.items()
-        if seconds and entry.seconds[resource]
-    }
-    if roofline.interconnect_s and roofline.exposed_s is not None:
-        ratios["exposed"] = roofline.exposed_s / roofline.interconnect_s
-    return ratios
+    variant, strategy = entry.variant_and_strategy
+    return [(variant, strategy), (variant,), ()]
