@@ -267,7 +267,7 @@ def _sharded_equinox(program: Program, layout: Layout) -> Way | Unavailable:
     return carried(equinox.filter_jit(step), jax.device_put(own.state, shardings), program.data)
 
 
-OUR_SHARD_MAP = "nnx_sharding.transforms.shard_map"
+OUR_SHARD_MAP = "nnx_sharding.jit(nnx_sharding.shard_map)"
 FLOOR_SHARD_MAP = "jax.jit(jax.shard_map) on flat arrays"
 
 
@@ -288,12 +288,15 @@ def shard_map_ways(program: Program, layout: Layout) -> Ways:
     ours = nnx_sharding.shard_map(
         fun, mesh=mesh, in_specs=(layout.rules, data_sharding), out_specs=data_sharding
     )
+    # The shardings put the model on the mesh, once; a `shard_map` of its own does that, too.
+    jitted = nnx_sharding.jit(ours, in_shardings=(layout.rules, data_sharding), mesh=mesh)
     tree_jit = nnx.jit(nnx_tree_shard_map(), graph=False)
     cached = nnx.cached_partial(nnx.jit(nnx_shard_map()), *make())
     partial = nnx.jit_partial(nnx_tree_shard_map(), *make(), graph=False)
     return {
         FLOOR_SHARD_MAP: _mapped_flat(program, layout),
-        OUR_SHARD_MAP: functools.partial(ours, *make(), *data),
+        OUR_SHARD_MAP: functools.partial(jitted, *make(), *data),
+        "nnx_sharding.shard_map": functools.partial(ours, *make(), *data),
         "nnx.shard_map": functools.partial(nnx_shard_map(), *make(), *data),
         "nnx.jit(nnx.shard_map)": functools.partial(nnx.jit(nnx_shard_map()), *make(), *data),
         "nnx.jit(nnx.shard_map, graph=False)": functools.partial(tree_jit, *make(), *data),

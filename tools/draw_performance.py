@@ -27,7 +27,7 @@ PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/performanc
 # Those of one line are within a sentence.
 PART = re.compile(r"<!-- figures: (\w+) -->(.*?)<!-- end of figures -->", re.DOTALL)
 FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.jit"
-OUR_SHARD_MAP = "nnx_sharding.transforms.shard_map"
+OUR_SHARD_MAP = "nnx_sharding.jit(nnx_sharding.shard_map)"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
     "configured_dataclass": "configured by dataclasses",
@@ -122,7 +122,7 @@ def shard_maps(found: dict[str, Any]) -> str:
     ]
     for way in rows["shard_map_mlp"]["figures"]:
         cells = " | ".join(cell(rows, row, way) for row in ("shard_map_mlp_loop", "shard_map_mlp"))
-        name = "**nnx_sharding.shard_map**" if way == OUR_SHARD_MAP else way
+        name = f"**{way}**" if way == OUR_SHARD_MAP else way
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 
