@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, stack, value_and_grad
+from nnx_sharding import jit, shard_map, stack, value_and_grad
 from nnx_sharding.experimental import dispatch_to_experts, expert_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
 from zoo import assert_close, assert_trains_alike
@@ -280,6 +280,34 @@ def test_in_a_pipeline(kind, capacity):
     assert_close(run(model, x), expected, 1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_in_a_shard_map_over_the_rows(kind, capacity):
+    """``jit`` shards the groups over ``data``, too, which is mapped where the experts are called."""
+    mesh = make_mesh({"data": 2, "expert": 4}, axis_types=KINDS[kind])
+    model, x = Outputs(2, capacity, rngs=nnx.Rngs(0)), tokens()
+
+    def objective(model, x):
+        return (model(x) ** 2).mean()
+
+    def of_shard(model, x):
+        value, grads = value_and_grad(objective)(model, x)
+        return jax.tree.map(lambda x: jax.lax.pmean(x, "data"), (value, grads))
+
+    mapped = shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    expected = value_and_grad(objective)(model, x)
+    sharding = expert_parallel(model, mesh=mesh)
+    run = jit(mapped, mesh=mesh, in_shardings=(sharding, P(("data", "expert"))))
+    assert_close(run(model, x), expected, 1e-4)
+
+
 def test_in_a_stack_with_recomputation():
     mesh = make_mesh(MESHES["data"])
     blocks = [Moe(rngs=nnx.Rngs(i)) for i in range(3)]
@@ -413,6 +441,20 @@ def test_mistakes(change, message):
     }
     with pytest.raises(ValueError, match=message):
         dispatch_to_experts(**{**arguments, **change})
+
+
+def test_an_axis_that_is_mapped_already():
+    mesh, x = make_mesh(MESHES["data"]), tokens()
+    weights, indices = jnp.ones((8, 6, 2)), jnp.ones((8, 6, 2), int)
+
+    def call(x):
+        return dispatch_to_experts(
+            x, weights, indices, lambda rows, _: rows, num_experts=8, mesh=mesh, batch_axes=["data"]
+        )
+
+    mapped = shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"})
+    with pytest.raises(ValueError, match="'data': the call is in a shard_map over it already"):
+        jit(mapped)(x)
 
 
 def test_kernels_of_other_shapes():

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +94,8 @@ def dispatch_to_experts(
       mesh: the mesh; None for the one in context. Without any, all is computed on one device.
       axis: the mesh axis that shards the experts.
       batch_axes: the other mesh axes that shard the groups; None for those over which ``jit``
-        shards the first dimension of the data of a model, else ``data``, if there is one.
+        shards the first dimension of the data of a model, else ``data``, if there is one, without
+        the axes of a ``shard_map`` around the call.
 
     Returns:
       The outputs, of shape (groups, tokens, features of the outputs), and
@@ -132,14 +133,16 @@ def dispatch_to_experts(
     (Zoph et al., 2022, arXiv:2202.08906).
     """
     mesh = given_mesh("dispatch_to_experts", mesh)
+    # Within a `shard_map`, the groups of a call are those of one shard along its axes.
+    mapped_axes = axes_of_type(mesh_in_trace(mesh), AxisType.Manual) if mesh is not None else ()
     if batch_axes is None:
-        data_axes = current_batch_axes() or {"data"}
+        data_axes = (current_batch_axes() or {"data"}).difference(mapped_axes, {axis})
         mesh_axes = () if mesh is None else mesh.axis_names
-        batch_axes = [name for name in mesh_axes if name in data_axes and name != axis]
+        batch_axes = [name for name in mesh_axes if name in data_axes]
     group_axes = (*batch_axes, axis)
     problems = [
         *_wrong_shapes(x, weights, indices, logits, num_experts, capacity),
-        *_wrong_mesh(x, num_experts, mesh, axis, group_axes),
+        *_wrong_mesh(x, num_experts, mesh, axis, group_axes, mapped_axes),
     ]
     raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
     dispatch = _Dispatch(mesh, axis, group_axes, num_experts, capacity)
@@ -178,8 +181,9 @@ def _wrong_mesh(
     mesh: Mesh | AbstractMesh | None,
     expert_axis: str,
     group_axes: Sequence[str],
+    mapped_axes: Collection[str],
 ) -> Iterator[str]:
-    """Says which axes the mesh lacks, and what they do not divide.
+    """Says which axes the mesh lacks or are mapped already, and what they do not divide.
 
     Args:
       x: the tokens; its first dimension are the groups.
@@ -187,12 +191,15 @@ def _wrong_mesh(
       mesh: the mesh; None for one device, which has everything.
       expert_axis: the axis that shards the experts.
       group_axes: all axes that shard the groups, ``expert_axis`` among them.
+      mapped_axes: those of a ``shard_map`` around the call.
     """
     sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
     for name in group_axes:
         if mesh is not None and name not in sizes:
             known = ", ".join(map(repr, sizes))
             yield f"axis {name!r}{suggestion(name, sizes)}: the mesh has {known}"
+        elif name in mapped_axes:
+            yield f"axis {name!r}: the call is in a shard_map over it already"
     # An axis that is missing was reported: here it counts as one of size 1, which divides anything.
     size, shards = sizes.get(expert_axis, 1), math.prod(sizes.get(name, 1) for name in group_axes)
     if num_experts % size:
