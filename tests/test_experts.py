@@ -283,7 +283,7 @@ def test_in_a_pipeline(kind, capacity):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_in_a_shard_map_over_the_rows(kind, capacity):
-    """``jit`` shards the groups over ``data``, too, which is mapped where the experts are called."""
+    """``jit`` shards the groups over ``data``, too, which is mapped at the call of the experts."""
     mesh = make_mesh({"data": 2, "expert": 4}, axis_types=KINDS[kind])
     model, x = Outputs(2, capacity, rngs=nnx.Rngs(0)), tokens()
 
