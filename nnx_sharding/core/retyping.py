@@ -56,14 +56,14 @@ class LeftAutoAxes:
     Attributes:
       declared: the ids of the arrays that are results with a declared sharding.
 
-    By the id of the array that left, ``_pairs`` has it with the one on Auto axes, and ``_notes``
+    By the id of the array that left, ``_left`` has it with the one on Auto axes, and ``_notes``
     what is called with its declared sharding. Ids, as tracers have no hash.
     """
 
     def __init__(self) -> None:
         """Starts with no arrays, in the current trace."""
         self._trace = _compat.current_trace()
-        self._pairs: dict[int, _Left] = {}
+        self._left: dict[int, _Left] = {}
         self.declared = set[int]()
         self._notes: dict[int, list[Callable[[NamedSharding], None]]] = {}
 
@@ -73,11 +73,15 @@ class LeftAutoAxes:
         Those of inner traces are left out: they cannot be results, and JAX would see a leak.
         """
         if _compat.trace_of(inside) is self._trace:
-            self._pairs[id(typed)] = _Left(typed, inside)
+            self._left[id(typed)] = _Left(typed, inside)
 
     def note_declared(self, typed: jax.Array, note: Callable[[NamedSharding], None]) -> None:
-        """Calls ``note`` with the declared sharding of an array, if it is a result with one."""
-        if id(typed) in self._pairs:
+        """Calls ``note`` with the declared sharding of an array, if it is a result with one.
+
+        It is called by :meth:`as_declared`, when the function has returned: for a report of how
+        activations are sharded.
+        """
+        if id(typed) in self._left:
             self._notes.setdefault(id(typed), []).append(note)
 
     def as_declared(self, after: Flat, specs: Sequence[Spec]) -> Flat:
@@ -89,22 +93,24 @@ class LeftAutoAxes:
         """
         leaves = [*after.leaves]
         for slot, declared in enumerate(specs):
-            left = self._pairs.get(id(leaves[slot]))
+            left = self._left.get(id(leaves[slot]))
             if left is None or not isinstance(declared, PartitionSpec | NamedSharding):
-                continue
-            typed, inside = left
-            mesh = type_mesh(typed)
-            spec, declared_mesh = spec_and_mesh(declared, mesh) or (PartitionSpec(), mesh)
+                continue  # it did not leave Auto axes, or nothing is declared for it
+            mesh = type_mesh(left.typed)
+            pair = spec_and_mesh(declared, mesh)  # with this mesh for a plain spec
+            assert pair is not None  # ``declared`` has a spec
+            spec, declared_mesh = pair
             has_same_axes = declared_mesh.axis_names == mesh.axis_names
-            # Neither what is left to the compiler nor an unreduced sum is a type for ``inside``.
+            # An array on Auto axes can be given any sharding as its type, but UNCONSTRAINED
+            # dimensions are no type, and an array that is whole is not an unreduced sum.
             is_type = not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec
             if has_same_axes and is_type:
-                self.declared.add(id(typed))
+                self.declared.add(id(left.typed))
                 explicit = axes_of_type(mesh, AxisType.Explicit)
-                leaves[slot] = retype(inside, mesh, keep_axes(spec, explicit))
-                for note in self._notes.get(id(typed), ()):
+                leaves[slot] = retype(left.inside, mesh, keep_axes(spec, explicit))
+                for note in self._notes.get(id(left.typed), ()):
                     note(jax.typeof(leaves[slot]).sharding)
-        return after._replace(leaves=leaves) if self._pairs else after
+        return after._replace(leaves=leaves) if self._left else after
 
 
 # Of the innermost function of ours that is being traced.
@@ -145,7 +151,8 @@ class AxisTypeChange(NamedTuple):
 
         Args:
           mesh: the mesh.
-          axes: the axes; True or None for all that are not Manual, which cannot change.
+          axes: the axes; True or None for all that are not Manual, which cannot change. False, for
+            none, is left to the caller.
           kind: the type that they get.
           name: the function that the user called, for messages.
           option: the option with the axes, for messages.
@@ -156,6 +163,7 @@ class AxisTypeChange(NamedTuple):
         outer = mesh.abstract_mesh
         allowed = [axis for axis in outer.axis_names if axis not in axes_of_type(outer, _MANUAL)]
         chosen = allowed if axes is None or isinstance(axes, bool) else axes
+        # A spec with these axes fits the mesh if it has all of them, none twice, none Manual.
         if reasons := fit_sharding(PartitionSpec(*chosen), outer).reasons:
             raise ValueError(
                 f"{name}: {option}={axes!r}: {reasons}\nThe mesh is {describe_mesh(outer)}."
@@ -218,25 +226,27 @@ class RetypedArrays(NamedTuple):
         # What the function returns unchanged is the original array, not its retyped copy.
         originals = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
         arrays: list[Any] = [originals.get(id(leaf), leaf) for leaf in after.leaves]
-        untyped: dict[int, Any] = {
-            slot: array for slot, array in enumerate(arrays) if type_mesh(array) == inner
-        }
+        # The slots of arrays that still have the types of the call. Others need no type: they are
+        # original ones, or on no mesh.
+        inside = [slot for slot, array in enumerate(arrays) if type_mesh(array) == inner]
         # The specs over Explicit axes that are known, by slot: of scalars, then of old objects.
-        specs = {slot: PartitionSpec() for slot, array in untyped.items() if not array.ndim}
+        specs = {slot: PartitionSpec() for slot in inside if not arrays[slot].ndim}
+        # Objects that the function made come after the old ones, and have no old slots.
         for old_slots, slots in zip(before.slots, after.structure.slots, strict=False):
             # With as many arrays as before, an object has a new one in the place of each old one.
             if len(old_slots) == len(slots):
                 old_specs = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
                 specs.update(zip(slots, old_specs, strict=True))
         # Updates may have other shapes, which the old spec does not divide.
-        known = {
-            slot: spec
-            for slot, spec in specs.items()
-            if slot in untyped and not fit_sharding(spec, outer, arrays[slot].shape).problems
-        }
-        typed = retype_all([untyped.pop(slot) for slot in known], outer, [*known.values()])
+        known = [
+            slot
+            for slot in sorted(specs.keys() & {*inside})
+            if not fit_sharding(specs[slot], outer, arrays[slot].shape).problems
+        ]
+        typed = retype_all([arrays[slot] for slot in known], outer, [specs[x] for x in known])
         for slot, array in zip(known, typed, strict=True):
             arrays[slot] = array
+        untyped = {slot: arrays[slot] for slot in inside if slot not in known}
         return LeavingArrays(arrays, untyped)
 
     def leave_with_specs(
@@ -266,9 +276,11 @@ class RetypedArrays(NamedTuple):
         """
         if self.change is None:
             return after
+        # ``untyped`` are those of which `leave` does not know the sharding outside, by slot.
         arrays, untyped = self.leave(before, after)
         for slot, declared in enumerate(specs):
             pair = spec_and_mesh(declared, self.change.outer)  # None without a declared spec
+            # A ref has no sharding in its type, and is not among the untyped ones either.
             if pair is not None and not _compat.is_ref(arrays[slot]):
                 spec, _ = pair
                 arrays[slot] = retype(arrays[slot], self.change.outer, spec)
@@ -286,14 +298,20 @@ class RetypedArrays(NamedTuple):
 def call_retyped(flat: Flat, arrays: RetypedArrays, call: Callable[[Any], Any]) -> Flat:
     """Calls a function of a tree under other axis types, and flattens what it returns.
 
-    The objects of the tree hold the arrays of the call until the caller rebuilds the result with
-    others or, after an exception, restores the old ones.
+    This changes the user's modules in place: they hold the arrays of the call, also after it. The
+    caller then gives them other arrays, by `rebuild` with the result. After an exception, it has to
+    give them the old ones.
 
     Args:
       flat: the tree, flattened.
       arrays: its arrays, before and during the call.
       call: a function of the tree.
+
+    Returns:
+      The result, with the objects of the tree first, at the same indices as in ``flat``.
     """
-    with arrays.context():
+    with arrays.context():  # the mesh with the axis types of the call
+        # `foreign`: the modules may also belong to an outer trace, since they get their arrays back
+        # when the call is over.
         out = call(rebuild(flat, arrays.inside, foreign=True))
     return flatten(out, first_objects=flat.objects)

@@ -100,9 +100,10 @@ class Parameters:
       var_positional, var_keyword: those of ``*args`` and ``**kwargs``, or None.
       static, donated: the parameters with these roles.
 
-    ``_unbound`` has, by the user's positions, the name of each parameter that may also be passed by
-    keyword, and None for others. ``_from_call`` says whether negative positions can only be
-    understood when the number of arguments is known.
+    ``_unbound`` has, by the user's positions, the name of each parameter that may be passed by
+    position or by keyword, and None for others. ``_from_call`` says whether negative positions can
+    only be understood when the number of arguments is known. ``_all_must_be_passed`` says whether
+    each negative position has to be that of an argument, as in ``jax.checkpoint``, not only one.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class Parameters:
         self.var_positional = next(iter(names_of(kinds.VAR_POSITIONAL)), None)
         self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
         self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
+        # For f(self, x, *, flag) with ``self`` bound: ["x", None]. With ``flag`` in its place, so
+        # that negative positions count as JAX counts them.
         names = [
             parameter.name if parameter.kind is kinds.POSITIONAL_OR_KEYWORD else None
             for parameter in parameters
@@ -131,7 +134,7 @@ class Parameters:
         self._unbound = names[bound:]
         # With ``*args``, only the call knows where the arguments end.
         self._from_call = from_call or self.var_positional is not None
-        self._all_must_be_passed = from_call
+        self._all_must_be_passed = from_call  # `jax.checkpoint` does both
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
         donated = self._complete(roles.donate_argnums, roles.donate_argnames)
         # As in JAX, negative positions donate nothing if there are ``*args``.
@@ -139,11 +142,16 @@ class Parameters:
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
     def check_names(self, option: str, names: Iterable[object]) -> None:
-        """Raises a ``ValueError`` if some of the names in an option are not those of parameters."""
+        """Raises a ``ValueError`` if some of the names in an option are not those of parameters.
+
+        Args:
+          option: the option, such as ``static_argnames``, in messages.
+          names: what the user gave there; what is not a string is refused elsewhere.
+        """
         if self.var_keyword is not None:  # takes any name
             return
         known = [*self.positional, *self.keyword_only]
-        if self.var_positional is not None:
+        if self.var_positional is not None:  # JAX accepts the name of ``*args``, without effect
             known.append(self.var_positional)
         listed = f" (parameters: {', '.join(map(repr, known))})"
         unknown = [name for name in names if isinstance(name, str) and name not in known]
@@ -156,7 +164,8 @@ class Parameters:
     ) -> Declared:
         """Returns the parameters with a role; what the user left out follows from the other.
 
-        Negative positions become positive ones, unless they count from the end of each call.
+        For f(x, y), the positions (-1,) become (1,), and the names follow: ``y``. So ``f(1, y=2)``
+        has the role as well. Negative positions stay if they count from the end of each call.
 
         Args:
           positions: the user's positions of parameters with the role; None if he gave none.
@@ -165,16 +174,19 @@ class Parameters:
         if positions is None and names is not None:
             positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
         elif names is None and positions is not None:
-            # As in JAX, negative ones count all parameters here, and below only positional ones.
+            # Which name -1 means: that of the last of all parameters, in JAX's
+            # `infer_argnums_and_argnames`, which this repeats.
             total = len(self._unbound)
             names = tuple(
                 name
                 for i, name in enumerate(self._unbound)
                 if name is not None and (i in positions or i - total in positions)
             )
-        count = len(self.positional) - self.bound
-        if not self._from_call and count:
-            positions = tuple(i % count if i < 0 else i for i in positions or ())
+        # Which argument -1 means: the last that is passed by position. So for f(x, *, flag), -1 has
+        # no name, but is the position of x.
+        num_positional = len(self.positional) - self.bound
+        if not self._from_call and num_positional:
+            positions = tuple(i % num_positional if i < 0 else i for i in positions or ())
         return Declared(positions or (), frozenset(names or ()))
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
@@ -184,14 +196,14 @@ class Parameters:
           num_positional: the number of its positional arguments, with bound ones.
           keywords: the names of its keyword arguments.
         """
-        key = (num_positional, keywords)
+        key = (num_positional, keywords)  # not sorted, which would take time in each call
         signature = self._signatures.get(key)
         if signature is None:
             num_in_args = num_positional - len(self.positional)  # arguments in ``*args``
             in_args = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_in_args))
             signature = self._signatures[key] = Signature(
                 names=(*self.positional[:num_positional], *in_args),
-                keywords=tuple(sorted(keywords)),
+                keywords=tuple(sorted(keywords)),  # so that their order in a call has no effect
                 static=self._passed("static_argnums", self.static, num_positional, keywords),
                 donated=self._passed("donate_argnums", self.donated, num_positional, keywords),
             )
@@ -206,6 +218,9 @@ class Parameters:
     ) -> frozenset[ArgKey]:
         """Returns the keys of the arguments of one call that have a role: positions, or names.
 
+        The positions in keys count bound arguments, those of the user do not. A position from the
+        number of arguments on has no argument in this call, and is left out.
+
         Args:
           option: the name of the option that declares the role, for messages.
           declared: the parameters that have it.
@@ -217,9 +232,10 @@ class Parameters:
         """
         positions = declared.positions
         count = num_positional - self.bound  # as the user counts
+        # -3 of two arguments is before the first one. `jax.checkpoint` refuses that in any case;
+        # `jax.jit` only if no position is that of an argument, and there are arguments.
         any_before_first = any(i + count < 0 for i in positions)
         none_inside = count > 0 and not any(-count <= i < count for i in positions)
-        # `jax.checkpoint` refuses any such position, `jax.jit` only if all are out of range.
         if any_before_first and (self._all_must_be_passed or none_inside):
             line = f"  {option}={positions}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
@@ -237,15 +253,23 @@ class SortedCall(NamedTuple):
 
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
-    """Sorts the arguments of a call by their roles; a ``ValueError`` for unhashable static ones."""
-    if not signature.static:
+    """Sorts the arguments of a call by their roles; a ``ValueError`` for unhashable static ones.
+
+    Args:
+      signature: the roles of the arguments of this call.
+      args: the positional arguments.
+      kwargs: those by keyword.
+    """
+    if not signature.static:  # most calls: all arguments are dynamic
         return SortedCall(signature, (), (args, kwargs))
+    # By key: the position of an argument, or its name if it is passed by keyword.
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     statics = tuple(values[key] for key in signature.static_keys)
-    for name, value in zip(signature.static_names, statics, strict=True):
+    for name, value in zip(signature.static_names, statics, strict=True):  # names for messages
         _check_static(name, value)
+    positional = tuple(args[i] for i in signature.dynamic)
     keywords = {name: kwargs[name] for name in signature.dynamic_keywords}
-    return SortedCall(signature, statics, (tuple(args[i] for i in signature.dynamic), keywords))
+    return SortedCall(signature, statics, (positional, keywords))
 
 
 def join_call(

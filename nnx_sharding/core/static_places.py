@@ -75,11 +75,15 @@ def check_static_places(
       statics: the names of the static arguments.
     """
     uncopied = not_copied(structure)
-    has_hidden = any(map(_is_hidden, structure.identities()))
-    uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
+    # Static arguments are searched in any case.
     static_arguments = zip(statics, structure.statics, strict=True)
     starts = [_Place(name, child, in_argument=True) for name, child in static_arguments]
-    if has_hidden or uncopied_have_arrays:  # rarely; only then, dynamic arguments are searched, too
+    # Dynamic arguments are searched only if something in the structure must be wrong, since to
+    # search a model takes long: a static value that is a Variable or a module with arrays, or
+    # arrays of an object that is not copied.
+    has_hidden = any(map(_is_hidden, structure.identities()))
+    uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
+    if has_hidden or uncopied_have_arrays:
         starts += [_Place(name, child, in_argument=False) for name, child in arguments]
     raise_listed(
         ValueError,
@@ -93,7 +97,11 @@ def check_static_places(
 
 
 def _is_hidden(static: Static) -> bool:
-    """Whether a value is a Variable, or a module with arrays, that is not a part of the graph."""
+    """Whether a static value is a Variable, a module with arrays, or a ref.
+
+    A module without arrays, or one that is also met as data, is an entry of the structure and no
+    static value.
+    """
     value = static.value
     is_variable = _compat.is_graph_object(value) or _compat.is_hijax_variable(value)
     return static.by_identity and (is_variable or _compat.is_ref(value))
@@ -105,7 +113,7 @@ class _Place(NamedTuple):
     expression: str  # the user's expression for it
     child: Child  # what is there
     in_argument: bool  # whether it is in a static argument
-    in_uncopied: bool = False  # whether it is in an object of which a trace gets no copy
+    in_uncopied: bool = False  # whether it is in a static object of which a trace gets no copy
 
 
 def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int]) -> Iterator[str]:
@@ -122,17 +130,21 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
         place = pending.pop()
         child = place.child
         below: list[_Place] = []  # to search next
+        # 1. A static value. Arrays in it are compared by value, which is right for attributes. In a
+        # static argument they are refused, as by `jax.jit`.
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield f"  {place.expression}: {type(child.value).__name__} with arrays"
-            elif place.in_argument:  # in an attribute, an array is compared by value
+            elif place.in_argument:
                 yield from _arrays_in(place.expression, child.value)
+        # 2. A pytree, or a static object that cannot change, such as a tuple of settings.
         elif isinstance(child, Container | StaticObject):
             below = _places_below(place, child, in_uncopied=place.in_uncopied)
+        # 3. An object of the table.
         elif isinstance(child, int):
             entry = structure.entries[child]
             if place.in_uncopied and entry is not None and not isinstance(entry, StaticObject):
-                # It would be the caller's own, as what holds it is not copied.
+                # A module or Variable: the caller's own, as what holds it is not copied.
                 if _has_arrays(structure, child):
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
             elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
@@ -149,13 +161,17 @@ def _has_arrays(structure: Structure, index: int) -> bool:
 def _places_below(
     place: _Place, holder: Entry | Container | None, *, in_uncopied: bool
 ) -> list[_Place]:
-    """Returns the places in ``holder``, the object at a place, that are searched.
+    """Returns the places in an object that are searched.
 
-    ``in_uncopied`` says whether this is an object of which a trace gets no copy, or is in one.
+    Args:
+      place: where the object is.
+      holder: describes the object. None, for one that is not described, has no places.
+      in_uncopied: whether this is an object of which a trace gets no copy, or is in one.
     """
     places = []
     for path, part in parts_of(holder).items():
         if isinstance(part, Static):
+            # Two places are allowed to hold arrays.
             # `Rngs` in a Variable's metadata, as of `nnx.Param(x, rngs=rngs)`: public models have
             # these by mistake, and never draw from them. A program cannot: to draw is to count, and
             # Flax refuses to write to the caller's counter in a trace.
@@ -165,17 +181,24 @@ def _places_below(
             # What a cached_property stores follows from the rest, and is dropped after a trace.
             if isinstance(holder, StaticObject) and is_cache(holder.type, path[-1]):
                 continue
-        expression = accessor(place.expression, path)
-        in_static = isinstance(holder, StaticObject) and in_uncopied
-        places.append(_Place(expression, part, place.in_argument, in_static))
+        # What a module holds is copied with it. Only a static object passes on that it is not.
+        part_in_uncopied = isinstance(holder, StaticObject) and in_uncopied
+        part_place = _Place(
+            expression=accessor(place.expression, path),
+            child=part,
+            in_argument=place.in_argument,
+            in_uncopied=part_in_uncopied,
+        )
+        places.append(part_place)
     return places
 
 
 def _arrays_in(place: str, value: object) -> Iterator[str]:
     """Yields a line of a message for each array in what is compared by value.
 
-    That is an array, or a tuple, frozenset or dataclass, at any depth. ``place`` is the expression
-    for the value.
+    That is an array, or a tuple, frozenset or dataclass, at any depth. A list or dict, which can
+    change, is compared by content: it is an object of the table. ``place`` is the expression for
+    the value.
     """
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
@@ -184,6 +207,7 @@ def _arrays_in(place: str, value: object) -> Iterator[str]:
         parts = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
+        # None stands for a field that is not set, as one with `init=False` may not be.
         parts = ((name, getattr(value, name, None)) for name in names)
     for key, part in parts:
         yield from _arrays_in(accessor(place, (key,)), part)

@@ -154,29 +154,38 @@ class Structure:
         """Returns the static values that are compared by identity alone, such as functions."""
         if self._unique is not None:
             return self._unique
-        # Variables share their metadata, and nodes of one class most of their children. So only one
-        # entry is searched for each metadata, and each child once. Both are found by their ids.
-        entries: dict[int, Any] = {}
+        # A model has thousands of entries, with few different children. Variables of one array may
+        # share the tuple with their metadata, and only one of these is searched. The structure
+        # keeps all of them alive, so an id stands for one object.
+        entries: dict[int, Any] = {}  # by the id of the metadata, or of the entry
         for entry in self.entries:
-            searched = entry.metadata if is_leaf_variable(entry) else entry
-            entries[_compat.identity(searched)] = entry
+            shared = entry.metadata if is_leaf_variable(entry) else entry
+            entries[_compat.identity(shared)] = entry
         children = [self.root, *self.statics, *chain(*map(children_of, entries.values()))]
-        unique = {_compat.identity(x): x for x in children if type(x) is not int}
-        self._unique = tuple(identities_in(unique.values()))
+        # Nodes of one class share most of their children, such as the static ones.
+        unique_children = {_compat.identity(x): x for x in children if type(x) is not int}
+        self._unique = tuple(identities_in(unique_children.values()))
         return self._unique
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Yields where each Variable, ``jax.Ref`` and bare array below ``child`` is.
 
         The walk is depth first, with keys in order, as in Flax. A shared object is yielded once,
-        under its first path. ``slots`` are those of the arrays of ``child`` outside of objects.
+        under its first path.
+
+        Args:
+          child: where to start: a child in terms of the table.
+          slots: the slots of the arrays of ``child`` outside of objects.
         """
         seen: set[int] = set()  # the indices of objects that were met
         stack = [_Visit((), child, slots, None)]  # no recursion: models may be nested deeply
         while stack:
-            path, child, slots, variable = stack.pop()  # from the end, so parts are added reversed
+            # The arrays that an object holds itself take slots from one iterator, which all visits
+            # of its parts share. They are visited in order: from the end of the stack, to which
+            # parts are added reversed.
+            path, child, slots, variable = stack.pop()
             parts: Iterable[tuple[Path, Child]] = ()  # what to visit below, by path from here
-            if child is LEAF:  # in a container, a module, or a Variable that holds both
+            if child is LEAF:  # in a container, a module, or a Variable of arrays and objects
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
                 parts = parts_of(child).items() if child.children else ()
@@ -190,7 +199,8 @@ class Structure:
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)  # the Variable stands for the ref that is its value
                     yield Location(path, child, self.slots[value])
-                elif isinstance(entry, VariableEntry) and holds_objects(entry):  # and maybe arrays
+                elif isinstance(entry, VariableEntry) and holds_objects(entry):
+                    # Its value is a Variable or module, or a pytree with some, and maybe arrays.
                     variable, parts = child, [((), entry.value)]
                 elif isinstance(entry, VariableEntry | RefEntry):  # nearly all: only arrays
                     yield Location(path, child, self.slots[child])
@@ -211,10 +221,16 @@ class Structure:
         """Finds up to ``limit`` paths to each object below some children, by its index.
 
         Short paths come first. A path passes through no object twice, but may end at one of them.
+
+        Args:
+          starts: the children, each with the path that leads to it.
+          limit: the most paths to one object. Only paths up to the ``limit``-th to an object go on
+            to what it holds, so that the search ends even if everything is shared.
         """
         paths: dict[int, list[Path]] = {}
+        # Each with the objects that the path passes through.
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
-        while queue:  # breadth first; ``above`` are the objects that the path passes through
+        while queue:  # breadth first, so that short paths come first
             path, child, above = queue.popleft()
             parts: dict[Path, Child] = {}
             if isinstance(child, Container | StaticObject):
@@ -223,6 +239,7 @@ class Structure:
                 paths[child].append(path)
                 if child not in above:  # otherwise a cycle
                     parts, above = parts_of(self.entries[child]), above | {child}
+            # A static value has no parts, and is no object of the table.
             below = [(key, part) for key, part in parts.items() if not isinstance(part, Static)]
             queue += [(path + key, part, above) for key, part in below]
         return paths
@@ -240,21 +257,28 @@ class Structure:
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
-        """Finds up to ``limit`` paths to each Variable with more than one path from ``child``."""
+        """Finds up to ``limit`` paths to each Variable with more than one path from ``child``.
+
+        Also a Variable of one reference has several paths if a module above it is shared.
+        """
         if not self.shared_objects(child):  # nearly all models
             return {}
+        start: tuple[Path, Child] = ((), child)  # the path from ``child`` to itself
         return {
             index: paths
-            for index, paths in self.paths_to_objects([((), child)], limit).items()
+            for index, paths in self.paths_to_objects([start], limit).items()
             if len(paths) > 1 and isinstance(self.entries[index], VariableEntry)
         }
 
     def check_tree(self) -> None:
         """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
-        duplicates = self.shared_objects(self.root)  # shared modules were copied, unless in cycles
+        # In tree mode, flattening describes a module anew in each place where it meets it. So a
+        # module with two references is in a cycle.
+        duplicates = self.shared_objects(self.root)
         if not duplicates:
             return
         entries: Sequence[Any] = self.entries
+        # The message shows up to four paths to each.
         paths = self.paths_to_objects([((), self.root)], limit=4)
         lines = []
         for index in sorted(duplicates):
@@ -284,16 +308,19 @@ class Structure:
 
 
 def count_links(structure: Structure, child: Child) -> Counter[int]:
-    """Counts the references to each object below a child, by its index."""
+    """Counts the references to each object from a child and what is below it, by its index.
+
+    If the child itself is an index, that is a reference, too.
+    """
     counts: Counter[int] = Counter()
     pending = [child]
     while pending:
         part = pending.pop()
         if isinstance(part, int):
-            if part not in counts:  # what an object holds is counted once
+            if part not in counts:  # an object that is met again adds no references of its own
                 pending += children_of(structure.entries[part])
             counts[part] += 1
-        elif isinstance(part, Container | StaticObject):
+        elif isinstance(part, Container | StaticObject):  # a tuple of settings may hold modules
             pending += part.children
     return counts
 
@@ -331,12 +358,15 @@ def holds_objects(entry: VariableEntry) -> bool:
 
 
 def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
-    """Returns the children of an entry or a pytree, each with the path that leads to it."""
-    if isinstance(x, Container):
+    """Returns the children of an entry or a pytree, each with the path that leads to it.
+
+    None (nothing is described) and a ref have no children.
+    """
+    if isinstance(x, Container):  # its children may be several levels below: ("a", 0)
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
-    if isinstance(x, StaticObject):
+    if isinstance(x, StaticObject):  # such as ("args", 0) of a `functools.partial`
         return dict(zip(static_paths(x.kind, x.children), x.children, strict=True))
-    if isinstance(x, VariableEntry):
+    if isinstance(x, VariableEntry):  # the value is at the path of the Variable itself
         return {(): x.value, **{(Metadata(name),): setting for name, setting in x.metadata}}
     if isinstance(x, NodeEntry):
         return {(key,): child for key, child in zip(x.keys, x.children, strict=True)}

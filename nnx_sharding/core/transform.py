@@ -100,7 +100,10 @@ class Transform:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> SortedCall:
-        """Sorts the arguments of a call by their roles, which a transform may refine.
+        """Sorts the arguments of a call by their roles.
+
+        Here, the roles are those that the user declared. ``shard_map`` also makes arguments static
+        that are not arrays, and for that needs the parameters.
 
         Args:
           parameters: those of the user's function.
@@ -187,10 +190,17 @@ class Transform:
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Returns arrays with the types that they have while the function runs.
 
+        Here, these are the types that JAX gives. A transform with shardings adds declared ones, and
+        may change the types of mesh axes (:class:`Sharded`).
+
         Args:
           plan: the plan of the call.
           leaves: the arrays, as JAX gives them to the trace.
           nested: whether the trace is part of another one.
+
+        Returns:
+          The arrays as the function sees them, and what brings its results back to the types around
+          it.
         """
         return RetypedArrays.unchanged(leaves)
 
@@ -199,7 +209,14 @@ class Transform:
     ) -> AbstractContextManager[Callable[..., Any]]:
         """The context of the user's function in a trace; yields what to call in its place.
 
-        ``unflattened`` and ``leaves`` are the objects and the arrays of the arguments in the trace.
+        Here, that is the function itself. ``jit`` and ``shard_map`` also shard the activations of
+        the modules that it calls.
+
+        Args:
+          plan: the plan of the call.
+          caller: the call that is traced, with the user's function.
+          unflattened: the objects of the arguments in the trace.
+          leaves: the arrays of the arguments in the trace.
         """
         return nullcontext(caller.fun)
 
@@ -229,8 +246,10 @@ class Transform:
 class Sharded(Transform):
     """A transform whose specs are shardings, which have to fit a mesh."""
 
-    mesh: Mesh | AbstractMesh | None = None  # given by the user, or the concrete one in context
-    # the mesh that applies: `mesh`, or the one in context
+    # The mesh that JAX gets with each spec: the user's, or the concrete one in context. None inside
+    # a trace without a mesh of the user: the mesh in context is abstract there.
+    mesh: Mesh | AbstractMesh | None = None
+    # The mesh that applies, for checks: `mesh`, or the one in context, which may be abstract.
     context: Mesh | AbstractMesh | None = None  # type: ignore[misc]
     on_committed: OnCommitted = "error"  # for arrays committed to a sharding other than declared
     on_indivisible: OnIndivisible = "error"  # for specs that do not divide a shape
@@ -265,12 +284,13 @@ class Sharded(Transform):
 
     def in_context(self) -> Self:
         """Returns this transform with the mesh that applies now; an error if one is missing."""
-        if not self.reads_context:
+        if not self.reads_context:  # the user gave a mesh, or nothing needs one
             return dataclasses.replace(self, context=self.mesh)
         mesh = _compat.context_mesh()
         if mesh is None and self._has_partition_spec:
             raise no_mesh(self.name)
-        # Inside a trace the mesh is abstract; there JAX itself resolves specs.
+        # An abstract mesh, inside a trace, is not put into specs: JAX itself finds it for a spec
+        # without a mesh, with the devices of the trace.
         concrete = mesh if isinstance(mesh, Mesh) else None
         return dataclasses.replace(self, mesh=concrete, context=mesh)
 
@@ -281,7 +301,10 @@ class Sharded(Transform):
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """Returns what may be left of a spec where it does not divide a shape."""
+        """Returns all that may be left of a spec, by the shape that it does not divide.
+
+        For ``P(("data", "model"))`` and ``"drop"``: ``P("data")`` and ``P(None)``.
+        """
         pair = spec_and_mesh(spec, self.context)  # None for a sharding without a spec
         if pair is None:
             return []
@@ -298,22 +321,33 @@ class Sharded(Transform):
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Returns arrays with declared shardings in their types, and the function's axis types.
 
-        JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
-        whose types have no mesh get them.
+        The former is only for arrays outside of objects: a call has placed those of Variables as
+        declared, so that JAX types them right. JAX omits declared shardings from the types of
+        uncommitted arrays, which are not bound to devices.
+
+        Args:
+          plan: the plan of the call.
+          leaves: the arrays, as JAX gives them to the trace.
+          nested: whether the trace is part of another one.
         """
-        targets = dict(plan.explicit_root_shardings)  # by slot: the sharding that a type gets
-        if (around := _compat.context_mesh()) and not axes_of_type(around, AxisType.Explicit):
-            targets = {}  # under Auto axes, JAX computes with no types of Explicit ones
+        # 1. The sharding that the type of an array gets, by slot. Types have only Explicit axes.
+        around = _compat.context_mesh()
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
-            # An array may come from another mesh with Explicit axes, which would stay in its type.
+            # The mesh of the call has Auto axes only. An array may come from another mesh with
+            # Explicit axes, which would stay in its type.
             auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
             targets = dict.fromkeys(plan.structure.root_slots, auto)
+        elif around is not None and not axes_of_type(around, AxisType.Explicit):
+            targets = {}  # under Auto axes, JAX computes with no types of Explicit ones
+        else:
+            targets = dict(plan.explicit_root_shardings)  # as declared
         typed = [*leaves]
         for slot, target in targets.items():
+            # In a trace, what has a mesh in its type was given it by the outer function.
             if not nested or type_mesh(leaves[slot]) is None:
                 typed[slot] = type_as(leaves[slot], target)
-        # With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
+        # 2. With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
             return RetypedArrays.unchanged(typed)
@@ -335,6 +369,7 @@ class Sharded(Transform):
 
         def checked(*leaves: object) -> Any:
             """Calls it with these arrays; a ``NoMeshError`` if nothing says the devices."""
+            # The mesh of an array that exists is concrete.
             have_devices = from_arrays and any(
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )
