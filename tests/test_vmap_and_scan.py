@@ -665,6 +665,15 @@ class LoopTest(parameterized.TestCase):
         by_name = OURS.vmap(fun, in_axes={"x": None, "scale": 0})
         assert by_name(jnp.ones(3), scale=jnp.ones(2)).shape == (2, 3)
 
+    def test_carry_by_keyword_after_a_default(self):
+        def step(x, scale=2.0, total=0.0):
+            return x, total + scale * x
+
+        run = OURS.scan(step, in_axes=(0, None, Carry), out_axes=(0, Carry))
+        assert float(run(jnp.ones(3), total=jnp.float32(1))[1]) == 7
+        with pytest.raises(TypeError, match="step is called without total, which is the carry"):
+            run(jnp.ones(3), 2.0)
+
 
 def scan_of(step, in_axes=(Carry, 0), out_axes=(Carry, 0), **options):
     return OURS.scan(step, in_axes=in_axes, out_axes=out_axes, **options)

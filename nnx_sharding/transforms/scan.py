@@ -15,14 +15,16 @@ JAX turns a carry that no step changes into a constant, so that nothing is lost 
 the third and fourth row. `while_loop` and `fori_loop` are the same loop without slices.
 
 The *leaves* of the arguments are arrays, numbers and flags, of which each has a *slot* (its
-position); the objects are in a table, the *structure*, in which each has an *index*. From other
-modules:
+position); the objects are in a table, the *structure*, in which each has an *index* and an *entry*
+that describes it. A step has arrays in slots before and after it. From other modules:
 
     Plan         what is known before the trace: ``structure`` of the arguments; the axes of leaves,
-                 by slot (``specs``), and of the groups of outputs (``out_specs``)
+                 by slot (``specs``), and of the groups of outputs (``out_specs``): an ``Axis``,
+                 ``BROADCAST`` (no axis) or ``CARRY``, whose ``index`` is None for the last two
     Outcome      what a step did: the ``structure`` after it, and for each slot of that the
-                 ``Source``: in which group of outputs the array is; unchanged arrays in ``INPUT``
-    OutputGroup  arrays with one axis, and their names; a pure function returns
+                 ``Source``: group and position of an output; or group ``INPUT``, if it is
+                 unchanged, and its slot before
+    OutputGroup  arrays with one axis, and their names for JAX's messages; a pure function returns
                  ``(*groups, outcome)``
     Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
                  with their slots
@@ -127,9 +129,12 @@ def scan(
     The semantics are those of ``jax.lax.scan`` and ``flax.nnx.scan``.
     """
     in_axes = (in_axes,) if is_carry(in_axes) else in_axes
-    # Which argument, and which item of the result, is the carry.
+    # Which argument is the carry: its position, or its name in a mapping; None if there is none,
+    # as when one axis is for all arguments.
     carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
+    # Which item of the result: its position; None if the carry is all of it, or there is none.
     returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
+    # The same axes in our own types; ``written`` lists all of them.
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     returns_carry = returned is not None or is_carry(out_axes)
     if (carried is not None) != returns_carry:
@@ -145,12 +150,13 @@ def scan(
     metadata = tuple((transform_metadata or {}).items())
 
     def decorate(f: Callable[..., object]) -> Any:
-        # Positions do not count the object of a bound method, which is an argument of the function.
-        bound = len(unbind(f)[1])
+        # The user's positions do not count the object of a bound method. In the trace, it is the
+        # first argument.
+        _, bound_objects = unbind(f)
         transform = Scan(
             in_specs=in_specs,
             out_specs=out_specs,
-            carried=carried + bound if isinstance(carried, int) else carried,
+            carried=carried + len(bound_objects) if isinstance(carried, int) else carried,
             returned=returned,
             options=jax_options(**options, _split_transpose=_split_transpose),
             metadata=metadata,
@@ -200,6 +206,7 @@ class Scan(Mapped):
 
         Here, and not on flat arrays, so that the error can name what was returned.
         """
+        # The user's function without names for the mapped axis in the metadata of Variables.
         fun = super().user_function(plan, caller, unflattened)
         fun_name = name_of(caller.fun)
         carried = self.carried
@@ -209,7 +216,7 @@ class Scan(Mapped):
         def with_checked_carry(*args: object, **kwargs: object) -> Any:
             out = fun(*args, **kwargs)
             given = _argument(caller.fun, carried, args, kwargs)
-            if self.returned is None:
+            if self.returned is None:  # all of the result is the carry
                 check_carry(self.name, fun_name, given, out)
             elif isinstance(out, tuple) and len(out) > self.returned:
                 check_carry(self.name, fun_name, given, out[self.returned])
@@ -218,7 +225,7 @@ class Scan(Mapped):
                     f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
                     f"carry (out_axes={self.out_specs}), got {tree_text(out)}."
                 )
-                raise see(error, anchor="carry-of-another-form")
+                raise see(error, anchor="carry-of-another-form")  # a section of the docs
             return out
 
         return with_checked_carry
@@ -235,25 +242,38 @@ class Scan(Mapped):
 def _argument(
     fun: Callable[..., object], key: int | str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
-    """Returns one argument of a call by its position or name, however it was passed.
+    """Returns the carry among the arguments of a call, however it was passed.
 
     Args:
       fun: the function that is called, for its signature.
-      key: the position or the name.
+      key: the position or the name of the carry.
       args: the positional arguments of the call.
       kwargs: its keyword arguments.
+
+    Raises:
+      TypeError: the call leaves the carry to its default.
     """
     if isinstance(key, int) and key < len(args):
         return args[key]
-    arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
-    return arguments[key] if isinstance(key, str) else [*arguments.values()][key]
+    signature = inspect.signature(fun)
+    # Passed by keyword, it has the position of its parameter. Others before it may have defaults.
+    names = [*signature.parameters]
+    name = names[key] if isinstance(key, int) and key < len(names) else key
+    arguments = {**signature.bind(*args, **kwargs).arguments, **kwargs}
+    if name not in arguments:
+        error = TypeError(
+            f"scan: {name_of(fun)} is called without {name}, which is the carry by in_axes. Pass "
+            "the first carry."
+        )
+        raise see(error, anchor="carry-of-another-form")
+    return arguments[name]
 
 
 class _Place(NamedTuple):
     """Where a carried array is in an object. A step may change its slot, but not this."""
 
-    entry: int  # the index of the object
-    number: int  # the position of the array among those of the object
+    object_index: int  # of the object in the structure
+    position: int  # of the array among those of the object
 
 
 class Loop:
@@ -265,11 +285,12 @@ class Loop:
 
     Attributes:
       _mapped: the slots with an axis, and that axis (first row of the table).
-      _carried: the slots of the carry, then those in objects that a step may write to (second and
+      _carried: the slots of the argument that is the carry, then those in ``_places`` (second and
         third row).
+      _places: where arrays are that a step may write to, in objects that are not mapped, by slot.
       _others: all other slots; `_can_carry` says in each call what is an array (last two rows).
-      _places: where carried arrays are in objects, by slot.
       _group_axes: the axis along which each group of outputs is stacked; None if it is carried.
+      _carry_group: the number of the group of outputs that belong to the carry; None without one.
       _fixed_objects: the indices of the objects whose structure no step may change.
     """
 
@@ -277,20 +298,21 @@ class Loop:
         """Sorts the inputs and outputs of a pure function into carry, slices and constants.
 
         Args:
-          options: the options of JAX's own loop.
+          options: the options of JAX's own loop, in hashable form.
           plan: what is known before the trace: the structure of the arguments, and their axes.
           function: the pure function, of all leaves of the arguments.
         """
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, plan.structure, plan.names
-        self._signature = plan.signature
+        self._signature = plan.signature  # the names of the arguments
         self._transform = cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
         self._group_axes = [axis.index for axis in plan.out_specs]
         self._carry_group = plan.out_specs.index(CARRY) if CARRY in plan.out_specs else None
         self._sort_slots(plan)
         self._fixed_objects = self._find_fixed_objects(plan)
-        # JAX traces, and at top level compiles, a loop again for each new step.
+        # JAX finds the trace of a loop, and at top level its program, by the identity of the step.
+        # So there is one step for each set of static leaves, and later calls use it again.
         self._kept_step = functools.lru_cache(maxsize=64)(self._make_step)
 
     def _sort_slots(self, plan: Plan) -> None:
@@ -300,6 +322,7 @@ class Loop:
         """
         structure, axes = plan.structure, plan.specs
         self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
+        # Arrays outside of objects. Those in objects of the carry are among `_places`.
         carry = [slot for slot in structure.root_slots if axes[slot] is CARRY]
         refs = structure.slots_of(RefEntry)
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
@@ -309,16 +332,19 @@ class Loop:
             )
         self._has_refs = bool(refs)
         self._places: dict[int, _Place] = {}
+        # The modules and Variables in the argument that is the carry, by index.
         carried_objects = plan.transform.carried_objects(plan)
         for index, slots in enumerate(structure.slots):
-            # Without graph updates, only Variables and the carry keep what a step writes.
+            # Without graph updates (``plan.updates``), what a step writes to attributes of modules
+            # is lost, except in the carry. Variables always keep it.
             is_variable = isinstance(structure.entries[index], VariableEntry)
             if not (plan.updates or is_variable or index in carried_objects):
                 continue
-            for number, slot in enumerate(slots):
-                # A step writes to a ref in place, so it need not be carried.
+            for position, slot in enumerate(slots):
+                # A step writes to a ref in place, and the next one reads it, so that it need not be
+                # carried.
                 if slot not in self._mapped and slot not in refs:
-                    self._places[slot] = _Place(index, number)
+                    self._places[slot] = _Place(index, position)
         self._carried = [*carry, *self._places]
         used = {*self._carried, *self._mapped}
         self._others = [slot for slot in range(len(axes)) if slot not in used]
@@ -329,13 +355,20 @@ class Loop:
         These are all objects that are not mapped, and the objects of carried arrays.
         """
         structure = plan.structure
-        parts = (part for argument in plan.graph_arguments for part in argument.parts)
-        unmapped = (part.child for part in parts if part.spec in (None, BROADCAST, CARRY))
-        # All objects that can be reached from these.
-        fixed = set[int]().union(*(count_links(structure, child) for child in unmapped))
-        # What is empty before the first step may get an array, which is then stacked.
-        fixed -= {index for index in captures(structure) if not structure.slots[index]}
-        return fixed | {place.entry for place in self._places.values()}
+        fixed: set[int] = set()
+        for argument in plan.graph_arguments:
+            # The modules and Variables in its pytree, each with the axis that the user gave for it:
+            # None if he gave none.
+            for part in argument.parts:
+                if part.spec in (None, BROADCAST, CARRY):
+                    fixed.update(count_links(structure, part.child))  # all that is reached from it
+        # What modules sow is collected in Variables that are empty, without slots, before the first
+        # step. A step puts arrays there, which are stacked, and the next one gets them empty again.
+        for index in captures(structure):
+            if not structure.slots[index]:
+                fixed.discard(index)
+        # A Variable may be carried, by StateAxes, in a module of which others are mapped.
+        return fixed | {place.object_index for place in self._places.values()}
 
     def __call__(self, *leaves: object) -> tuple[Any, ...]:
         """Runs the loop, as a function of the same leaves as the pure function of one step.
@@ -348,15 +381,15 @@ class Loop:
           values, and the outcome of a step.
         """
         self._check_lengths(leaves)
-        others = [slot for slot in self._others if _can_carry(leaves[slot])]
-        # The step captures the rest, such as flags.
-        captured = [slot for slot in self._others if slot not in others]
-        static = tuple((slot, Static.of(leaves[slot])) for slot in captured)  # hashable
+        # The step captures what JAX cannot carry, such as flags. In hashable form.
+        captured = [slot for slot in self._others if not _can_carry(leaves[slot])]
+        static = tuple((slot, Static.of(leaves[slot])) for slot in captured)
         # A kept step that has captured a ref would be used for a later call with another ref.
         may_be_kept = not self._has_refs and may_keep(static)
         step = self._kept_step(static) if may_be_kept else self._make_step(static)
-        slots = [*self._carried, *others]
+        slots = self._carry_slots(static)
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
+        # A pytree of arrays to JAX, as in the outputs of a step.
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
         # (…, steps, …) → (steps, …), as `jax.lax.scan` takes them.
         mapped = [_move_axis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
@@ -372,11 +405,14 @@ class Loop:
           step: the body, of the carry and the slices of one step.
           carry: the first carry.
           mapped: the arrays to slice: (steps, …).
-          static: the leaves that JAX does not trace, which ``step`` has captured.
+          static: the leaves that JAX does not trace, which ``step`` has captured. Only a while
+            loop, which overrides this, needs them again: for its condition.
 
         Returns:
           The last carry, and what the steps return, stacked.
         """
+        # `jax.lax.scan`; for a `Stack` that asks for it, one that gathers the parameters of the
+        # next layer while a layer computes.
         return prefetching.scan(step, carry, mapped, **self._options)
 
     def _outputs(
@@ -389,20 +425,32 @@ class Loop:
           stacked: the groups that were stacked; None for those in the carry.
           outcome: what a step did.
         """
-        # The last values, by their sources among the outputs of a step. Behind them in the carry
-        # are the arrays that no step changes, which are no outputs.
-        carried = last.arrays[: len(self._carried)]
-        sources = [outcome.sources[slot] for slot in self._slots_after(outcome)]
-        last_values = dict(zip(sources, carried, strict=True))
+        # The last values, by where they are among the outputs of a step. What a step does not
+        # change is no output: its source is in the group `INPUT`, which is none of those below.
+        sources = [outcome.sources[slot] for slot in self._carried_after(outcome)]
+        # Behind what is in `_carried`, the carry has arrays that no step can change.
+        last_arrays = last.arrays[: len(self._carried)]
+        last_values = dict(zip(sources, last_arrays, strict=True))
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
-            if group is None or axis is None:  # carried, in the order of a step's outputs
-                in_group = sorted(source for source in last_values if source.group == number)
-                arrays = [last_values[source] for source in in_group]
+            if group is None or axis is None:  # carried
+                in_group = [source for source in last_values if source.group == number]
+                # In the order of a step's outputs: by position.
+                arrays = [last_values[source] for source in sorted(in_group)]
             else:  # (steps, …) → (…, steps, …)
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
+            # Names of outputs are for messages about a trace, which is done.
             groups.append(OutputGroup(("",) * len(arrays), arrays))
         return groups
+
+    def _carry_slots(self, static: StaticLeaves) -> list[int]:
+        """Returns the slots of the arrays in the carry, in order.
+
+        These are ``_carried``, then all others that are arrays: no step changes these.
+        ``static`` has the leaves that are none.
+        """
+        captured = {slot for slot, _ in static}
+        return [*self._carried, *(slot for slot in self._others if slot not in captured)]
 
     def _leaves(
         self, static: StaticLeaves, carry: OutputGroup, slices: Sequence[object]
@@ -411,13 +459,12 @@ class Loop:
 
         Args:
           static: those that JAX does not trace, with their slots.
-          carry: the carry of the step: what is in the slots ``_carried``, then arrays of others.
+          carry: the carry of the step: what is in the slots that `_carry_slots` returns.
           slices: what is in the slots ``_mapped``.
         """
         leaves = {slot: leaf.value for slot, leaf in static}
-        unchanged = [slot for slot in self._others if slot not in leaves]
-        slots = [*self._carried, *unchanged, *self._mapped]
-        leaves |= zip(slots, [*carry.arrays, *slices], strict=True)
+        leaves |= zip(self._carry_slots(static), carry.arrays, strict=True)
+        leaves |= zip(self._mapped, slices, strict=True)
         return [leaves[slot] for slot in range(len(leaves))]
 
     def _make_step(self, static: StaticLeaves) -> Function:
@@ -430,53 +477,60 @@ class Loop:
         def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
-            self._check_structure(groups, outcome)
+            self._check_structure(groups, outcome)  # before its arrays are sought in their places
             arrays = outcome.arrays(leaves, groups)  # by slot after the step
-            # `_carried` comes first in the carry; the others behind it are passed on unchanged.
-            new = [*carry.arrays]
-            slots_after = self._slots_after(outcome)
-            slots = zip(self._carried, slots_after, strict=True)
-            for position, (slot, slot_after) in enumerate(slots):
+            new = []
+            for slot, slot_after in zip(self._carried, self._carried_after(outcome), strict=True):
                 array = arrays[slot_after]
                 # As elsewhere, a new value in an object has the sharding of the old one.
                 is_in_object = slot in self._places
-                new[position] = reshard_like(array, leaves[slot]) if is_in_object else array
+                new.append(reshard_like(array, leaves[slot]) if is_in_object else array)
             self._check_types(carry.arrays, new)
+            # Behind `_carried`, the carry has arrays that are passed on as they are.
+            new += carry.arrays[len(new) :]
+            # A group without an axis is in the carry, so that it is not stacked.
             pairs = zip(groups, self._group_axes, strict=True)
             stacked = [None if axis is None else group for group, axis in pairs]
             return OutputGroup(carry.names, tuple(new)), (stacked, outcome)
 
         return step
 
-    def _slots_after(self, outcome: Outcome) -> list[int]:
-        """Returns the slot of each carried array after a step, in the order of ``_carried``."""
+    def _carried_after(self, outcome: Outcome) -> list[int]:
+        """Returns the slots after a step of the arrays in ``_carried``, in the same order."""
         after = outcome.structure
-        # Of arrays outside of objects, those that the step returned as its carry.
+        # First the arrays outside of objects that the step returned as its carry. The user's
+        # function was checked to return the same pytree, so they come in the order of the given.
         in_carry = [
             slot for slot in after.root_slots if outcome.sources[slot].group == self._carry_group
         ]
-        in_objects = [after.slots[place.entry][place.number] for place in self._places.values()]
+        # Then those in objects, which have the same indices after the step.
+        in_objects = [
+            after.slots[place.object_index][place.position] for place in self._places.values()
+        ]
         return [*in_carry, *in_objects]
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
-        names_by_length: dict[str, list[str]] = {}  # by a text that says the length
+        lengths = set[int | None]()  # None if an array does not have its axis
+        # The arrays by their length, in words: {"length 8": ["x(8, 4)"], "no axis 2": ["y(8,)"]}
+        arrays_by_length: dict[str, list[str]] = {}
         for slot, axis in self._mapped.items():
             aval = jax.typeof(leaves[slot])
-            shape = aval.shape if hasattr(aval, "dtype") else ()  # () for a hijax type
-            has_axis = -len(shape) <= axis < len(shape)
-            length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
-            names_by_length.setdefault(length, []).append(f"{self._names[slot]}{shape}")
-        if not names_by_length and self._options["length"] is None:
+            # A value of a hijax type is no array, and has no axes.
+            shape = aval.shape if hasattr(aval, "dtype") else ()
+            length = shape[axis] if -len(shape) <= axis < len(shape) else None
+            lengths.add(length)
+            words = f"no axis {axis}" if length is None else f"length {length}"
+            arrays_by_length.setdefault(words, []).append(f"{self._names[slot]}{shape}")
+        if not lengths and self._options["length"] is None:
             self._refuse_unknown_length()
         if length := self._options["length"]:
-            names_by_length.setdefault(f"length {length}", []).append("the option length")
-        # Arrays without the axis are listed with the others, as "no axis 2".
-        is_wrong = any(not text.startswith("length") for text in names_by_length)
-        if is_wrong or len(names_by_length) > 1:
+            lengths.add(length)
+            arrays_by_length.setdefault(f"length {length}", []).append("the option length")
+        if None in lengths or len(lengths) > 1:
             lines = [
-                f"  {length}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
-                for length, names in names_by_length.items()
+                f"  {words}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+                for words, names in arrays_by_length.items()
             ]
             head = "scan: everything mapped must have the same length:"
             raise_listed(ValueError, head, lines)
@@ -484,14 +538,15 @@ class Loop:
     def _refuse_unknown_length(self) -> NoReturn:
         """Raises an error for a loop without a number of steps.
 
-        If the call lacks the argument that would be mapped, the error says that instead.
+        If the call lacks an argument, such as the one to map, Python's error about that says more.
         """
         fun: Any = current_caller().fun  # type: ignore[union-attr]
+        # Would Python call the function with as many arguments and these keywords? Their values do
+        # not matter.
         keywords = dict.fromkeys(self._signature.keywords)
         try:
-            # With names in place of the arguments: only their number counts.
             inspect.signature(fun).bind(*self._signature.names, **keywords)
-        except TypeError as error:
+        except TypeError as error:  # "missing a required argument: 'x'"
             missing = TypeError(f"scan: {name_of(fun)}: {error}.")
             raise see(missing, anchor="number-of-steps") from None
         unknown = ValueError(
@@ -509,31 +564,45 @@ class Loop:
           groups: the outputs of the step.
           outcome: what it did to objects.
         """
-        pairs = enumerate(zip(self._structure.entries, outcome.structure.entries, strict=False))
-        # Entries of objects that the step made come after the entries of the arguments.
+        before, after = self._structure, outcome.structure
+        # The same objects, by index; those that the step made come behind them.
         changed = [
-            index for index, (old, new) in pairs if old != new and index in self._fixed_objects
+            index
+            for index in sorted(self._fixed_objects)
+            if before.entries[index] != after.entries[index]
         ]
-        names = self._names_of(changed)
         lines = []
-        for place, old, new in structure_changes(names, self._structure, outcome.structure):
+        for place, old, new in structure_changes(self._names_of(changed), before, after):
+            # The texts are equal for another object of the same class.
             change = "replaced" if old == new else f"{old} before, {new} after it"
             lines.append(f"  {place}: is {change}")
+        # A mapped object may change, but an array that a step adds to it must not be carried.
+        lines = lines or self._new_outputs(groups, outcome)
         raise_listed(
             ValueError,
             f"{self._transform.name}: a step changed the structure of what is the same for all "
             "steps, or carried:",
-            lines or self._new_outputs(groups, outcome),
+            lines,
             self._transform.remedy,
         )
 
     def _new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
-        """Returns a line for each array that a step added to what is not stacked, nor the carry."""
-        carried = {outcome.sources[slot] for slot in self._slots_after(outcome)}
+        """Returns a line for each output of a step that is neither stacked nor in the carry.
+
+        That is an array that it added to a mapped object, and to which StateAxes give no axis.
+
+        Args:
+          groups: the outputs of the step.
+          outcome: what it did to objects.
+        """
+        # Where the arrays of the carry are among the outputs.
+        carried = {outcome.sources[slot] for slot in self._carried_after(outcome)}
         lines = []
         for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True)):
+            if axis is not None:  # stacked
+                continue
             for position, name in enumerate(group.names):
-                if axis is None and Source(number, position) not in carried:
+                if Source(number, position) not in carried:
                     lines.append(f"  {name}: is new")
         return lines
 
