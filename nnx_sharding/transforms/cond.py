@@ -15,11 +15,15 @@ the caller's objects can change in one way only. From other modules:
 
     Plan           what is known before the trace: ``structure`` of the operands (``slots`` of each
                    object, by its index), and ``names`` of their leaves
-    Outcome        ``outcome.sources`` says where the array in each slot after a branch is: in a
-                   group of outputs, or unchanged among the inputs (group ``INPUT``);
-                   ``outcome.arrays(leaves, groups)`` picks these arrays
-    slots_before    pairs the slots of an object after a call with those before it
+    Outcome        ``outcome.sources`` says where the array in each slot after a branch is: group
+                   and position among the outputs; or group ``INPUT``, if it is unchanged, and its
+                   slot before. ``outcome.arrays(leaves, groups)`` picks these arrays
+    slots_before   pairs the slots of an object after a call with those before it
     Caller         the call that is being traced: the pure function calls ``caller.fun``
+    Functions      the branches of a call as one function: ``objects`` are what they are bound to,
+                   each once, and ``bound`` says which of these each branch uses;
+                   ``bind(number)`` makes a function of one branch, whose first argument is
+                   ``objects``
     static_leaves  those that JAX does not trace, such as flags. ``may_keep`` says that they are no
                    objects of the user, so that a function with them may be kept for later calls
 """
@@ -165,12 +169,15 @@ def _call_branches(
       operands: their arguments.
       modes: how the user wants graphs to be treated.
     """
-    # Messages name the first two of `args` below so, and the operands like parameters of a branch.
+    # In messages, the first two of `args` below are called "selector" and "branches", and the
+    # operands as the parameters of the first branch.
     functions = Functions(
         name, branches, leading=("selector", "branches"), num_operands=len(operands)
     )
-    transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
+    # The objects are an argument, since branches may change them. Which of them a branch uses is a
+    # setting of the transform, since another choice is another program.
     args = jnp.asarray(selector), functions.objects, *operands
+    transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     return call_functions(functions, transform, modes, *args)
 
 
@@ -182,7 +189,8 @@ class _Switch(InnerTransform):
 
     in_name: str = "operands"
     labels: tuple[str, ...]  # the names of the branches in messages
-    # For each branch, the positions of what it is bound to in the second argument.
+    # For each branch, the positions of what it is bound to in the second argument: ((0,), ()) if
+    # the first of two branches is a method, and the second one a plain function.
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
@@ -191,9 +199,10 @@ class _Switch(InnerTransform):
         Its outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
-        # JAX finds the traces of branches by the identity of their functions, so these are kept. It
-        # traces them again for other types and in another context, such as a mesh. These are in the
-        # key because `_Branches` records what its last trace did.
+        # JAX finds the traces of branches by the identity of their functions, so these are kept.
+        # For other types of the operands, or in another context (such as a mesh), JAX traces them
+        # again, and they may do something else to objects. `_Branches` records what they did, so
+        # there is one for each of these.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
@@ -201,13 +210,15 @@ class _Switch(InnerTransform):
         def call(*leaves: object) -> Any:
             static = static_leaves(leaves)
             operands = [*filter(is_traced, leaves)]  # all other leaves
-            # What is kept must not hold the user's objects, and a trace holds the refs it reads.
+            # What is kept must not hold the user's objects. A trace would hold the refs that it
+            # reads, and be used for a later call with others.
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept_branches(static, types, _compat.context_key())
             else:
                 branches = _Branches(self, plan, function, static)
-            # The first operand is the selector, which no branch reads.
+            # The first operand is the selector. It is among the operands of the branches as well,
+            # since the pure function has a slot for it, but no branch reads it.
             if self.name == "cond":
                 results = jax.lax.cond(operands[0], *branches.functions, operands)
             else:
@@ -247,7 +258,8 @@ class _Branches:
         caller = current_caller()
         assert caller is not None  # branches are made in calls
         # Equal branches are traced under the number of the first of them. An expert per branch is
-        # often one method of several objects, so what a branch is bound to counts, too.
+        # often one method of several objects, so what a branch is bound to counts, too. The ids
+        # stay those of the functions here, as the caller holds these.
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
         first_equal = [keys.index(key) for key in keys]  # [0, 0, 2] if the first two are equal
         traces = {number: functools.partial(self._trace, number) for number in first_equal}
@@ -275,11 +287,12 @@ class _Branches:
         ]
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
+        # First, since slots after branches can only be compared if the structures are equal.
         self._check_structures(number)
         after = outcome.arrays(leaves, groups)  # by slot after the branch
-        self._reshard_like_old(outcome, leaves, after)
+        self._reshard_like_old(outcome, leaves, after)  # changes `after`
         # JAX cannot pass on refs, hijax values and flags from a branch. A hijax value can only be
-        # an operand that the branch returns unchanged.
+        # an operand that the branch returns unchanged: the same Python object.
         hijax_values = {id(x) for x in operands if not _compat.is_plain_array(x)}
         results = [
             x if is_traced(x) and not _compat.is_ref(x) and id(x) not in hijax_values else None
@@ -301,24 +314,29 @@ class _Branches:
         """
         named_types = []
         for (group, position), result in zip(outcome.sources, results, strict=True):
-            # An unchanged input has the name that it has in the arguments.
-            names = self._plan.names if group == INPUT else groups[group].names
+            # The source of an unchanged input is its slot in the arguments, and so is its name.
+            name = self._plan.names[position] if group == INPUT else groups[group].names[position]
             aval = None if result is None else jax.typeof(result)
-            named_types.append(_NamedType(names[position], aval))
+            named_types.append(_NamedType(name, aval))
         return named_types
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function.
+
+        Args:
+          number: that of the branch.
+          leaves: all leaves of the arguments, by slot.
 
         Returns:
           What the pure function returns: groups of outputs, and last the outcome.
         """
         caller = current_caller()
         assert caller is not None
-        branch = caller.fun.bind(number)  # of all bound objects, and the operands
+        branch = caller.fun.bind(number)
 
-        def recorded_branch(selector: object, *args: object) -> Any:
-            returned = branch(*args)
+        def recorded_branch(_selector: object, objects: object, *operands: object) -> Any:
+            returned = branch(objects, *operands)  # the user's functions get no selector
+            # If another branch returns something else, the error shows both texts.
             self._returned[number] = tree_text(returned)
             return returned
 
@@ -328,7 +346,10 @@ class _Branches:
     def _reshard_like_old(
         self, outcome: Outcome, leaves: Sequence[object], results: list[object]
     ) -> None:
-        """Reshards new arrays in objects like the arrays that they replace, in ``results``.
+        """Reshards new arrays in objects like the arrays that they replace.
+
+        On Explicit axes the sharding is a part of the type, and all branches have to return the
+        same types: also one that replaces an array and one that leaves it.
 
         Args:
           outcome: what the branch did.
@@ -339,46 +360,60 @@ class _Branches:
         for index, slots in enumerate(before.slots):
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
-            # The slots of the object after the branch, each with the slot before it.
+            # The slots of the object after the branch, each with the slot before it. The object has
+            # the same index in both structures.
             for slot, old_slot in slots_before(before, after, index).items():
                 old = leaves[old_slot]
+                # A flag has no sharding, and a ref is changed in place.
                 if is_traced(old) and not _compat.is_ref(old):
                     results[slot] = reshard_like(results[slot], old)
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
         """Returns what the pure function returns: a group of outputs, and what was done to objects.
 
-        ``results`` are the arrays after the branch that ran, one for each slot.
+        ``results`` are the arrays after the branch that ran, one for each slot: all branches leave
+        the same structure, and so have the same slots.
         """
-        outcome = union(self._plan.structure, [*self._outcomes.values()])
-        # What no branch changes is no output: the caller keeps it.
-        sources = zip(results, outcome.sources, strict=True)
-        arrays = [x for x, source in sources if source.group != INPUT]
-        names = ("",) * len(arrays)  # for messages about a trace, which is done
-        return OutputGroup(names, arrays), outcome
+        outcome = union(self._plan.structure, [*self._outcomes.values()])  # of all branches
+        # What no branch changes is no output: the caller keeps it. The others are the outputs, in
+        # the order of their slots.
+        arrays = []
+        for array, source in zip(results, outcome.sources, strict=True):
+            if source.group != INPUT:
+                arrays.append(array)
+        # Names of outputs are for messages about the trace of a branch, and that is done.
+        return OutputGroup(("",) * len(arrays), arrays), outcome
 
     def _check_structures(self, number: int) -> None:
         """Raises a ``ValueError`` if a branch leaves other objects than the first one."""
         first, other = self._outcomes[0].structure, self._outcomes[number].structure
         if first == other:
             return
-        changes = [Difference("output", self._returned[0], self._returned[number])]
         # Objects are compared that have the same name, and so the same place, after both. Names
         # start at the arguments, such as `model.blocks[0]`, or at the output.
         starts = named_parts(self._plan.graph_arguments)
         names = first.names([*starts, ("output", first.root)])  # by the index of the object
         other_names = other.names([*starts, ("output", other.root)])
-        same = {index: name for index, name in names.items() if other_names.get(index) == name}
-        changes += structure_changes(same, first, other)
+        same_names = {
+            index: name for index, name in names.items() if other_names.get(index) == name
+        }
         lines = []
-        for place, before, after in changes:
-            if before != after:
-                in_first, in_other = self._labels[0], self._labels[number]
-                lines.append(f"  {place}: {before} in {in_first}, {after} in {in_other}")
+        differences = [
+            # What the two branches returned, as texts; equal ones are left out below.
+            Difference("output", self._returned[0], self._returned[number]),
+            # The places in these objects where the two structures differ, such as `model.scale`.
+            *structure_changes(same_names, first, other),
+        ]
+        for place, in_first, in_other in differences:
+            # Texts may be equal in the latter, too: for two objects of one class.
+            if in_first != in_other:
+                label, other_label = self._labels[0], self._labels[number]
+                lines.append(f"  {place}: {in_first} in {label}, {in_other} in {other_label}")
         raise_listed(
             ValueError,
             f"{self._name}: the branches return different structures, or change the structure of "
             "their operands differently:",
+            # Only objects without a common name differ, such as new ones.
             lines or ["  the objects that they make"],
             "Let each branch return the same structure, and set the same attributes; arrays may "
             "differ.",

@@ -1,22 +1,29 @@
 """``while_loop`` and ``fori_loop`` for functions of NNX objects.
 
 Both are loops without slices: everything is the same for all steps, or carried
-(:class:`~.scan.Loop`). The *pure function* takes all arrays of the arguments, calls the function of
-the :class:`~.call_context.Caller` in whose name it is traced, and returns output arrays and an
-*outcome*: what that did to objects. In the name of the call it runs the body. The condition is a
-second function of the same arrays: the same pure function, traced with the condition put into the
-`Caller`; the one array that it returns is taken from its outputs.
+(:class:`~.scan.Loop`). The loop is a function of these arguments:
 
-`fori_loop` carries its counter. With a known number of steps it is a `scan`, as in JAX, so that it
-can be differentiated in reverse mode; otherwise the counter is compared with `upper`, an argument
-that is the same for all steps.
+    while_loop   objects, init_val              the same for all steps, carried
+    fori_loop    objects, i, init_val, upper    the same, carried, carried, the same
+
+``objects`` is the list of what the user's functions are bound to, such as the model of a method. A
+*pure function* takes the arrays of all arguments, calls ``fun`` of the *caller*
+(:class:`~.call_context.Caller`), and returns output arrays and an *outcome*: what that did to
+objects. In the name of the call it runs the body. The condition is a second function of the same
+arrays: the same pure function, traced with the condition put into the caller; the one array that it
+returns is taken from its outputs.
+
+`fori_loop` carries its counter, ``i``. With a known number of steps it is a `scan`, as in JAX, so
+that it can be differentiated in reverse mode; otherwise the counter is compared with ``upper``.
 
 From other modules:
 
     Loop        a step as a function of the carry: checks structure and types, and puts arrays into
                 the slots of the pure function
-    Functions   the functions of the call as one; ``bind`` makes a function of one of them, whose
-                first argument are the objects to which they are bound
+    Functions   the functions of the call as one: ``bind(number)`` makes a function of one of them,
+                whose first argument is ``objects``; ``bound`` says which of these each uses.
+                ``leading`` names the arguments of the loop in messages
+    Specs       for each argument, or for the result: ``BROADCAST`` (the same), or ``CARRY``
 """
 
 from __future__ import annotations
@@ -91,14 +98,14 @@ def while_loop(
 
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
+    # In this order: the condition is the first function of the call, the body the last one.
     given = {"cond_fun": cond_fun, "body_fun": body_fun}
-    # `_WhileLoop` finds the condition by the first position and the body by the last.
     functions = Functions("while_loop", given, leading=("functions", "init_val"), num_operands=0)
     transform = _While(
         name="while_loop",
-        in_specs=Specs((BROADCAST, CARRY)),  # functions, init_val
+        in_specs=Specs((BROADCAST, CARRY)),
         out_specs=Specs(CARRY),
-        counts=False,
+        is_fori=False,
         bound=functions.bound,
     )
     args = functions.objects, init_val
@@ -155,6 +162,7 @@ def fori_loop(
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
     # In one type, with options for `scan` if the number of steps is known.
     bounds = _fori_bounds(lower, upper, unroll)
+    # The names, the specs and the arguments are in one order.
     functions = Functions(
         "fori_loop",
         {"body_fun": body_fun},
@@ -163,14 +171,16 @@ def fori_loop(
     )
     transform = _While(
         name="fori_loop",
-        in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),  # functions, i, init_val, upper
+        in_specs=Specs((BROADCAST, CARRY, CARRY, BROADCAST)),
         out_specs=Specs(CARRY),
-        counts=True,
+        is_fori=True,
         bound=functions.bound,
         options=jax_options(**bounds.scan_options),
     )
     args = functions.objects, bounds.lower, init_val, bounds.upper
-    _, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
+    # The counter is an argument of its own, and not in the carry of the user, so that messages name
+    # his carry as he wrote it.
+    _last_i, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
     return last
 
 
@@ -183,7 +193,7 @@ class _Bounds(NamedTuple):
 
 
 def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
-    """Returns the bounds of a loop in one type, and whether it is a ``scan``.
+    """Returns the bounds of a loop in one type, with options for ``scan`` if both are known.
 
     Args:
       lower: the user's lower bound, an integer scalar.
@@ -197,24 +207,26 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
+        # JAX's `scan` takes no None; 1 is its default.
         options = {"length": length, "reverse": False, "unroll": unroll or 1}
         return _Bounds(lower, upper, options)
-    if unroll not in (None, False, 1):
+    if unroll not in (None, False, 1):  # the values that ask for nothing; True asks for all steps
         raise ValueError(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
             "traced. Pass them as static values, or leave unroll out."
         )
     types = [jax.typeof(x) for x in (lower, upper)]
-    # A Python number has a weak type, and takes the dtype of the other bound. Of two numbers JAX
-    # chooses the dtype.
-    dtypes = {x.dtype for x in types if not x.weak_type} or {jnp.result_type(*types)}
+    # A Python number has a weak type, and takes the dtype of the other bound.
+    dtypes = {x.dtype for x in types if not x.weak_type}
+    if not dtypes:  # two such numbers, traced: JAX's default
+        dtypes = {jnp.result_type(*types)}
     if len(dtypes) > 1:
         raise TypeError(
             f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
             f"{types[1].str_short()}."
         )
     [dtype] = dtypes
-    return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {})
+    return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), scan_options={})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,8 +234,9 @@ class _While(Scan):
     """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``."""
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
-    counts: bool  # whether it is ``fori_loop``, whose counter is carried, as the second argument
-    # For each function, the positions of what it is bound to in the first argument.
+    is_fori: bool  # whether it is ``fori_loop``
+    # For each function, the positions of what it is bound to in ``objects``: a part of the key by
+    # which a trace is found.
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
     returned: int | None = None
@@ -234,24 +247,27 @@ class _While(Scan):
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns what the pure function calls at each step: the body, with a check of its carry.
 
-        Its arguments are those of :func:`while_loop` or :func:`fori_loop` with which the loop is
-        called. It returns the next carry; for ``fori_loop``, the next counter and that.
+        Its arguments are those of the loop, in the table of this module. It returns the next carry;
+        for ``fori_loop``, the next counter and the next carry.
         """
-        if not isinstance(caller.fun, Functions):  # the condition, see `_trace_condition`
+        # `_trace_condition` has put the condition in the place of the `Functions` of the call. It
+        # is called as it is, since it returns no carry to check.
+        if not isinstance(caller.fun, Functions):
             return super().user_function(plan, caller, unflattened)
-        body = caller.fun.bind(-1)  # the last one, after the condition if there is one
+        body = caller.fun.bind(-1)  # the last function, after the condition if there is one
 
-        def step_while(objects: Sequence[object], carry: object) -> object:
+        def while_step(objects: Sequence[object], carry: object) -> object:
             new = body(objects, carry)
+            # Raises an error unless it has the same form, and the same modules.
             check_carry(self.name, name_of(body), carry, new)
             return new
 
-        def step_for(objects: Sequence[object], i: Any, carry: object, upper: object) -> Any:
+        def fori_step(objects: Sequence[object], i: Any, carry: object, upper: object) -> Any:
             new = body(objects, i, carry)
             check_carry(self.name, name_of(body), carry, new)
             return i + 1, new
 
-        return step_for if self.counts else step_while
+        return fori_step if self.is_fori else while_step
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         if self.options:  # the number of steps is known
@@ -260,7 +276,10 @@ class _While(Scan):
 
 
 class _WhileLoop(Loop):
-    """A loop that runs as long as a condition holds."""
+    """A loop that runs as long as a condition holds.
+
+    That is a ``while_loop``, or a ``fori_loop`` with a traced bound.
+    """
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         pass  # nothing is mapped
@@ -281,8 +300,10 @@ class _WhileLoop(Loop):
         """
         caller = current_caller()
         assert caller is not None  # a loop runs in a call
-        is_for = isinstance(self._transform, _While) and self._transform.counts
-        condition = _is_below if is_for else caller.fun.bind(0)  # of the user's arguments
+        # A function of the arguments of the loop: of `fori_loop` our own, of `while_loop` the
+        # user's condition, which is the first of his functions.
+        is_fori = cast("_While", self._transform).is_fori
+        condition = _is_below if is_fori else caller.fun.bind(0)
         # JAX returns the carry alone, so what a step did is noted here, once for each trace of the
         # body. JAX may trace it again if types are weak, and runs the last trace.
         step_outputs: list[Any] = []
@@ -304,12 +325,12 @@ class _WhileLoop(Loop):
     ) -> jax.Array:
         """Returns the condition for these leaves, a traced bool scalar.
 
-        The pure function is traced once more, with the condition as the user's function: so it gets
-        the same modules as the body.
+        The pure function is traced once more, and calls the condition in place of the body: so both
+        get modules made of the same leaves.
 
         Args:
           condition: the user's function, or :func:`_is_below`.
-          caller: the call in whose name the loop is traced.
+          caller: the call that is being traced, whose ``fun`` runs the body.
           leaves: all leaves of the arguments, by slot.
         """
         fun_name = name_of(condition)
@@ -322,10 +343,11 @@ class _WhileLoop(Loop):
                 )
             return out
 
+        # The pure function calls `checked_condition` in this block.
         with called_by(caller._replace(fun=checked_condition)):
             *groups, outcome = self._function(*leaves)  # new arrays, and what was done to objects
-        # A loop takes nothing but the bool from its condition, so changes would be lost.
-        # The indices of Variables, static objects and modules that it changed.
+        # A loop takes nothing but the bool from its condition, so changes would be lost. These are
+        # the indices of Variables with other arrays or metadata, of static objects and of modules.
         changed = {*outcome.values, *outcome.metadata, *outcome.statics}
         changed |= {change.node for change in outcome.nodes}
         raise_listed(
@@ -336,7 +358,9 @@ class _WhileLoop(Loop):
         )
         # By slot after the call: arrays of the groups, and of the inputs where they are unchanged.
         arrays_after = outcome.arrays(leaves, groups)
-        [slot] = outcome.structure.root_slots  # of the bool, the only array of the result
+        # The structure after the call also has the objects of the arguments. Its root is what the
+        # condition returned, of which the bool is the only array.
+        [slot] = outcome.structure.root_slots
         return cast(jax.Array, arrays_after[slot])
 
 
