@@ -30,13 +30,14 @@ def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat = flatten(dict(named))
     structure, arrays = flat.structure, {}
-    # Where each Variable and bare array is: a path, whose first key is a name, and slots.
+    # The walk yields where each Variable and each array outside of one is: its path, whose first
+    # key is one of the names, and its slots. Those outside of modules are the slots of the root.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         name, *path = location.path
         holds_pytree = len(location.slots) > 1  # a Variable with several arrays
         for number, slot in enumerate(location.slots):
             leaf = flat.leaves[slot]
-            if isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.Array):  # else a number, or an array of NumPy
                 keys = (*path, number) if holds_pytree else tuple(path)
                 arrays[accessor(str(name), keys)] = raw(leaf)
     return arrays
@@ -52,8 +53,9 @@ def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
 
     Args:
       args: a pytree with modules, which are copied as well.
-      rounding: what to change numbers by, up or down at random; None to change nothing.
-      seed: of these signs.
+      rounding: the rounding errors by which each number is changed, up or down at random; None to
+        change nothing. Random keys stay as they are.
+      seed: the seed of these signs.
     """
     flat, random = flatten(args), np.random.default_rng(seed)
 
@@ -65,7 +67,7 @@ def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
             return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(x))
         if rounding is not None and is_inexact(x):
             signs = random.choice([-1, 1], x.shape)
-            array = array * (1 + signs * rounding.relative(x.dtype))
+            array = array * (1 + signs * rounding.relative(x.dtype))  # in float64, or complex128
         # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
         return jnp.array(np.asarray(array, x.dtype))
 
@@ -89,7 +91,8 @@ def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) ->
     """Returns the largest difference between an array and its shards, put together at best.
 
     How they are laid out is not known where they are recorded. So all layouts are tried, and the
-    best one counts: a wrong layout of right values differs much more.
+    best one counts: a wrong layout of right values differs much more. With n mesh axes and d
+    dimensions there are (d + 1)ⁿ of them, which are few.
 
     Args:
       x: the array.
@@ -98,12 +101,12 @@ def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) ->
     Returns:
       None if no layout has the shape of the array.
     """
-    num_axes = shards.ndim - x.ndim
+    num_axes = shards.ndim - x.ndim  # of the mesh
     distances = []
     # For each mesh axis the dimension that it shards, or None: it has replicas.
     for layout in itertools.product([None, *range(x.ndim)], repeat=num_axes):
-        whole = _joined(shards, layout)
-        if whole.shape[num_axes:] == x.shape:
+        whole = _joined(shards, layout)  # (replicas along each mesh axis…, shape of the array…)
+        if whole.shape[num_axes:] == x.shape:  # every replica is compared
             distances.append(largest_difference(whole, x))
     return min(distances, default=None)
 
@@ -119,13 +122,18 @@ def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.nd
       An array of shape (1, or the number of replicas, for each mesh axis…, shape of the array…).
     """
     whole = shards
-    for mesh_axis, dimension in reversed([*enumerate(layout)]):  # the last varies fastest
-        if dimension is not None:
-            # (…, n, …, size, …) → (…, …, n, size, …) → (…, 1, …, n · size, …)
-            position = len(layout) - 1 + dimension  # of the dimension, with one mesh axis less
-            whole = np.moveaxis(whole, mesh_axis, position)
-            merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
-            whole = np.expand_dims(whole.reshape(merged), mesh_axis)
+    # If several mesh axes shard one dimension, the last one varies fastest in it: it is merged
+    # first.
+    for mesh_axis, dimension in reversed([*enumerate(layout)]):
+        if dimension is None:
+            continue
+        # The mesh axis of size n moves in front of its dimension: (…, n, …, size, …) →
+        # (…, …, n, size, …). There the dimension has as many before it as it had, as one left.
+        position = len(layout) - 1 + dimension
+        whole = np.moveaxis(whole, mesh_axis, position)
+        # Both are merged, and the mesh axis stays with size 1: (…, 1, …, n · size, …).
+        merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
+        whole = np.expand_dims(whole.reshape(merged), mesh_axis)
     return whole
 
 

@@ -116,10 +116,10 @@ def assert_collectives(
         form = "{('all-reduce', 'model'): 2}"
         raise TypeError(f"expected must be a mapping such as {form}, got {expected!r}.")
     report, _, collectives = _collectives(program, None)
-    # Summed, as ("data", "model") and ("model", "data") are the same axes.
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
-        collectives.of(kind)  # refuses unknown kinds
+        collectives.of(kind)  # only for its error, if the kind is unknown
+        # ("data", "model") and ("model", "data") are one set of axes, so both keys may be given.
         wanted[kind, _axis_set(report, axes)] += count
     # Also for those that are wanted and not there.
     actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
@@ -129,6 +129,7 @@ def assert_collectives(
     lines: list[str] = []
     for (kind, over), group in actual.items():
         if len(group) != wanted[kind, over]:
+            # `_over` is empty for no axes.
             where = " over unknown axes" if over is None else _over(over) or " over no axes"
             lines.append(f"  {kind}{where}: {len(group)}, expected {wanted[kind, over]}")
             lines += [f"  {_line(collective)}" for collective in group]
@@ -177,7 +178,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
       limit: bytes, or a text such as ``"2 GiB"``.
 
     Raises:
-      AssertionError: it takes as much, or more.
+      AssertionError: the program takes that much or more.
       ValueError: the backend does not report it.
 
     Example:
@@ -197,6 +198,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
         used = (row for row in report.parameters if row.used)
         largest = f"The largest arguments:\n{_largest(used)}"
+        # Activations are temporaries, so they are to blame only if these are most of it.
         if report.activations and (memory.temporaries or 0) > (memory.arguments or 0):
             largest += f"\nThe largest activations:\n{_largest(report.activations)}"
         raise AssertionError(
@@ -282,9 +284,10 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
         if count is None:  # it is in no loop
             continue
         is_any_in_loop = True
-        # One layer has ``count.of`` / layers products, since an iteration runs several.
-        if count.products * layers < count.of or not count.of:
-            products = f"{count.products} of {count.of} matrix products"
+        # An iteration has `total` products, of all its layers; those of one layer are enough.
+        independent, total = count.products, count.of
+        if independent * layers < total or total == 0:
+            products = f"{independent} of {total} matrix products"
             lines.append(f"{_line(gather)}\n    independent of {products}")
     head = f"{report.name} cannot gather parameters while it computes"
     remedy = "Pass prefetch=1 to fsdp or to stack."
@@ -297,7 +300,9 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
 def assert_gathers_weights(
     program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()
 ) -> None:
-    """Fails if a sharded parameter of a called module is not gathered as in FSDP.
+    """Fails if a module computes with a shard of a parameter, and not with all of it as in FSDP.
+
+    The parameters of all modules that the program calls have to be gathered if they are sharded.
 
     Args:
       program: a compiled function, or its report.
@@ -305,7 +310,8 @@ def assert_gathers_weights(
       allowed: regular expressions; a parameter may stay sharded if one matches in its path.
     """
     report, wanted, collectives = _collectives(program, axes)
-    # The beginnings of paths in modules that are called: those whose activations are known.
+    # The activations of a module are known if the program calls it. Others need not be gathered.
+    # ``model.up`` → ``model.up.`` and ``model.up[``, with which paths in it begin.
     in_module = tuple(f"{row.path}{end}" for row in report.activations for end in (".", "["))
     weights = []
     for row in report.parameters:
@@ -319,7 +325,7 @@ def assert_gathers_weights(
     gathered = {
         path
         for collective in collectives.of("all-gather")
-        if collective.purpose in ("parameter", "state")
+        if collective.purpose in ("parameter", "state")  # state: Variables that are no parameters
         for path in collective.parameters
     }
     others = _not_allowed(weights, allowed, lambda row: row.path)
@@ -373,10 +379,11 @@ def assert_sharded(
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
     rows, whole = _replicated_rows(model, sharding, mesh)
-    large = {id(x) for x in whole if math.prod(x.shape) >= min_size}
-    # Of all rows, since a pattern may match arrays that are sharded.
-    others = [x for x in _not_allowed(rows, allowed, lambda row: row.path) if id(x) in large]
-    replicated = sorted(others, key=lambda row: -row.bytes_total)
+    large = {id(row) for row in whole if math.prod(row.shape) >= min_size}
+    # Patterns are tried with all rows: one that matches only arrays that are sharded is no typo.
+    others = _not_allowed(rows, allowed, lambda row: row.path)
+    replicated = [row for row in others if id(row) in large]
+    replicated.sort(key=lambda row: -row.bytes_total)
     held = sum(row.bytes_total for row in replicated)
     total = sum(row.bytes_total for row in rows)
     if held > tolerance * total:
@@ -394,7 +401,7 @@ def assert_sharded(
 def _replicated_rows(
     model: Any, sharding: StateSharding | None, mesh: Mesh | AbstractMesh | None
 ) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
-    """Returns a row for each array of a model, or argument of a program, and those replicated.
+    """Returns a row for each array of a model, or argument of a program, and the replicated ones.
 
     Args:
       model: as for :func:`assert_sharded`.
@@ -404,9 +411,10 @@ def _replicated_rows(
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)
         rows = [row for row in program.parameters if row.used]
-        # A report has no shardings of one device, so `is_replicated` cannot tell.
-        is_sharded = program.num_devices > 1
-        return rows, [x for x in rows if is_sharded and x.shard_shape == x.shape]
+        if program.num_devices == 1:  # nothing can be sharded
+            return rows, []
+        # `is_replicated` asks the sharding of an array, which the rows of a report have not.
+        return rows, [row for row in rows if row.shard_shape == row.shape]
     if sharding is None:
         table = parameter_table(model)
         return table, [*filter(is_replicated, table)]
@@ -445,7 +453,7 @@ def _collectives(program: object, axes: Axes | None) -> _Collectives:
         why = why if report.hlo else "the backend has no text of the compiled program"
         raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
     wanted = None if axes is None else _axis_set(report, axes)
-    # Those over unknown axes may run over these.
+    # Collectives over unknown axes may run over the wanted ones, so they count.
     collectives = [
         collective
         for collective in report.collectives
@@ -497,6 +505,7 @@ def _not_allowed(
             continue
         patterns.append(pattern)
         if not any(map(pattern.search, names)):
+            # Without items, such as reshardings, nothing has to be allowed.
             example = f" matches no path, such as {names[0]}" if names else " is not needed"
             wrong.append(f"{text!r}{example}")
     if wrong:

@@ -67,7 +67,8 @@ def launch(
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
     workers, readers = list[Worker](), list[threading.Thread]()
     # The exit code, and what happened if it is not 0. As of `subprocess`, -n is signal n.
-    code, how, start = 0, "timed out", time.monotonic()
+    code, how = 0, "timed out"
+    start = time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -78,12 +79,15 @@ def launch(
                 variables = _environment(
                     rank, processes, devices_per_process, platform=platform, coordinator=address
                 )
-                group = workers[0].pid if workers else 0  # of its own, so only we receive Ctrl-C
+                # All are in one group, that of the first process, and not in that of the launcher:
+                # so a terminal sends Ctrl-C only to the launcher, which ends them all.
+                group = workers[0].pid if workers else 0
                 worker = _start(program, variables, group)
                 workers.append(worker)
                 readers.append(_thread(_copy, rank, worker.stdout, sys.stdout))
                 readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
-            # Only now: a group that has begun to be waited for may be gone.
+            # Only now: once its first process ended and was waited for, no other can join a group.
+            # In threads, so that the first end is noticed, of whichever process it is.
             ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
             limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
             for end in as_completed(ends, limit):
@@ -92,7 +96,7 @@ def launch(
                     how = f"process {ends[end]} failed with {_reason(code)}"
                     break
         except TimeoutError:
-            code = 124  # as timeout(1)
+            code = 124  # as of the command timeout; `how` says it already
         except KeyboardInterrupt:
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
         finally:
@@ -144,9 +148,11 @@ def _environment(
       platform: the platform of JAX.
       coordinator: the address at which the first process waits for the others.
     """
-    # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
+    # JAX would take rank and size from Open MPI before it looks for Slurm, and the number of
+    # devices from JAX_NUM_CPU_DEVICES as well as from XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    # Any job will do; within a real one, programs may use its number.
     return {"SLURM_JOB_ID": "0", **kept} | {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # without it, JAX listens on all interfaces
@@ -157,7 +163,7 @@ def _environment(
         "SLURM_NTASKS": str(processes),
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
-        "XLA_FLAGS": virtual_cpu_flags(devices),
+        "XLA_FLAGS": virtual_cpu_flags(devices),  # other platforms ignore this one
     }
 
 
@@ -176,27 +182,40 @@ def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def _copy(rank: int, pipe: TextIO, shown: TextIO) -> None:
-    """Shows each line with the number of its process; very long ones in parts."""
+    """Shows each line with the number of its process; very long ones in parts.
+
+    Args:
+      rank: the number of the process.
+      pipe: its output.
+      shown: where it is shown: the output of the launcher, which all threads share.
+    """
     try:
-        with pipe:  # closing it makes the process fail as well
-            while line := pipe.readline(1 << 20):
+        # Closed in the end, also by an error here: then the process, whose output nobody reads any
+        # more, fails too, instead of waiting forever with a full pipe.
+        with pipe:
+            while line := pipe.readline(1 << 20):  # no more than 1 Mi characters in memory
                 text = line.removesuffix("\n")
                 print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
     except BrokenPipeError:  # who reads our output has ended, such as `head`
+        # From now on it goes nowhere, so that neither the launcher's exit nor another thread fails.
         os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
 
 
 def _end(workers: Sequence[Worker], grace: float) -> None:
-    """Ends the process group of the workers: asks it, then kills what is left."""
+    """Ends the process group of the workers: asks it, then kills what is left.
+
+    It is killed also if all workers have ended: what they started may still run in the group.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL) if workers else ():
         deadline = time.monotonic() + grace
-        # The group is gone, or on macOS has only processes that have ended.
+        # ProcessLookupError: the group is gone. PermissionError: on macOS, all in it have ended.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(workers[0].pid, number)
         for process in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
+        # Only now: workers kill their group when this pipe is closed (`_end_with`).
         if process.stdin is not None:
             process.stdin.close()
 
@@ -204,6 +223,7 @@ def _end(workers: Sequence[Worker], grace: float) -> None:
 def _run(program: list[str]) -> None:
     """Runs a program as ``python`` does, in a process that ends soon after the program fails."""
     try:
+        # Python puts the current folder, or that of the script, first where modules are sought.
         if program[0] == "-m":
             sys.argv, sys.path[0] = program[1:], os.getcwd()
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -212,13 +232,17 @@ def _run(program: list[str]) -> None:
             runpy.run_path(program[0], run_name="__main__")
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code:  # JAX's exit handler waits for the other processes, which wait for this one
-            late = threading.Timer(1.0, os._exit, [code if isinstance(code, int) else 1])
+        if code:
+            # JAX's exit handler waits for the other processes, which wait for this one in a
+            # collective. So this one ends after a second, in which its output is written.
+            exit_code = code if isinstance(code, int) else 1  # a message: ``sys.exit("…")``
+            late = threading.Timer(1.0, os._exit, [exit_code])
             late.daemon = True
             late.start()
         if isinstance(error, SystemExit):
             raise
-        frames = error.__traceback__  # without those of this file
+        # As Python prints it, but without the frames of this file, which `raise` would show.
+        frames = error.__traceback__
         while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
             frames = frames.tb_next
         sys.excepthook(type(error), error.with_traceback(frames), frames)

@@ -14,7 +14,10 @@ changes the text. Where a collective comes from is looked up in the new report w
 
 `locked` collects the figures of a report as a ``Lock``, `lock_text` writes it and `_read` reads it
 again; two are compared by `_compared`. `folded` writes the paths of layers in a list as one:
-``model.layers[*].up``.
+``model.layers[*].up``. The figures of a line are kept by their units, and a text under the unit "",
+except that of the rule: the first line above is
+
+    {"": "float32[64] P('model')", "rule": "column of tensor_parallel", "bytes": 64, "arrays": 1}
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from ..transforms.stages import Compiled
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 
-# The figures of a line by their unit; a text has the unit "": {"": "P('data')", "bytes": 1024}.
+# The figures of a line by their unit: {"": "P('data')", "bytes": 1024}.
 Figures: TypeAlias = dict[str, Value]
 Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
 
@@ -63,7 +66,7 @@ _RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
 _EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
 _SINGULAR = ("array", "instruction", "run", "byte", "flop")
-_NUMBER = re.compile(r"(-?[\d,]+) ([a-z ]+)")
+_NUMBER = re.compile(r"(-?[\d,]+) ([a-z ]+)")  # "18,432 bytes", "64 at the peak"
 
 
 def assert_unchanged(
@@ -134,6 +137,8 @@ def report_with_rules(compiled: Compiled, **options: Any) -> ProgramReport:
       **options: those of ``Compiled.report``.
     """
     report = compiled.report(**options)
+    # An argument that the program does not use has no sharding in it. Reasons that the report has
+    # already are those that `why` would give, and stay.
     reasons = {row.path: compiled.why(row.path) for row in report.parameters if row.used}
     return dataclasses.replace(report, reasons={**reasons, **report.reasons})
 
@@ -155,7 +160,8 @@ def changes_since(
     Args:
       path: the lock file.
       report: what the program costs now.
-      tolerance: the fraction by which figures may differ that are no counts.
+      tolerance: the fraction by which figures may differ, except counts of arrays, instructions and
+        runs, which have to be equal.
     """
     try:
         text = file_path(path).read_text(encoding="utf-8")
@@ -169,13 +175,15 @@ def changes_since(
     for part, section in TITLES.items():  # a section has the title of what changed in it
         if part in _OPTIONAL and not (section in old and section in new):
             continue
+        # The name of a change ends with its unit: ``all-reduce over model: runs``.
         for change in _compared(part, old.get(section, {}), new.get(section, {})):
             allowed = 0 if change.name.endswith(_EXACT) else tolerance
             if change.relative is None or abs(change.relative) > allowed:
                 changes.append(change)
+    # They explain changes, but are none.
     old_versions = old.get(_VERSIONS, {})
     made_with: dict[str, tuple[str, str]] = {}
-    for name, figures in new[_VERSIONS].items():
+    for name, figures in new[_VERSIONS].items():  # {"jax": {"": "0.12.0"}, …}
         before, after = str(old_versions.get(name, {}).get("", "?")), str(figures[""])
         if before != after:
             made_with[name] = before, after
@@ -183,33 +191,32 @@ def changes_since(
 
 
 def described(changes: Changes, report: ProgramReport) -> str:
-    """Writes changes; below each collective, the lines and modules where it is now."""
-    # By the name of its line; a dict, as each is listed once, in order.
-    sources: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    """Writes changes; below each collective, up to four places where it is in the program now."""
+    # "user.py:7 in model.up" by the name of the collective's line in the lock; a dict, as each
+    # place is listed once, in order.
+    places: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for collective in report.collectives or ():
         module = f" in {folded(collective.module)}" if collective.module else ""
         if collective.source:
-            sources[_collective_name(collective)][f"{collective.source}{module}"] = None
+            places[_collective_name(collective)][f"{collective.source}{module}"] = None
     lines = []
     for line in str(changes).splitlines():
-        # A name has one line for each unit; its places are below the first.
-        name = next((name for name in sources if line.startswith(f"  {name}: ")), None)
         lines.append(line)
+        # A changed figure is written as "  NAME: bytes: 1 KiB → 2 KiB".
+        name = next((name for name in places if line.startswith(f"  {name}: ")), None)
         if name is not None:
-            lines.append(f"    now at {', '.join(itertools.islice(sources.pop(name), 4))}")
+            # Removed, as other figures of the same collective may have changed: places are below
+            # the first of them only.
+            lines.append(f"    now at {', '.join(itertools.islice(places.pop(name), 4))}")
     return "\n".join(lines)
 
 
 def locked(report: ProgramReport) -> Lock:
-    """Collects the figures of a report that its lock file has."""
+    """Collects the figures of a report that its lock file has, by section and name."""
     versions: dict[str, Figures] = {
         name: {"": version} for name, version in report.made_with.items() if name != "python"
     }
     sizes = {name: getattr(report.memory, name, None) for name in _MEMORY}
-    cost = {
-        "flops": getattr(report.cost, "flops", None),
-        "bytes accessed": getattr(report.cost, "bytes_accessed", None),
-    }
     mesh = "none" if report.mesh is None else str(report.mesh)
     lock: Lock = {
         _VERSIONS: versions,
@@ -219,11 +226,11 @@ def locked(report: ProgramReport) -> Lock:
         },
         # What is zero needs no line; what is unknown has one, or it would pass for zero.
         TITLES["memory"]: {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
-        # The unit is the first word of the name: "flops", "bytes".
         TITLES["cost"]: {
-            name: _figure_of(name.split()[0], figure) for name, figure in cost.items()
+            "flops": _figure_of("flops", getattr(report.cost, "flops", None)),
+            "bytes accessed": _figure_of("bytes", getattr(report.cost, "bytes_accessed", None)),
         },
-        TITLES["collective"]: {"all": {"": _UNKNOWN}},
+        TITLES["collective"]: {"all": {"": _UNKNOWN}},  # replaced below if they are known
         TITLES["parameter"]: _of_arguments(report),
     }
     if report.collectives is not None:
@@ -232,6 +239,7 @@ def locked(report: ProgramReport) -> Lock:
         lock[TITLES["module"]] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
         lock[TITLES["line"]] = _summed(map(_of_line, report.by_line.rows))
+    # As they are written, so that what is read again has the same names.
     return {
         section: {_escaped(name): figures for name, figures in lines.items()}
         for section, lines in lock.items()
@@ -254,12 +262,16 @@ def _of_line(row: LineRow) -> tuple[str, dict[str, float | None]]:
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
     """Sums the figures of rows with one name, such as of all layers of a list.
 
-    Zeros are left out, and lines without any other figure. Units of which some row does not know
-    the figure are named: ``{"": "unknown flops", "bytes": 64}``.
+    A sum of zero is left out, and a name with no other sum as well. Where the figure of some row is
+    unknown, so is the sum, and the line says that: ``{"": "unknown flops", "bytes": 64}``.
+
+    Args:
+      rows: a name and the figures by unit; None for one that is unknown.
     """
     sums: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and unit
-    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by name, the units in order
+    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # units by name, in order
     for name, figures in rows:
+        # A Counter adds. Figures of XLA are floats, but whole numbers.
         sums[name].update({unit: round(x) for unit, x in figures.items() if x})
         unknown[name].update({unit: None for unit, x in figures.items() if x is None})
     lines: dict[str, Figures] = {}
@@ -303,29 +315,34 @@ def _collective_name(collective: Collective) -> str:
 def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
     """Sums arguments whose paths differ only in indices, and whose types and specs are the same.
 
-    By name: type and spec (a text without a unit), the rule that decides, bytes, and how many.
+    Returns:
+      By the folded path, the figures of each group: ``{"model.layers[*].up": {"": "float32[8,32]
+      P('model')", "rule": "column of tensor_parallel", "bytes": 2048, "arrays": 2}}``.
     """
     groups: defaultdict[str, defaultdict[str, list[ParameterRow]]]  # by folded path and type
     groups = defaultdict(lambda: defaultdict(list))
     for row in report.parameters:
         groups[folded(row.path)][array_text(row)].append(row)
-    figures: dict[str, Figures] = {}
-    for path, by_type in groups.items():
-        for type_text, rows in by_type.items():
-            # The first path tells apart the groups of a list whose items differ.
-            name = path if len(by_type) == 1 else f"{path}, as {rows[0].path}"
+    lines: dict[str, Figures] = {}
+    for path, rows_by_type in groups.items():
+        for type_text, rows in rows_by_type.items():
+            # Items of one list may have several types. Then each group has its first path, too:
+            # ``model.layers[*].up, as model.layers[2].up``.
+            has_one_type = len(rows_by_type) == 1
+            name = path if has_one_type else f"{path}, as {rows[0].path}"
             reasons = [report.reasons[row.path] for row in rows if row.path in report.reasons]
             rules = sorted({reason.rule or "none" for reason in reasons})
-            figures[name] = {
-                "": type_text,
-                **({_RULE: _escaped(" and ".join(rules))} if rules else {}),
-                "bytes": sum(row.bytes_per_device for row in rows),
-                "arrays": len(rows),
-            }
-    return figures
+            figures: Figures = {"": type_text}
+            if rules:
+                figures[_RULE] = _escaped(" and ".join(rules))
+            figures["bytes"] = sum(row.bytes_per_device for row in rows)
+            figures["arrays"] = len(rows)
+            lines[name] = figures
+    return lines
 
 
 def _escaped(name: str) -> str:
+    """Returns a name without the separator of a line."""
     return printable(name).replace("|", "¦")
 
 
@@ -359,35 +376,44 @@ def _read(text: str, path: str) -> Lock:
 
 
 def _figure(text: str) -> tuple[str, Value]:
-    """Reads a figure: its unit and value. ``1 array`` is ``("arrays", 1)``."""
+    """Reads a figure as its unit and value.
+
+    ``18,432 bytes`` is ``("bytes", 18432)``, ``1 array`` is ``("arrays", 1)``, ``rule fsdp`` is
+    ``("rule", "fsdp")``; any other text has the unit "".
+    """
     match = _NUMBER.fullmatch(text)
     if match is None:
         is_rule = text.startswith(f"{_RULE} ")
         return (_RULE, text.removeprefix(f"{_RULE} ")) if is_rule else ("", text)
-    unit = f"{match[2]}s" if match[1] == "1" and match[2] in _SINGULAR else match[2]
-    return unit, int(match[1].replace(",", ""))
+    number, unit = match.groups()
+    if number == "1" and unit in _SINGULAR:
+        unit += "s"
+    return unit, int(number.replace(",", ""))
 
 
 def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
-    """Yields the figures of a section that differ; of a line that one side lacks, the first one.
+    """Yields the figures of a section that differ.
 
     Args:
       part: the kind of the section, which changes have, too.
       old: the lines of the lock file, by name.
       new: those of the report.
     """
-    is_total = part in ("memory", "cost")  # whose names say the unit
+    # Names such as "flops" and "arguments" say the unit, which need not be repeated.
+    names_say_unit = part in ("memory", "cost")
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         pairs: dict[str, tuple[Value, Value]]  # before and after, by unit
         if before is None or after is None:
+            # Of a whole line that is new or gone, the first figure is enough: a type, or bytes.
             unit, value = next(iter((before or after or {}).items()))
             nothing: Value = None if isinstance(value, str) else 0
             pairs = {unit: (value, nothing) if after is None else (nothing, value)}
         elif _UNKNOWN in (before.get(""), after.get("")):
-            # One of the lines has this text alone, so that no unit is on both sides.
+            # Such as {"": "unknown"} and {"bytes": 64}, which have no unit in common: the first
+            # figures are compared.
             pairs = {"": (next(iter(before.values())), next(iter(after.values())))}
         else:
             units = before | after
@@ -396,12 +422,15 @@ def _compared(
             pairs = {unit: (_figure_in(before, unit), _figure_in(after, unit)) for unit in units}
         for unit, (old_value, new_value) in pairs.items():
             if old_value != new_value:
-                label = f"{name}: {unit}" if unit and not is_total else name
+                label = name if names_say_unit or not unit else f"{name}: {unit}"
                 yield Change(part, label, old_value, new_value)
 
 
 def _figure_in(figures: Figures, unit: str) -> Value:
-    """Returns a figure of a line; one that is not there is zero, or unknown if the line says so."""
+    """Returns a figure of a line; one that is not there is zero, or None if it is unknown.
+
+    A line with unknown figures says so: ``{"": "unknown flops", "bytes": 64}``. A text has no zero.
+    """
     if unit in figures:
         return figures[unit]
     is_zero = unit != "" and not str(figures.get("", "")).startswith(_UNKNOWN)

@@ -48,9 +48,14 @@ class Site(NamedTuple):
     module: str  # such as ``model.blocks[0].up (Linear)``
     side: str  # "input", "output", or "mask" of a dropout
     axes: tuple[Any, ...]  # the Manual ones, along which each device has its own value
-    start: int  # the first site of the call
-    inputs: list[str]  # of the call, with their specs
-    states: list[str]  # expressions for the module's Variables that are no parameters
+    start: int  # the number of the first site of the same call, by which sites of calls are told
+    # What the call gets, for an error: ``kernel: f32[8,16] P('data')``. One list for all sites of a
+    # call, to which specs are added when the program is compiled.
+    inputs: list[str]
+    # Expressions for the module's Variables that are no parameters, such as ``model.norm.mean``.
+    # Only these change in a call, so a wrong one is the module's fault; parameters change in an
+    # update.
+    states: list[str]
 
 
 class Outcome(NamedTuple):
@@ -75,23 +80,30 @@ class RecordedStep:
         options: dict[str, Any],
         is_dropping: bool = False,
     ):
-        """Jits the step for a mesh, with options of `jit`; nothing is traced yet.
+        """Jits the step for a mesh; nothing is traced yet.
 
-        ``is_dropping`` if dropouts drop also where devices draw masks of their own.
+        Args:
+          step: the step.
+          mesh: the mesh.
+          options: those of `jit`.
+          is_dropping: whether dropouts drop elements also where devices draw masks of their own;
+            else they return their input there, as on one device.
         """
 
         @functools.wraps(step)
         def recorded_step(*args: Any) -> Any:
             handler_of_jit: Any = current_handler()
             handler = functools.partial(self._record_call, handler_of_jit)
-            return with_handler(handler, (), step, *args)
+            private_methods = ()  # none of them is recorded
+            return with_handler(handler, private_methods, step, *args)
 
         self._signature, self._mesh = inspect.signature(step), mesh
         self._is_dropping = is_dropping
-        # While the mesh has one device, what every record is changed by.
+        # On one device, the program changes what modules exchange by errors of this size, which it
+        # asks for in each run; None for no errors.
         self._rounding: Rounding | None = None
         self._fun = jit(recorded_step, mesh=mesh, **options)
-        self._calls = Calls()  # where calls are recorded, `jit` names all modules
+        self._calls = Calls()  # `jit` sets `FRAME` for all modules only where calls are recorded
         self._sites: list[Site] = []  # filled by the first call, which traces the step
         self._values: Values = {}  # filled by the callbacks of each call
 
@@ -102,9 +114,11 @@ class RecordedStep:
           args: the arguments of the step.
           rounding: what to change every record by; None to change nothing.
         """
-        self._rounding, self._values = rounding, defaultdict(lambda: defaultdict(list))
+        self._rounding = rounding
+        self._values = defaultdict(lambda: defaultdict(list))  # by site, by device
         with RECORD(self._calls):
             out = self._fun(*args)
+        # Modules and optimizers in the arguments have changed, so their arrays count as well.
         arrays = self.arrays(args, {RESULT: out})
         # Both, because a callback may run after the arrays are ready.
         jax.block_until_ready(arrays)
@@ -126,24 +140,35 @@ class RecordedStep:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Handles the call of a method in the trace: makes ``outer`` record it.
+        """Handles the call of a method in the trace: passes it on to `jit`, with records around it.
 
-        ``outer`` handles calls in `jit`, such as by constraining activations. ``call`` is the
-        method, bound to the module; a ``module`` may also be an optimizer, which is not recorded.
+        Args:
+          outer: the handler of `jit`, which constrains activations, and calls the method.
+          module: the module; or an optimizer, whose calls are not recorded.
+          method: the name of the method.
+          call: the method, bound to the module.
+          args: its arguments.
+          kwargs: its keyword arguments.
+
+        Returns:
+          What the method returns.
         """
         if not isinstance(module, nnx.Module):
             return outer(module, method, call, args, kwargs)
 
         def recorded_call(*args: Any, **kwargs: Any) -> Any:
             site = self._input_site(module, method, args, kwargs)
+            # From here on the call uses the recorded arrays, or their gradients would be missed.
             args, kwargs = self._record_arrays(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and site.axes:
-                # Each device draws its own mask, so the result cannot be that of one device. The
-                # mask is recorded, and the input returned instead.
-                [x] = arrays_in(args[:1] or kwargs["inputs"])
-                if out is not x:  # else it is deterministic
-                    self._record_arrays(site._replace(side="mask"), out != 0)
+                # On Manual axes each device draws its own mask, so the result cannot be that of one
+                # device. The mask is recorded, and the input returned instead.
+                [x] = arrays_in(args[:1] or kwargs["inputs"])  # the only array that it takes
+                is_deterministic = out is x
+                if not is_deterministic:
+                    kept = out != 0  # a zero in the input counts as dropped
+                    self._record_arrays(site._replace(side="mask"), kept)
                     out = out if self._is_dropping else x
             return self._record_arrays(site._replace(side="output"), out)
 
@@ -187,18 +212,20 @@ class RecordedStep:
             number = len(self._sites)
             self._sites.append(site)
 
+            # Rounding errors are added here, so that they reach all that is computed from the
+            # array.
             def record_value(x: jax.Array) -> jax.Array:
                 x = self._rounded(x)
-                self._record(x, site.axes, (number, False))
+                self._record(x, site.axes, number, is_gradient=False)
                 return x
 
             def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
                 gradient = self._rounded(gradient)
-                self._record(gradient, site.axes, (number, True))
+                self._record(gradient, site.axes, number, is_gradient=True)
                 return (gradient,)
 
             if not is_inexact(x):  # it has no gradient, and no rounding errors
-                self._record(x, site.axes, (number, False))
+                self._record(x, site.axes, number, is_gradient=False)
                 return x
             identity = jax.custom_vjp(record_value)
             identity.defvjp(lambda x: (record_value(x), None), record_gradient)
@@ -207,20 +234,23 @@ class RecordedStep:
         # Modules in the tree are leaves, and stay as they are.
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
 
-    def _record(self, x: jax.Array, axes: tuple[Any, ...], key: tuple[int, bool]) -> None:
-        """Adds a callback to the program that keeps an array of each device in ``values[key]``.
+    def _record(
+        self, x: jax.Array, axes: tuple[Any, ...], number: int, *, is_gradient: bool
+    ) -> None:
+        """Adds a callback to the program, which keeps an array of each device in ``_values``.
 
         Args:
           x: the array.
           axes: the Manual axes, along which each device has an array of its own; along all others,
             the callback gets the whole array once.
-          key: the number of the site, and whether this is its gradient.
+          number: that of the site.
+          is_gradient: whether this is the gradient of the site.
         """
 
         def keep(x: Any, *indices: Any) -> None:
             device = tuple(map(int, indices))
             # `self._values` is another dict in each call of the step, which this program outlives.
-            self._values[key][device].append(np.array(x))
+            self._values[number, is_gradient][device].append(np.array(x))
 
         jax.debug.callback(keep, x, *map(jax.lax.axis_index, axes))
 
@@ -229,27 +259,33 @@ class RecordedStep:
         if self._mesh.size > 1:
             return x
 
-        def error() -> np.ndarray[Any, Any]:
-            relative = 0.0 if self._rounding is None else self._rounding.relative(x.dtype)
-            return np.asarray(relative, np.float32)
+        def relative_error() -> np.ndarray[Any, Any]:
+            error = 0.0 if self._rounding is None else self._rounding.relative(x.dtype)
+            return np.asarray(error, np.float32)
 
         # The program asks in each run, so that one serves for runs with and without errors.
-        return rounded(x, jax.pure_callback(error, jax.ShapeDtypeStruct((), jnp.float32)))
+        error = jax.pure_callback(relative_error, jax.ShapeDtypeStruct((), jnp.float32))
+        return rounded(x, error)
 
 
 def _add_input(site: Site, label: str, x: Any) -> None:
-    """Adds the type of an array to ``site.inputs``: ``kernel: f32[8,16] P('data')``.
+    """Adds the type of an array to ``site.inputs``, and its spec when that is known.
 
-    What is not an array is left out; ``label`` is put in front. On Auto axes, the compiler decides
-    the spec: it is added when the program is compiled.
+    Args:
+      site: the site, of which ``inputs`` changes.
+      label: what comes before the type: empty, or the path of a Variable, as ``kernel: ``.
+      x: the array; anything else is left out.
     """
     if not isinstance(x, jax.Array):
         return
-    text, index = label + jax.typeof(x).str_short(short_dtypes=True), len(site.inputs)
+    text = label + jax.typeof(x).str_short(short_dtypes=True)  # kernel: f32[8,16@data]
+    index = len(site.inputs)
     site.inputs.append(text)
 
     def add_spec(sharding: Any) -> None:
         site.inputs[index] = f"{text} {spec_text(getattr(sharding, 'spec', None))}"
 
-    if not site.axes and type_spec(x) is None:
+    # Specs over Explicit axes are in the type. On Auto axes the compiler chooses the spec, and
+    # calls this back when it has. On Manual axes it knows nothing of the sharding.
+    if type_spec(x) is None and not site.axes:
         jax.debug.inspect_array_sharding(x, callback=add_spec)

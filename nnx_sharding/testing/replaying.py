@@ -74,7 +74,8 @@ def replay(
     for run in range(1, runs + 1):
         args = restore(checkpoint, into)
         result = step(*args, *batch)
-        # What is restored comes first; the batch, which a step does not change, is left out.
+        # The first parameters get what is restored. The others, not named here, get the batch,
+        # which a step does not change.
         named = {"the result": result, **dict(zip(parameters, args, strict=False))}
         # Copied now: the next run is restored into the same modules.
         arrays = {key: np.array(array) for key, array in arrays_of(named).items()}
@@ -84,7 +85,7 @@ def replay(
             head = f"run {run} of {name} is not equal bit for bit to the first:"
             raise AssertionError(message(head, lines))
     if recorded is not None:
-        # A log has Python's numbers; those of the result have its types.
+        # A log has Python's numbers. To be equal bit for bit, they need the types of the result.
         alike = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), recorded, result)
         expected = arrays_of({"the result": alike})
         if lines := unequal_arrays(expected, first):

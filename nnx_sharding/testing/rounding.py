@@ -73,17 +73,20 @@ class Rounding:
 def rounded(x: jax.Array, error: jax.Array) -> jax.Array:
     """Returns an array whose elements are changed by ±error of their size; as it is if that is 0.
 
-    A small element may be what is left of large terms, so the size is at least the mean. Zeros
-    stay, as they are masked or padded more often than computed, and so do numbers that stand for
-    infinity, as ``finfo.min`` in masks: larger ones would be infinite, and their mean is. The signs
-    follow from the bits of the elements, which differ in each run since its inputs do; no state has
-    to be passed.
+    A small element may be what is left of large terms, so its size counts as at least the mean of
+    all. Two kinds of elements stay as they are: zeros, which are masked or padded more often than
+    computed; and numbers that stand for infinity, such as ``finfo.min`` in masks, which would
+    become infinite, and would make the mean infinite.
+
+    The signs are a hash of the elements. As the inputs of each run differ by their errors, so do
+    the signs, and no random state has to be passed.
     """
     size = jnp.abs(x)
     # From here on, a number stands for infinity.
     most = min(float(jnp.finfo(x.dtype).max) / 4, 1e30)  # type: ignore[no-untyped-call]
-    size = jnp.where(size < most, size, 0)
+    size = jnp.where(size < most, size, 0)  # 0 for what stays
     scale = jnp.where(size == 0, 0, jnp.maximum(size, size.mean()))
+    # Of a complex number, the bits of its real part are enough.
     bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
     # Multiplicative hashing (Knuth): the highest bit depends on all others.
     mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
@@ -102,21 +105,22 @@ def _unit(dtype: Any) -> float:
 
 
 def _sums(jaxpr: Any) -> Iterator[int]:
-    """Yields how many terms each sum in a jaxpr has; in a loop, over all iterations.
+    """Yields how many terms each sum in a jaxpr has: 8 for the product of (4, 8) and (8, 2).
 
-    8 for the product of (4, 8) and (8, 2), and 80 for it in a scan of length 10, whose gradients
-    may be sums over the iterations.
+    In a ``scan`` of length 10 it is 80, since the gradient of what all iterations use is a sum over
+    them. A ``while`` loop counts as one iteration, as its number is not known.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
+        # Of the first operand.
         shape = getattr(equation.invars[0].aval, "shape", ()) if equation.invars else ()
         if name == "dot_general":
-            contracted = params["dimension_numbers"][0][0]
+            (contracted, _), _ = params["dimension_numbers"]  # dimensions of the first operand
             yield math.prod(shape[i] for i in contracted)
         elif name == "conv_general_dilated":
             yield math.prod(equation.invars[1].aval.shape)  # of the kernel: a bound
         elif name in ("reduce_sum", "cumsum", "scatter-add"):
-            yield math.prod(shape)  # of the operand: an estimate
+            yield math.prod(shape)  # at most; for scatter-add, a guess: as many as it has elements
         iterations = params.get("length", 1) if name == "scan" else 1
         for inner in _compat.jaxprs_of(equation):
             yield from (iterations * count for count in _sums(inner))

@@ -52,9 +52,10 @@ def assert_same(
     first one whose gradient does.
 
     Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
-    what such errors in inputs and modules change on one device. In a ``shard_map``, ``nnx.Dropout``
-    returns its input, and it is an error if it drops the same elements of different shards, or
-    other elements of replicas so that what is declared replicated is not.
+    what such errors in inputs and modules change on one device. In a ``shard_map``, devices may
+    draw dropout masks of their own, which one device cannot repeat: ``nnx.Dropout`` returns its
+    input there, and only its masks are checked. It is an error if it drops the same elements of
+    different shards, or other elements of replicas so that what is declared replicated is not.
 
     Args:
       step: a function that is not jitted, such as a training step, or the call of a model. It takes
@@ -114,12 +115,13 @@ def assert_same(
     mesh_args = [copied(args) for _ in range(runs)]
     traced = jit(step, mesh=device_mesh, **device_options).trace(*device_args)
     rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)  # of types and the longest sum
-    # Copies with random errors of that size: how far their results spread is no difference.
+    # Copies with random errors of that size. How far these move the results of one device is how
+    # far those of the mesh may be from them (`Spread`).
     rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
         for count in range(1, steps + 1):
-            # The compiler would warn of each copy that a record of a sharded array is.
+            # The compiler would warn that each record of a sharded array makes a copy of all of it.
             with _compat.without_compiler_warnings():
                 arrays = run_on_device.arrays(device_args)
                 before = {name: numbers(array) for name, array in arrays.items()}
@@ -166,13 +168,16 @@ def _sized(
 
 
 def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:
-    """Returns a mesh with the same axes, of size 1."""
+    """Returns a mesh of one device with the same axes and axis types, each of size 1."""
     devices = np.array(device).reshape([1] * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, mesh.axis_types)
 
 
 def _on_device(sharding: Any, device: jax.Device) -> Any:
-    """Returns the same sharding on a mesh of one device; specs, which have no mesh, unchanged."""
+    """Returns the same sharding on a mesh of one device.
+
+    Specs, which have no mesh, stay: they name the same axes there.
+    """
     if isinstance(sharding, StateSharding):
         shardings = [_on_device(x, device) for x in sharding.shardings]
         return StateSharding(

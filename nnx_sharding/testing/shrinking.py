@@ -45,7 +45,7 @@ def shrink(
     while has_changed:
         has_changed = False
         for name, size in _sizes(config).items():
-            for divisor in _divisors(size, full_sizes[name]):  # the smallest that fits
+            for divisor in _divisors(size, full_sizes[name]):  # the smallest that fits is taken
                 smaller = _replaced(config, name, divisor)
                 try:
                     fits = _specs(build, smaller) == wanted
@@ -69,6 +69,8 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
 
     Nothing is computed, also if ``build`` makes whole arrays. Layers of a list count as one.
     """
+    # `eval_shape` can return neither the step, which is no array, nor modules with their types
+    # only.
     programs: list[tuple[Any, tuple[Any, ...]]] = []  # gets the step, with its arguments
 
     def add_program() -> None:
@@ -82,7 +84,8 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
     [(step, args)] = programs
     step.eval_shape(*args)  # fails for sizes that do not fit
     specs = declared_specs(step, *args)
-    # ``model.layers[0].up`` → ``model.layers[*].up``: their number may change.
+    # ``model.layers[0].up1`` → ``model.layers[*].up*``: the number of layers may change. What has
+    # digits in its name is the same in both configurations.
     return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
 
 
@@ -100,16 +103,22 @@ def _replaced(config: Any, name: str, value: int) -> Any:
 
 
 def _divisors(size: int, original: int) -> Iterator[int]:
-    """Yields the divisors that a size may become, ascending; ``original`` is what it was first."""
+    """Yields the divisors that a size may become, ascending.
+
+    Args:
+      size: the size now.
+      original: the size in the full configuration.
+    """
     # A large one may be a length, of which 2 would leave one position after a shift by one.
     least = 4 if original > 128 else 2
     return (divisor for divisor in range(least, size // 2 + 1) if size % divisor == 0)
 
 
 def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Fills abstract arrays with values: random weights, ones for scales, and words 0 and 1.
+    """Fills abstract arrays with values: random weights, about 1 for scales, 0 and 1 for tokens.
 
-    Arrays that exist are returned as they are. The state of an optimizer is zero, as at its start.
+    Arrays that exist are returned as they are. Variables that are no parameters, such as the state
+    of an optimizer, are zero, as at its start.
     """
     flat, random = flatten(args), np.random.default_rng(0)
     structure, leaves = flat.structure, list(flat.leaves)
@@ -117,21 +126,28 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     # the indices of its arrays among the leaves.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         entry = None if location.object_index is None else structure.entries[location.object_index]
+        # An array outside of Variables is no state: it is an input of the step.
         is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)
         for slot in location.slots:
             if isinstance(leaves[slot], jax.ShapeDtypeStruct):
-                leaves[slot] = _value(leaves[slot], is_state, random)
+                leaves[slot] = _value(leaves[slot], random, is_state=is_state)
     filled: tuple[Any, ...] = unflatten(structure, leaves).root
     return filled
 
 
-def _value(x: jax.ShapeDtypeStruct, is_state: bool, random: np.random.Generator) -> jax.Array:
-    """Returns values for an abstract array; zeros for ``is_state``: no parameter."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+def _value(x: jax.ShapeDtypeStruct, random: np.random.Generator, *, is_state: bool) -> jax.Array:
+    """Returns values for an abstract array.
+
+    Args:
+      x: the array.
+      random: a source of random numbers.
+      is_state: whether it is in a Variable that is no parameter: it is zero.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # any key will do
         return jnp.broadcast_to(jax.random.key(0), x.shape)
     if is_state:
         return jnp.zeros(x.shape, x.dtype)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # tokens or labels: 0 and 1 are in any vocabulary
         return jnp.asarray(random.integers(0, 2, x.shape), x.dtype)
     if len(x.shape) < 2:  # a scale, or a bias
         return jnp.asarray(1 + 0.1 * random.standard_normal(x.shape), x.dtype)
