@@ -30,15 +30,19 @@ def is_spec(x: object) -> bool:
     ``StateSharding``, an ``nnx.State`` or a module of specs, or what ``nnx.prefix`` returns.
     """
     return (
-        is_single_spec(x)
+        is_single_spec(x)  # of one array, or None
         or isinstance(x, StateSharding | nnx.State)
-        or _compat.is_node(x)
-        or _compat.prefix_state(x) is not None
+        or _compat.is_node(x)  # a module, with specs in place of its arrays
+        or _compat.prefix_state(x) is not None  # from `nnx.prefix`
     )
 
 
 class PathFunction(StateSharding):
-    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new ones."""
+    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new ones.
+
+    It is a ``StateSharding`` whose filter, for each of its specs, is that function. But a path that
+    is known does not ask it.
+    """
 
     __slots__ = ("_by_path", "_function")
 
@@ -84,44 +88,51 @@ def _normalized(spec: Any) -> Any:
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
     if _compat.is_unspecified(spec):  # JAX's default for ``in_shardings``
         return None
+    # What ``nnx.prefix(model, function)`` has returned: a State with a spec for each path, and the
+    # function, which is asked about Variables that the traced function adds.
     prefix = _compat.prefix_state(spec)
-    if prefix is not None:  # the result of ``nnx.prefix``
+    if prefix is not None:
         return PathFunction(prefix.function, leaves_by_path(prefix.specs, is_single_spec))
     if _compat.is_node(spec):
-        # A module holds specs instead of arrays. Each is the value of a Variable, as
-        # `nnx.get_named_sharding` makes them, or has replaced the Variable.
+        # A module with specs instead of arrays: in its Variables, as `nnx.get_named_sharding`
+        # makes it, or in their places. Each becomes a filter for its path.
         parts = leaves_by_path(spec, lambda x: is_single_spec(x) or isinstance(x, nnx.Variable))
-        return StateSharding(
-            (nnx.filterlib.PathIn(path), x.get_raw_value() if isinstance(x, nnx.Variable) else x)
-            for path, x in parts.items()
-        )
+        pairs = []
+        for path, part in parts.items():
+            sharding = part.get_raw_value() if isinstance(part, nnx.Variable) else part
+            pairs.append((nnx.filterlib.PathIn(path), sharding))
+        return StateSharding(pairs)
     return spec
 
 
 class Specs:
     """A prefix of specs as the user wrote it, hashable.
 
+    For ``(P("data"), StateSharding({nnx.Param: P("model"), ...: P()}))``, ``rules`` has these two,
+    and ``written`` the three specs in them.
+
     Attributes:
       tree: the prefix, in our own types.
       invalid: the leaves that are not specs, for an error.
-      rules: the leaves: specs, and mappings from filters to specs.
-      written: all specs, with those in the mappings.
+      rules: its leaves: a spec, or a ``StateSharding`` with one for each filter.
+      written: all specs, with those in a ``StateSharding``.
       depend_on_values: whether shapes and dtypes matter, to a predicate of the user.
       has_partition_spec: whether any spec needs a mesh.
       may_hold_none: whether arguments, or parts of them, can have None.
     """
 
     def __init__(self, tree: object):
-        """Reads a tree of specs."""
+        """Reads a tree of specs; what is wrong with it is kept in ``invalid``."""
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
+        # A State of specs stays one in ``tree``: it is for an argument that is a State, and is
+        # matched with it level by level. As a rule, it has a filter for each path.
         self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
-        # A State of specs has one for each path, as a StateSharding with filters for paths.
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
-        self._key = (self.rules, treedef)
+        self._key = (self.rules, treedef)  # by which two prefixes are equal
         written: list[Any] = []
         self.depend_on_values = False
         for rule in self.rules:
@@ -162,8 +173,9 @@ def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
     # Strings and None in a tuple were probably meant as one spec. Not at the top: there a tuple has
     # one spec for each argument.
     is_for_arguments = not path and isinstance(tree, tuple | list)
-    hint = "" if is_for_arguments else suggested_spec(tree)
-    parts, treedef = one_level(tree)
+    hint = "" if is_for_arguments else suggested_spec(tree)  # such as ": write P('data', None)"
+    parts, treedef = one_level(tree)  # its children, each with its key
+    # With a hint, the whole tuple is reported, not each string in it.
     if hint or is_leaf_treedef(treedef):
         yield _InvalidLeaf(accessor("", path), tree, hint)
         return
@@ -181,12 +193,14 @@ def check_specs(name: str, types: type | tuple[type, ...] = object, **options: S
 
     Args:
       name: that of the transform, in messages.
-      types: the types of specs that it takes.
+      types: the types of specs that it takes. ``shard_map`` takes a ``PartitionSpec`` only.
       **options: its specs, by option, such as ``in_shardings=``.
     """
     lines = []
     for option, specs in options.items():
+        # 1. What is no spec at all, with its place in the prefix and perhaps a hint.
         lines += [f"  {option}{x.place}: {show(x.leaf)}{x.hint}" for x in specs.invalid]
+        # 2. Specs of other types than the transform takes, such as a sharding with its mesh.
         for spec in specs.written:
             if spec is not None and not isinstance(spec, types):
                 lines.append(f"  {option}: {show(spec)}; write its PartitionSpec")

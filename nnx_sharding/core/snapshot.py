@@ -26,8 +26,9 @@ from .structure import LEAF, Container, Entry, NodeEntry, StaticObject, Structur
 class Snapshot:
     """Objects before a function may change them, to find the unchanged ones afterwards.
 
-    It has, by index, the entry of each object, and its *content*: the names and values in it. An
-    object in which a change may not show has the content None, and is described again.
+    It has, by index, the entry of each object, and its *content*: a flat tuple of the names and
+    values in it, which it keeps alive. An object in which a change may not show has the content
+    None, and is described again.
     """
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):
@@ -48,6 +49,7 @@ class Snapshot:
         before = self._contents[index] if index < len(self._contents) else None
         if before is None:  # a new object, or one that does not show all changes
             return None
+        # Part by part, by identity: the parts from before are alive, so a new object is another.
         content = _content(obj)
         is_same = len(content) == len(before) and all(map(operator.is_, content, before))
         return self._entries[index] if is_same else None
@@ -59,11 +61,15 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
     ``entry`` describes the object; ``slots`` are those of its own arrays.
     """
     if isinstance(entry, VariableEntry):
+        # One array, whose entry says LEAF for any array. A pytree or module as the value could be
+        # changed in place, and a hijax Variable has no attributes to compare.
         return entry.value is LEAF and _compat.is_variable(obj)
+    # A module with arrays of its own may get others, and has to deal out its slots again.
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
         return False
-    # A container among the attributes may be changed in place, which does not show. What shows is
-    # Flax's record of how far the module is set up: its flags are a part of the content.
+    # Static values, and links to other objects (int), change only by being replaced. A container
+    # can be changed in place, which does not show, with one exception: Flax's record of how far the
+    # module is set up, whose flags are a part of the content.
     pairs = zip(entry.keys, entry.children, strict=True)
     containers = [key for key, child in pairs if type(child) not in (Static, int)]
     return containers in ([], [_compat.STATE])
@@ -72,7 +78,9 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
 def _content(obj: object) -> tuple[Any, ...]:
     """Returns what two states of an object are compared by: names and values, in one tuple.
 
-    Of a module its attributes; of a Variable its metadata, and whether it holds an array.
+    Of a module its attributes, with the flags of Flax's record of how far it is set up. Of a
+    Variable its metadata, and whether it holds an array: the array itself may be another one. The
+    tuple is flat, since its items are compared by identity.
     """
     if _compat.is_variable(obj):
         metadata = _compat.get_metadata(obj)

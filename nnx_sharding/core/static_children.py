@@ -29,8 +29,10 @@ if TYPE_CHECKING:  # it calls the functions below
 def new_static_child(flattener: Flattener, value: object, position: int) -> Child:
     """Returns the child for a static value that a walk meets first, and keeps it for later links.
 
+    The cases are those of the table above.
+
     Args:
-      flattener: the walk.
+      flattener: the walk. Its ``statics`` have the child of each value that was met, by its id.
       value: the value.
       position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
     """
@@ -38,14 +40,17 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
     content = content_of(value) if static.by_identity else None
     if content is None:  # not compared by content
         if _is_part_of_graph(flattener, value):
-            return flattener.link_object(value, position)
+            return flattener.link_object(value, position)  # the index of its entry
+        # By value, or by identity alone.
         flattener.statics[_compat.identity(value)] = static, value
         return static
     kind, parts = content
-    if not is_fixed(kind):
+    if not is_fixed(kind):  # it can change
         return flattener.link_object(value, position)
     child = StaticObject(kind, _children(flattener, value, kind, parts, position))
-    if position == UNRECORDED:  # a recorder has to open it in each place, so it is not kept
+    # A guard compares the parts of this value in each place where it is. So a recorder has to see
+    # them each time, which it would not if the child were kept.
+    if position == UNRECORDED:
         flattener.statics[_compat.identity(value)] = child, value
     return child
 
@@ -53,8 +58,9 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
 def _is_part_of_graph(flattener: Flattener, value: object) -> bool:
     """Whether a module in a static place is an object of the graph, so that the place links to it.
 
-    One with arrays is so only if it is data elsewhere, too. The flattener notes others as left out,
-    since they may be met as data later.
+    One that holds arrays, at any depth, is so only if it is data elsewhere, too (``also_data``).
+    That may be found out later: so others are noted in ``left_out``, and if the walk meets one of
+    these as data, `flatten` starts again with it in ``also_data``.
     """
     if not _compat.is_graph_object(value):
         return False
@@ -76,19 +82,21 @@ def describe_static(
       obj: the object.
       position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
     """
-    if flattener.snapshot is not None:
-        # What a cached_property has stored since may be traced, and is not needed.
+    if flattener.snapshot is not None:  # after a call: the snapshot is of the objects before it
+        # A cached_property that the function has read since stores its value as an attribute. It
+        # may be a tracer, and is computed again when it is needed. Those from before stay.
         forget_cached(obj, flattener.snapshot.attributes_of(index))
     content = content_of(obj)
-    if content is None:
+    if content is None:  # a ref, whose content JAX keeps
         return None
     is_kept_alive = flattener.is_kept_alive(obj)
     if is_kept_alive:
-        flattener.origins[index] = obj
+        flattener.origins[index] = obj  # so that it can be used again, if it is still unchanged
     kind, parts = content
     identity = None
-    if has_identity(kind.type):
-        # Equal parts do not make two such objects equal, so a trace is only for this one.
+    if has_identity(kind.type):  # it is equal only to itself, as one of a class without `__eq__`
+        # Equal parts do not make two such objects equal, so a trace is only for this one. A guard
+        # then also compares the object itself.
         identity = Static(obj, is_kept_alive)
         if flattener.recorder is not None:
             flattener.recorder.pin_object(index, obj)
@@ -98,7 +106,16 @@ def describe_static(
 def _children(
     flattener: Flattener, obj: object, kind: StaticKind, parts: Sequence[object], position: int
 ) -> tuple[Child, ...]:
-    """Returns the children for the parts of a static object: its items, then its attributes."""
+    """Returns the children for the parts of a static object: its items, then its attributes.
+
+    Args:
+      flattener: the walk.
+      obj: the object.
+      kind: its kind.
+      parts: its parts, in this order.
+      position: where a recorder can read the object again; ``UNRECORDED`` if nowhere.
+    """
+    # One for each part; without a recorder, `UNRECORDED` without end.
     positions = ALL_UNRECORDED
     if flattener.recorder is not None:
         positions = flattener.recorder.open_static(position, obj, kind, parts)

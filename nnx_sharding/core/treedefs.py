@@ -80,7 +80,7 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
     """Yields the auxiliary data of the nodes of a pytree, from the root on, except plain keys.
 
     That is what a class returns from its flatten function besides children. JAX compares it by
-    ``==`` only, so that 1 and True are equal.
+    ``==`` only, so that 1 and True are equal. The keys of dicts and States are left out.
     """
     stack = [treedef]
     while stack:
@@ -91,16 +91,22 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
         node_type, aux = data
         if _compat.has_aux(node_type, aux):
             yield aux
-        stack += reversed(node.children())
+        stack += reversed(node.children())  # so that the first child is the next node
 
 
 def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
-    """Returns the same tree structure with other node data, in the order of ``aux_of``."""
+    """Returns the same tree structure with other auxiliary data: inverts :func:`aux_of`.
+
+    Args:
+      treedef: the tree structure.
+      aux: the new data, one for each that ``aux_of`` yields for ``treedef``, in the same order: a
+        node before its children.
+    """
     data = treedef.node_data()
-    if data is None:
+    if data is None:  # a leaf
         return treedef
     node_type, old_aux = data
-    if _compat.has_aux(node_type, old_aux):
+    if _compat.has_aux(node_type, old_aux):  # the keys of a dict stay as they are
         data = node_type, next(aux)
     children = [with_aux(child, aux) for child in treedef.children()]
     return jax.tree_util.PyTreeDef.from_node_data_and_children(

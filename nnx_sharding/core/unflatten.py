@@ -35,6 +35,7 @@ from .structure import (
     Entry,
     Location,
     NodeEntry,
+    RefEntry,
     StaticObject,
     Structure,
     VariableEntry,
@@ -68,9 +69,9 @@ def unflatten(
     """
     existing = existing or {}
     existing = {**existing, **_unchanged_statics(structure, existing, share)}
-    # The metadata of Variables, except what links to objects. Kept by the id of ``entry.metadata``,
-    # since many Variables share theirs.
-    plain_metadata: dict[int, dict[str, Any]] = {}
+    # The static part of each different metadata, by the id of ``entry.metadata``: many Variables
+    # share theirs, so `_new_object` adds one for the first of them.
+    static_metadata: dict[int, dict[str, Any]] = {}
     trace_state = _compat.new_trace_state()  # of the current trace, to which new Variables belong
     new_entries = [
         (index, entry) for index, entry in enumerate(structure.entries) if index not in existing
@@ -79,15 +80,15 @@ def unflatten(
     objects: list[Any] = [existing.get(index) for index in range(len(structure.entries))]
     for index, entry in new_entries:
         slots = structure.slots[index]
-        objects[index] = _new_object(entry, plain_metadata, trace_state, slots, leaves)
-    # Then their content.
+        objects[index] = _new_object(entry, static_metadata, trace_state, slots, leaves)
+    # Then their content. A ``jax.Ref`` and a hijax Variable have theirs already.
     for index, entry in new_entries:
         slots, obj = structure.slots[index], objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
-            # `_new_object` has set the metadata without links to objects.
-            has_links = len(plain_metadata[_compat.identity(entry.metadata)]) < len(entry.metadata)
-            if has_links:
+            # It has the static metadata. What is missing there links to objects, which exist now.
+            num_static = len(static_metadata[_compat.identity(entry.metadata)])
+            if num_static < len(entry.metadata):
                 _compat.set_metadata(obj, assemble_metadata(entry, objects))
             _compat.set_value(obj, assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
@@ -100,29 +101,32 @@ def unflatten(
 
 def _new_object(
     entry: Entry | None,
-    plain_metadata: dict[int, dict[str, Any]],
+    static_metadata: dict[int, dict[str, Any]],
     trace_state: object,
     slots: Sequence[int],
     leaves: Arrays,
 ) -> Any:
-    """Returns a new object of the class in an entry, which the caller fills later.
+    """Returns a new object of the class in an entry.
+
+    The caller fills it later, except hijax Variables and refs: these are made with their arrays.
 
     Args:
       entry: describes the object.
-      plain_metadata: gets the metadata of a Variable, except what links to objects.
+      static_metadata: a cache: the metadata of Variables, except what links to objects, by the id
+        of ``entry.metadata``. That of this entry is added.
       trace_state: Flax's record of the current trace, for a new Variable.
-      slots: the slots of its arrays. Hijax Variables and refs are made with them at once.
+      slots: the slots of its arrays.
       leaves: all arrays.
     """
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
     if isinstance(entry, VariableEntry):
-        metadata = plain_metadata.get(_compat.identity(entry.metadata))
+        metadata = static_metadata.get(_compat.identity(entry.metadata))
         if metadata is None:
             children = entry.metadata  # pairs of name and child
             pairs = ((name, child.value) for name, child in children if isinstance(child, Static))
-            metadata = plain_metadata[_compat.identity(entry.metadata)] = dict(pairs)
-        # Within a trace, hijax Variables are plain ones.
+            metadata = static_metadata[_compat.identity(entry.metadata)] = dict(pairs)
+        # Within a trace, or with modules in its value, a hijax Variable is made as a plain one.
         if metadata.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
             variable_type: Any = entry.type
@@ -132,6 +136,7 @@ def _new_object(
         return make_empty(entry.kind)
     if entry is None:  # not described, as nothing refers to it
         return None
+    assert isinstance(entry, RefEntry)
     leaf = leaves[slots[0]]
     # An abstract value stays abstract: there is nothing yet for a ref to refer to.
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -155,8 +160,11 @@ def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
     assert isinstance(child, Container | StaticObject)
     parts = [assemble(part, leaves, objects) for part in child.children]
     if isinstance(child, StaticObject):
+        # As a child, not as an entry: one that cannot change, such as a tuple with a list in it.
         return make_fixed(child.kind, parts)
     treedef = child.treedef
+    # Node data, such as the settings of a registered class, is in the treedef. Data that can change
+    # is described by children, and the treedef has to get the copy.
     if not all(isinstance(aux, Static) for aux in child.aux):
         treedef = with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
     return jax.tree_util.tree_unflatten(treedef, parts)
@@ -167,8 +175,12 @@ def assemble_attributes(
 ) -> list[tuple[Any, Any]]:
     """Returns the attributes of a module, as pairs of name and value.
 
-    The arguments are those of :func:`assemble`.
+    Args:
+      entry: describes the module.
+      leaves: the arrays that it holds itself, in the order of its attributes.
+      objects: the objects of the graph, by index.
     """
+    # Most attributes are static: without the call, a model is built faster.
     return [
         (key, child.value if type(child) is Static else assemble(child, leaves, objects))
         for key, child in zip(entry.keys, entry.children, strict=True)
@@ -181,9 +193,10 @@ def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
 
 
 def pytree_of(entry: object) -> Container | None:
-    """Returns the pytree of arrays that is the value of a Variable; None for any other value.
+    """Returns the pytree of arrays that is the value of a Variable; None for any other entry.
 
-    ``entry`` is that of the Variable. For the entry of anything else, the result is None.
+    Also None if the value is one array, or a pytree with modules or Variables in it: the arrays of
+    these are theirs, and have locations of their own.
     """
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
@@ -224,7 +237,7 @@ def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> N
     for index in indices:
         entry = structure.entries[index]
         # Writing equal content anew would be seen by other threads, and by guards.
-        if isinstance(entry, StaticObject) and not _shows(objects[index], entry, by_index):
+        if isinstance(entry, StaticObject) and not _has_content(objects[index], entry, by_index):
             perform(assign_content(entry, objects[index], objects))
 
 
@@ -233,16 +246,22 @@ def _unchanged_statics(
 ) -> dict[int, Any]:
     """Returns the static objects that were flattened and still have their content, by index.
 
-    They can be used again instead of copies. Without ``share``, lists and other containers are only
-    as a part of others: nearly all that a function creates while it runs are such containers.
+    They can be used again instead of copies. Without ``share``, a list, dict or the like is copied,
+    unless an object that is used again holds it. Otherwise a list that a function has created in
+    its trace, and returns in a module, would be one and the same in the results of all calls.
+
+    Args:
+      structure: has the entries, and the objects that were flattened (``origins``).
+      existing: objects that are used in any case, by index.
+      share: whether containers are used again as well.
     """
     entries: Sequence[Any] = structure.entries
-    origins = structure.origins.items()  # the objects that were flattened
+    origins = structure.origins.items()
     unchanged = {index: value for index, value in origins if index not in existing}
     while True:  # an object that holds a changed one has changed as well
         objects = {**existing, **unchanged}
         changed = [
-            index for index, x in unchanged.items() if not _shows(x, entries[index], objects)
+            index for index, x in unchanged.items() if not _has_content(x, entries[index], objects)
         ]
         if not changed:
             break
@@ -255,32 +274,35 @@ def _unchanged_statics(
         index = pending.pop()
         if index in unchanged and index not in shared:
             shared[index] = unchanged[index]
+            # The indices of the objects in it, also in tuples and the like.
             pending += (atom for atom in atoms(entries[index].children) if isinstance(atom, int))
     return shared
 
 
-def _shows(value: object, entry: StaticObject, objects: Mapping[int, Any]) -> bool:
-    """Whether a static object has the content that its entry describes.
+def _has_content(value: object, entry: StaticObject, objects: Mapping[int, Any]) -> bool:
+    """Whether a static object still has the content that its entry describes.
 
-    ``objects`` are those that the content may link to, by index.
+    The content is its kind (class and names of attributes) and its parts, each of which has to be
+    what a child of the entry describes. ``objects`` are those that a child may link to, by index.
     """
     content = content_of(value)
     if content is None:
         return False
-    kind, parts_now = content
-    return (
-        kind == entry.kind
-        and len(parts_now) == len(entry.children)
-        and all(map(_is_described_by, parts_now, entry.children, itertools.repeat(objects)))
+    kind, parts = content
+    if kind != entry.kind or len(parts) != len(entry.children):
+        return False
+    return all(
+        _is_described_by(part, child, objects)
+        for part, child in zip(parts, entry.children, strict=True)
     )
 
 
 def _is_described_by(value: object, child: Child, objects: Mapping[int, Any]) -> bool:
     """Whether a value in a static object is the one that a child describes."""
-    if isinstance(child, int):
+    if isinstance(child, int):  # an object of the graph
         return child in objects and objects[child] is value
-    if isinstance(child, StaticObject):
-        return _shows(value, child, objects)
+    if isinstance(child, StaticObject):  # one that cannot change, such as a tuple with a list in it
+        return _has_content(value, child, objects)
     return Static.of(value) == child
 
 
