@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from absl.testing import parameterized
@@ -456,6 +457,19 @@ Of another dtype (cast=True converts among floats and among integers):
         )
         self.assertEqual(contents_of(model), before)
         self.assertEqual(identities(model), objects)
+
+    def test_another_optimizer(self):
+        def make(tx):
+            model = MLP()
+            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        save(self.path, saved := make(optax.adam(0.1)))
+        chained = make(optax.chain(optax.clip(1.0), optax.adam(0.1)))
+        chained[0].up.kernel[...] = 0
+        with self.assertRaisesRegex(CheckpointError, r"another Optax .* only=nnx\.Not\(nnx.PathC"):
+            restore(self.path, chained)
+        restore(self.path, chained, only=nnx.Not(nnx.PathContains("opt_state")))
+        self.assertEqual(contents_of(chained[0]), contents_of(saved[0]))
 
     def test_keys_of_another_kind(self):
         save(self.path, {"k": jax.random.key(0), "e": jnp.zeros(0)})

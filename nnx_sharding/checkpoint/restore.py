@@ -168,7 +168,7 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
-    """Says what to pass if the checkpoint has more than the model, or has it as a part.
+    """Says what to pass if the checkpoint has more, has it as a part, or another optimizer state.
 
     Args:
       missing: the paths in the model that the checkpoint lacks.
@@ -181,6 +181,11 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
             key = int(top) if top.isdecimal() else top
             part = f"{{{key!r}: model}}" if key else "(model,)"
             return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
+    if missing and all("opt_state" in path.split("/") for path in (*missing, *unknown)):
+        return (
+            "The optimizer is of another Optax transformation than the saved one. Use that one, or "
+            "pass only=nnx.Not(nnx.PathContains('opt_state')) to start with new moments."
+        )
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."

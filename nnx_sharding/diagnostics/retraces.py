@@ -561,8 +561,8 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
     why_none = "JAX dropped the trace, or its configuration changed"  # if nothing differs
     lines = shown(closest.differences, why_none)
     return message(
-        f"{name} would be traced again, which {option} does not allow. Differences from trace "
-        f"{closest.trace.number}, the most similar one:",
+        f"{name} would be traced again, which {option} does not allow. Differences from the most "
+        f"similar earlier trace, number {closest.trace.number} of explain_retraces:",
         [f"  {line}" for line in lines],
         "Keep them the same from call to call, or allow more traces.",
     )
