@@ -236,7 +236,16 @@ class _NamedType(NamedTuple):
 
 
 class _Branches:
-    """The branches for operands of some types, and what each does, as its last trace shows."""
+    """The branches for operands of some types, and what each does, as its last trace shows.
+
+    Attributes:
+      functions: what JAX gets: for each branch a function of the list of operands, the leaves that
+        it traces. All return the array in each slot after the branch.
+      _static: the other leaves, by slot.
+      _outcomes, _returned, _types: what is recorded while JAX traces, by the number of the branch:
+        what it did to objects, a text that describes what it returned, and the name and type of the
+        array in each slot after it.
+    """
 
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
         """Makes a function for each branch; equal branches share one, which JAX traces once.
@@ -251,10 +260,9 @@ class _Branches:
         self._plan = plan
         self._function = function
         self._static = dict(static)
-        # Recorded while JAX traces, by the number of the branch.
-        self._outcomes: dict[int, Outcome] = {}  # what it did to objects
-        self._returned: dict[int, str] = {}  # a text that describes what it returned
-        self._types: dict[int, list[_NamedType]] = {}  # of the array in each slot after it
+        self._outcomes: dict[int, Outcome] = {}
+        self._returned: dict[int, str] = {}
+        self._types: dict[int, list[_NamedType]] = {}
         caller = current_caller()
         assert caller is not None  # branches are made in calls
         # Equal branches are traced under the number of the first of them. An expert per branch is
@@ -263,7 +271,6 @@ class _Branches:
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
         first_equal = [keys.index(key) for key in keys]  # [0, 0, 2] if the first two are equal
         traces = {number: functools.partial(self._trace, number) for number in first_equal}
-        # What JAX gets: for each branch a function of the list of operands.
         self.functions = [traces[number] for number in first_equal]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
@@ -385,7 +392,10 @@ class _Branches:
         return OutputGroup(("",) * len(arrays), arrays), outcome
 
     def _check_structures(self, number: int) -> None:
-        """Raises a ``ValueError`` if a branch leaves other objects than the first one."""
+        """Raises a ``ValueError`` if a branch leaves other objects than the first one.
+
+        Both have been traced, so that the structures after them are recorded.
+        """
         first, other = self._outcomes[0].structure, self._outcomes[number].structure
         if first == other:
             return
@@ -399,13 +409,13 @@ class _Branches:
         }
         lines = []
         differences = [
-            # What the two branches returned, as texts; equal ones are left out below.
+            # What the two branches returned, as texts, which may be equal.
             Difference("output", self._returned[0], self._returned[number]),
             # The places in these objects where the two structures differ, such as `model.scale`.
             *structure_changes(same_names, first, other),
         ]
         for place, in_first, in_other in differences:
-            # Texts may be equal in the latter, too: for two objects of one class.
+            # A place whose texts are equal, such as "a Linear", tells the user nothing.
             if in_first != in_other:
                 label, other_label = self._labels[0], self._labels[number]
                 lines.append(f"  {place}: {in_first} in {label}, {in_other} in {other_label}")

@@ -115,6 +115,9 @@ class _Call:
         arrays that are not differentiated.
       differentiated: the slots of what is differentiated, by path, such as ``(0, "kernel")``. Paths
         start with the position among the differentiated arguments.
+
+    ``_caller`` is the call being traced, with the user's objects, and ``_function`` its pure
+    function.
     """
 
     def __init__(self, transform: Custom, plan: Plan, function: Function, leaves: Sequence[object]):
@@ -134,8 +137,8 @@ class _Call:
         self.fun, *rules = caller.fun.functions  # of `Rules`
         self.rules = tuple(rules)
         self.differentiated, nondiff_slots = self._sort_locations()
-        # An array that is not differentiated is given to JAX all the same if an outer transform
-        # traces it, as JAX's rules must not capture tracers.
+        # All arrays and numbers, but no flags. An array that is not differentiated is fixed, unless
+        # an outer transform traces it, as JAX's rules must not capture tracers.
         self.slots = [
             slot
             for slot, leaf in enumerate(leaves)
@@ -151,8 +154,8 @@ class _Call:
         """Sorts the Variables and arrays of the arguments by whether they are differentiated.
 
         Returns:
-          What is to be ``self.differentiated``; and the slots of all that is in arguments of
-          ``nondiff_argnums``.
+          The slots of what is differentiated, by path, as in ``self.differentiated``; and the slots
+          of all that is in arguments of ``nondiff_argnums``.
         """
         differentiated: dict[Path, tuple[int, ...]] = {}
         nondiff_slots: set[int] = set()
@@ -160,14 +163,16 @@ class _Call:
         predicates = {
             position: to_predicate(filter_) for position, filter_ in self.transform.filters
         }
+        # Where each Variable is, and each array that is in none.
         for location in locations_in(self.plan.structure):
-            # The path starts with 0, for the positional arguments. There are no others.
+            # (0, 1, "kernel") is in the argument 1. The 0 is for positional arguments; there are no
+            # keyword arguments.
             _, position, *path = location.path
             if position in nondiff:
                 nondiff_slots.update(location.slots)
                 continue
-            # Filters are for Variables. A bare array, in none, is differentiated in any case.
-            index = location.object_index
+            # Filters are for Variables. An array that is in none is differentiated in any case.
+            index = location.object_index  # of the Variable
             if position in predicates and index is not None:
                 variable = self._caller.objects[index]
                 if not predicates[position](self._path_in_module(position, path), variable):
@@ -198,8 +203,10 @@ class _Call:
 
         That is: groups of output arrays, and the outcome.
         """
-        # JAX traces the function or a rule in this line, which records the outcome.
-        results = self.differentiable()(self._arrays)
+        function_with_rules = self.differentiable()
+        # JAX traces the function here or, under differentiation, a rule. `_trace` records the
+        # outcome.
+        results = function_with_rules(self._arrays)
         # JAX may keep the rules, and with them this call; it must not keep the user's modules and
         # arrays alive. Static objects are needed to trace a rule later.
         statics = {*self.plan.structure.static_indices()}
@@ -208,8 +215,7 @@ class _Call:
         self._arrays = []
         # The names of outputs are for messages about a trace, which is done.
         groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
-        # All outcomes are equal, as `_trace` checks, so any of them would do.
-        *_, outcome = self._outcomes.values()
+        *_, outcome = self._outcomes.values()  # any of them: `_trace` checks that they are equal
         return (*groups, outcome)
 
     def differentiable(self) -> Function:
@@ -258,7 +264,8 @@ class _Call:
 
         Args:
           function_or_rule: what the user wrote, for the record and for messages.
-          called: what the pure function calls: this, or what calls it and returns the output.
+          called: what the pure function calls with the user's arguments: this, or a wrapper that
+            returns the output alone.
           arrays: the arrays in ``slots``.
 
         Returns:
@@ -267,8 +274,8 @@ class _Call:
         Raises:
           ValueError: it is not what the function, or another rule, did in an earlier trace.
         """
-        with called_by(self._caller._replace(fun=called)):
-            leaves = replace_slots(self.fixed_leaves, self.slots, arrays)
+        leaves = replace_slots(self.fixed_leaves, self.slots, arrays)
+        with called_by(self._caller._replace(fun=called)):  # the pure function calls this function
             *groups, outcome = self._function(*leaves)
         for other, known in self._outcomes.items():
             # Sources too: JAX compares the outputs of rules, but not which inputs were returned.
@@ -294,7 +301,7 @@ class _Call:
         """
         name, other_name = name_of(function), name_of(other_function)
         changed, other_changed = _changed_objects(outcome), _changed_objects(other_outcome)
-        variables = self.plan.variables  # those of the arguments, by index
+        variables = self.plan.variables  # names (and specs) of those in the arguments, by index
         lines = []
         for index in sorted(changed ^ other_changed):  # what only one of them changes
             place = variables[index].name if index in variables else "an object"
@@ -303,7 +310,7 @@ class _Call:
             ValueError,
             f"{self.transform.name}: {name} and {other_name} have to return the same structure "
             "and to change the same Variables:",
-            # The same Variables may change in both, and the results differ.
+            # Without lines, both change the same Variables, and the results differ.
             lines or ["  the structures that they return or leave differ"],
         )
         raise AssertionError  # there are lines, so that `raise_listed` raises
@@ -324,7 +331,10 @@ def _changed_objects(outcome: Outcome) -> set[int]:
 
 
 def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array; with a sharding only if its type has one."""
+    """Returns the type of an array, with a sharding only on Explicit axes.
+
+    There it is a part of the type, so that zeros in place of a cotangent have to have it.
+    """
     aval: Any = jax.typeof(leaf)
     sharding = None if type_spec(leaf) is None else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
@@ -335,7 +345,8 @@ class _ForwardPass(NamedTuple):
 
     outcome: Outcome  # what it did to objects
     arguments: Structure  # the arguments before it
-    residuals: Structure  # the pair of the arguments that are not differentiated, and its residuals
+    # Of (arguments that are not differentiated, residuals), both of which the backward rule gets.
+    residuals: Structure
     cotangent_form: TangentForm  # of the cotangents that the backward rule returns
 
 
@@ -371,7 +382,7 @@ class _CallWithVjp(_Call):
         outcome, outputs, noted = self.trace_rule(forward_rule, call_rule, arrays)
         arguments, residuals = noted
         forward = _ForwardPass(outcome, arguments, residuals.structure, self._cotangent_form())
-        # JAX keeps the residuals that are arrays, all others are kept here.
+        # JAX has to know the residuals that are arrays, and keeps them; all others are kept here.
         leaves = residuals.leaves
         slots = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
         others = replace_slots(leaves, slots, [None] * len(slots))
@@ -379,6 +390,8 @@ class _CallWithVjp(_Call):
         def pullback(arrays: Sequence[object], cotangents: GroupArrays) -> tuple[list[Any]]:
             return self._backward(forward, replace_slots(others, slots, arrays), cotangents)
 
+        # The leaves of this pytree are the arrays. JAX gives it to the backward rule with others in
+        # their place, such as tracers.
         return outputs, jax.tree_util.Partial(pullback, [leaves[slot] for slot in slots])
 
     def _cotangent_form(self) -> TangentForm:
@@ -403,29 +416,35 @@ class _CallWithVjp(_Call):
         """
         _, backward_rule = self.rules
         outcome = forward.outcome
+        # First the cotangent of each array after the call, by slot. An array that the call did not
+        # change is no output of JAX's function: its cotangent goes around the rule, which gets
+        # zeros.
+        by_slot_after: list[Any] = []
+        for group, position in outcome.sources:
+            is_unchanged = group == INPUT
+            cotangent = (
+                self._zero_cotangent(position) if is_unchanged else cotangents[group][position]
+            )
+            by_slot_after.append(cotangent)
+        # One more, for arrays in the arguments that are none of those after the call.
+        by_slot_after.append(None)
+        no_slot = len(by_slot_after) - 1
+        arguments = _arguments_after(forward.arguments, outcome, no_slot)
+        # Then what the user's rule gets. The forms of both modes are described in `custom_vjp`.
         nondiff, user_residuals = unflatten(forward.residuals, residuals).root
-        # The cotangent of each array after the call, by slot. An array that the call did not change
-        # is no output of JAX's function: its cotangent goes around the rule, which gets zeros.
-        values: list[Any] = [
-            self._zero_cotangent(position) if group == INPUT else cotangents[group][position]
-            for group, position in outcome.sources
-        ]
-        values.append(None)  # for arrays of the arguments that are none of these
-        arguments = _arguments_after(forward.arguments, outcome, no_slot=len(values) - 1)
         options: dict[str, Any] = {}
-        # What the user's rule gets in either mode is described in `custom_vjp`.
-        if self.transform.has_states:
-            cotangent = self._cotangents_in_states(outcome, arguments, values)
+        if self.transform.has_states:  # with graph updates
+            g = self._cotangents_in_states(outcome, arguments, by_slot_after)
         else:
-            cotangent = unflatten(outcome.structure, values).root
+            g = unflatten(outcome.structure, by_slot_after).root  # in the form of the output
             if "updates_g" in inspect.signature(backward_rule).parameters:
-                # `unflatten` puts these in the place of the Variables with the same indices: None.
+                # {index: None}: in place of the Variable with that index, `unflatten` puts None.
                 unchanged = dict.fromkeys(_unchanged_variables(arguments, outcome))
-                args, _ = unflatten(arguments, values, existing=unchanged).root
+                args, _ = unflatten(arguments, by_slot_after, existing=unchanged).root
                 options["updates_g"] = args
-        results = backward_rule(*nondiff, user_residuals, cotangent, **options)
-        # From the user's modules and arrays to the arrays that JAX differentiates. None in place of
-        # a module or an array stands for zeros.
+        results = backward_rule(*nondiff, user_residuals, g, **options)
+        # Last, from the user's modules and arrays to the arrays that JAX differentiates. None in
+        # place of a module or an array stands for zeros.
         form = forward.cotangent_form
         name = f"custom_vjp: {name_of(backward_rule)}: cotangents"  # for messages
         input_cotangents = form.tangents_in(name, results, may_omit=True)
@@ -434,7 +453,7 @@ class _CallWithVjp(_Call):
 
     def _zero_cotangent(self, slot: int) -> Any:
         """Returns zeros for the leaf in a slot of the arguments; for integers, of ``float0``."""
-        if slot not in self.types:  # a flag stays as it is
+        if slot not in self.types:  # not differentiated; a flag stays as it is
             return without_tangent(self.fixed_leaves[slot])
         aval = self.types[slot]
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -442,32 +461,39 @@ class _CallWithVjp(_Call):
         return jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)
 
     def _cotangents_in_states(
-        self, outcome: Outcome, arguments: Structure, values: Sequence[object]
+        self, outcome: Outcome, arguments: Structure, cotangents: Sequence[object]
     ) -> tuple[tuple[Any, ...], Any]:
-        """Returns the cotangents of the arguments after the call, and of the output, as Flax does.
+        """Returns what a rule gets with graph updates, as in Flax: cotangents with states.
 
         Args:
           outcome: what the forward rule did.
           arguments: the arguments after it, as `_arguments_after` returns them.
-          values: the cotangents, by slot after the call; the last one is None, for arrays that the
-            call cannot change.
+          cotangents: by slot after the call; the last one is None, for arrays that the call cannot
+            change.
+
+        Returns:
+          The cotangents of the differentiated arguments after the call, and of the output. Both
+          have an ``nnx.State`` in place of each module.
         """
-        no_slot = len(values) - 1
-        # Variables that hold cotangents. Those in the output, too: its structure has the same
-        # objects, so that what is in the output and in an argument is one Variable in both states.
-        variables = unflatten(arguments, values).objects
+        no_slot = len(cotangents) - 1
+        # Variables that hold cotangents, by index. The structure after the call has the same
+        # indices, so a Variable that is in the output and in an argument is one in both states.
+        variables = unflatten(arguments, cotangents).objects
         args, _ = user_tree(
-            arguments, values, keep=lambda slots: no_slot not in slots, objects=variables
+            arguments,
+            cotangents,
+            keep=lambda slots: no_slot not in slots,  # None in place of other arrays
+            objects=variables,
         )
-        output = user_tree(outcome.structure, values, objects=variables)
+        output = user_tree(outcome.structure, cotangents, objects=variables)
         return self.differentiated_of(args), output
 
 
 def _arguments_after(before: Structure, outcome: Outcome, no_slot: int) -> Structure:
     """Returns the structure of the arguments as a call left them, by slots after the call.
 
-    In the example above these are 1 for ``model.count`` and 2 for ``model.kernel``. ``x``, which
-    the call cannot change, is none of the arrays after it, and gets ``no_slot``.
+    In the example of this module, ``model.count`` is in slot 1, and ``model.kernel`` in slot 2.
+    ``x``, which the call cannot change, is none of the arrays after it, and gets ``no_slot``.
 
     Args:
       before: the structure of the arguments before the call.
@@ -520,11 +546,12 @@ class _CallWithJvp(_Call):
         [arrays], [array_tangents] = primals, tangents
 
         def call_rule(*args: Any) -> tuple[Any, _RuleTangents]:
+            # The tangents of the arguments, in new objects like these. What JAX does not get has a
+            # tangent of zero.
             arguments = flatten((args, {}))
-            # What JAX does not get has a tangent of zero.
             zeros = [without_tangent(x) for x in arguments.leaves]
             leaves = replace_slots(zeros, self.slots, array_tangents)
-            d_args, _ = unflatten(arguments.structure, leaves).root  # like the arguments
+            d_args, _ = unflatten(arguments.structure, leaves).root
             pair = rule(
                 *self.nondiff_of(args), self.differentiated_of(args), self.differentiated_of(d_args)
             )
@@ -540,8 +567,8 @@ class _CallWithJvp(_Call):
     ) -> GroupArrays:
         """Returns the tangent of each output of JAX's function, in the groups of the outputs.
 
-        In the example above, ``[[tangent of y, tangent of count]]``: the rule returns the first
-        one, and leaves the second one in the tangents of its arguments.
+        In the example of this module, ``[[tangent of y, tangent of count]]``: the rule returns the
+        first one, and leaves the second one in the tangents of its arguments.
 
         Args:
           outcome: what the rule did to objects.
@@ -549,8 +576,8 @@ class _CallWithJvp(_Call):
           rule_tangents: what it did with tangents.
         """
         [rule] = self.rules
-        # What the function returns unchanged is no output of JAX's function: its tangent goes
-        # around the rule, and is not asked for here.
+        # The arrays after the call, by slot. What the function returns unchanged is no output of
+        # JAX's function: its tangent goes around the rule, and is not asked for here.
         leaves = [
             None if group == INPUT else outputs[group][position]
             for group, position in outcome.sources
@@ -559,14 +586,16 @@ class _CallWithJvp(_Call):
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"  # for messages
         returned = form.tangents_in(name, rule_tangents.output)
-        by_slot = dict(zip(form.slots, returned, strict=True))  # after the call
-        by_slot |= self._tangents_left(outcome, rule_tangents.args)
-        # From the slot of an array to its place among the outputs, at most one slot for each.
-        by_source = {outcome.sources[slot]: tangent for slot, tangent in by_slot.items()}
+        by_slot_after = dict(zip(form.slots, returned, strict=True))
+        # What is in the output and in an argument has the tangent that was left in the latter.
+        by_slot_after |= self._tangents_left(outcome, rule_tangents.args)
+        # Each output of JAX's function is in one slot after the call.
+        by_source = {outcome.sources[slot]: tangent for slot, tangent in by_slot_after.items()}
         tangents = []
         for group, arrays in enumerate(outputs):
             in_group = []
             for position, array in enumerate(arrays):
+                # None for an integer, and for an array that has no place in the tangents.
                 tangent = by_source.get(Source(group, position))
                 in_group.append(_zero_tangent(array) if tangent is None else tangent)
             tangents.append(in_group)
@@ -579,9 +608,10 @@ class _CallWithJvp(_Call):
           outcome: what the rule did to objects.
           d_args: the tangents of the arguments, as it left them.
         """
-        left = flatten((d_args, {}))  # in the form of the arguments, and so with the same paths
+        # Flattened like the arguments, (positional, keywords), and so with the same paths.
+        left = flatten((d_args, {}))
         left_slots_by_path = slots_by_path(left.structure)
-        no_slot = len(outcome.sources)
+        no_slot = len(outcome.sources)  # none of the arrays after the call has this slot
         arguments = _arguments_after(self.plan.structure, outcome, no_slot)
         tangents: dict[int, Any] = {}
         for path, slots in slots_by_path(arguments).items():

@@ -143,7 +143,7 @@ class _AxisOf:
 
 
 def axes_specs(option: str, prefix: object) -> Specs:
-    """Reads a prefix of axes as specs, with an `Axis` in place of each axis.
+    """Reads a prefix of axes as specs: ``(0, None)`` → ``Specs((Axis(0), Axis(None)))``.
 
     Args:
       option: the name of the option, for messages.
@@ -256,7 +256,7 @@ class Mapped(InnerTransform):
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
-        # The mapped Variables of the arguments, each with its axis.
+        # The mapped Variables of the arguments as they are in the trace, each with its axis.
         mapped = [
             (unflattened.objects[index], axis.index)
             for index, (_, axis) in plan.variables.items()
@@ -353,6 +353,7 @@ def change_names(
       settings: Flax's ``transform_metadata``, with the name of the axis.
     """
     for variable, axis in mapped:
+        # A ref that is in no Variable has no metadata.
         arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
         # Flax keeps the logical axes as `out_sharding`. It adds no name to empty ones, but would
         # try to remove one from them.

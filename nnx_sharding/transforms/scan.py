@@ -216,6 +216,7 @@ class Scan(Mapped):
         def with_checked_carry(*args: object, **kwargs: object) -> Any:
             out = fun(*args, **kwargs)
             given = _argument(caller.fun, carried, args, kwargs)
+            # `check_carry` raises an error if the second carry has another form than the first.
             if self.returned is None:  # all of the result is the carry
                 check_carry(self.name, fun_name, given, out)
             elif isinstance(out, tuple) and len(out) > self.returned:
@@ -256,7 +257,8 @@ def _argument(
     if isinstance(key, int) and key < len(args):
         return args[key]
     signature = inspect.signature(fun)
-    # Passed by keyword, it has the position of its parameter. Others before it may have defaults.
+    # Passed by keyword, it is the parameter at that position. Others before it may have been left
+    # out, to their defaults.
     names = [*signature.parameters]
     name = names[key] if isinstance(key, int) and key < len(names) else key
     arguments = {**signature.bind(*args, **kwargs).arguments, **kwargs}
@@ -281,7 +283,14 @@ class Loop:
 
     It sorts the slots of the arguments as the table at the top of this file says. Each step calls
     the pure function with all leaves, and checks that it left the structure and the types as they
-    were: the next step runs the same program.
+    were: the next step runs the same program. For ``step(model, total, bias, x)`` with the axes
+    ``(None, Carry, None, 0)``, which counts its calls in ``model.count``:
+
+        slots       0 model.count   1 model.kernel   2 total   3 bias   4 x
+        _mapped     {4: 0}
+        _carried    [2, 0, 1], whose arrays after a step may be in the slots [0, 2, 3]
+        _places     {0: (object 1, position 0), 1: (object 2, position 0)}
+        _others     [3]
 
     Attributes:
       _mapped: the slots with an axis, and that axis (first row of the table).
@@ -292,6 +301,8 @@ class Loop:
       _group_axes: the axis along which each group of outputs is stacked; None if it is carried.
       _carry_group: the number of the group of outputs that belong to the carry; None without one.
       _fixed_objects: the indices of the objects whose structure no step may change.
+      _function, _structure, _names: the pure function, the structure of its arguments, and the
+        expression for each of their leaves, by slot.
     """
 
     def __init__(self, options: Iterable[tuple[str, Static]], plan: Plan, function: Function):
@@ -330,7 +341,7 @@ class Loop:
                 f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
                 "axis None: the next step then reads what a step writes to it."
             )
-        self._has_refs = bool(refs)
+        self._has_refs = bool(refs)  # a step that has captured one is not kept for other calls
         self._places: dict[int, _Place] = {}
         # The modules and Variables in the argument that is the carry, by index.
         carried_objects = plan.transform.carried_objects(plan)
@@ -389,7 +400,7 @@ class Loop:
         step = self._kept_step(static) if may_be_kept else self._make_step(static)
         slots = self._carry_slots(static)
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
-        # A pytree of arrays to JAX, as in the outputs of a step.
+        # To JAX, an `OutputGroup` is a pytree of its arrays.
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
         # (…, steps, …) → (steps, …), as `jax.lax.scan` takes them.
         mapped = [_move_axis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
@@ -470,8 +481,10 @@ class Loop:
     def _make_step(self, static: StaticLeaves) -> Function:
         """Makes the body of the loop for JAX: ``(carry, slices) → (next carry, output)``.
 
-        The output has the arrays that are stacked, and what the step did to objects. ``static`` are
-        the leaves that JAX does not trace, such as flags.
+        The output has the arrays that are stacked, and the outcome: what the step did to objects.
+
+        Args:
+          static: the leaves that JAX does not trace, such as flags, in pairs with their slots.
         """
 
         def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
