@@ -73,15 +73,17 @@ class Change:
     def _text_of(self, value: Value) -> str:
         """Writes one of both figures with its unit; what is missing as ``none`` or unknown."""
         if isinstance(value, int | float):
-            # As `_figures` and lock files name them.
+            # The ends of the names that `_figures` and lock files give to numbers of bytes.
             names_of_bytes = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
             if self.kind == "roofline":
                 return time_text(value)
             if self.kind == "memory" or self.name.endswith(names_of_bytes):
                 return bytes_text(value)
             return count_text(value)
-        if value:
+        if value:  # a text
             return value
+        # None, or an empty text. Where the other one is a text, this one is not there: "none →
+        # P()".
         is_of_text = isinstance(self.before, str) or isinstance(self.after, str)
         return "none" if is_of_text else UNKNOWN
 
@@ -106,15 +108,15 @@ class Changes(tuple[Change, ...], Pictured):
     def grown(self, threshold: float = 0.0) -> Changes:
         """Selects figures that grew by more than a fraction of the one before, or became unknown.
 
-        Also strategies that do not compile any more. Figures of single modules are left out: the
-        totals have them.
+        Also strategies that do not compile any more. Changed texts, such as a spec, have not grown.
+        Figures of single modules are left out: the totals have them.
         """
         _check_threshold(threshold)
-        grown = [
-            change
-            for change in self
-            if change.kind != "module" and (change.is_lost or (change.relative or 0.0) > threshold)
-        ]
+        grown = []
+        for change in self:
+            has_grown = change.relative is not None and change.relative > threshold
+            if change.kind != "module" and (has_grown or change.is_lost):
+                grown.append(change)
         return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,6 +197,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
             f"a {type(new).__name__}."
         )
     olds, news = by_strategy(old), by_strategy(new)
+    # A change without a relative size, of a text or to or from nothing known, is never left out.
     changes = [
         change
         for name in dict.fromkeys([*olds, *news])
@@ -202,6 +205,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
         if change.relative is None or abs(change.relative) > threshold
     ]
     old_versions, new_versions = _made_with(olds), _made_with(news)
+    # Only what both know: without a compiled strategy, one side knows no versions.
     made_with = {
         name: (version, new_versions[name])
         for name, version in old_versions.items()
@@ -248,7 +252,8 @@ def _of_strategy(
     for kind, old in old_figures.items():
         if kind == "module" and not has_modules:  # each would be new, or gone
             continue
-        # What is known and not there counts as zero, such as a collective that is gone.
+        # A module or a collective that only one side has takes nothing on the other side. What is
+        # missing otherwise is unknown, as are all collectives of a program that was not read.
         is_zero = kind == "module" or (kind == "collective" and has_collectives)
         missing = 0 if is_zero else None
         new = new_figures[kind]
@@ -267,12 +272,18 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 
 
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
-    """Collects everything that is compared, by kind and name; a figure may be None if unknown."""
+    """Collects everything that is compared, by kind and name; a figure may be None if unknown.
+
+    Names are what `Change` prints, and by their ends chooses the unit: ``peak``, ``flops``,
+    ``all-gather over data: bytes``. Times have the hardware in their names, so those on other
+    hardware are other figures.
+    """
     # As dicts from the names of their fields; empty if the report has none.
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
     memory.pop("by_path", None)  # the arguments are listed by themselves
     costs = {name: cost[name] for name in _COSTS if name in cost}
     collectives: dict[str, Value] = {}
+    # Unknown ones have no figures either; the caller tells them from none.
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         axes_names = "unknown axes" if axes is None else "+".join(axes) or "no axes"
         collectives[f"{kind} over {axes_names}: number"] = number

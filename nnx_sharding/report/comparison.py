@@ -91,7 +91,9 @@ class Comparison(JsonForm):
     _NOUN = "comparison"
 
     def __post_init__(self) -> None:
-        if not self.reports and not self.ruled_out:  # as where no time was left to compile
+        # Without reports it has to say why there are none: no time was left to compile, for
+        # example.
+        if not self.reports and not self.ruled_out:
             raise ValueError("there is nothing to compare: give at least one report.")
         wrong = [
             f"  {name!r}: {report!r}"
@@ -181,16 +183,17 @@ class Comparison(JsonForm):
           hardware: for the roofline; None leaves it unchanged.
         """
         limit, reports, measured = self.memory_limit, self.reports, self.measured
-        device: Hardware | None = None  # whose memory counts
+        device: Hardware | None  # whose memory is the limit, if no other one is known
         if hardware is not None:
-            device = other = hardware_of(hardware)
-            limit, measured = None, {}  # the old ones were of other hardware
+            other = device = hardware_of(hardware)
+            # The old ones were of other hardware.
+            limit, measured = None, {}
             compiled = {name: r.with_roofline(other) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
         else:
+            # The devices that it was compiled for, if they are of one kind that is known.
             kinds = {report.device_kind for report in self.compiled.values()}
-            if len(kinds) == 1:  # several kinds have no common memory
-                device = HARDWARE.get(kinds.pop())
+            device = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         if memory_limit is not None:
             limit = read_bytes(memory_limit)
         elif limit is None and device is not None:
@@ -208,10 +211,14 @@ class Comparison(JsonForm):
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
         """Makes a comparison from what `_parts` returned; a ValueError says what is wrong."""
+        # `read` takes what is left in `parts`: the other fields. "best" is for readers of the file,
+        # and computed again.
         entries = parts.pop("reports", None)
-        parts.pop("best", None)  # for readers, and computed again
+        parts.pop("best", None)
+        if not isinstance(entries, dict):  # then `read` says that there is nothing to compare
+            entries = {}
         reports: dict[str, ProgramReport | Failure] = {}
-        for name, data in (entries if isinstance(entries, dict) else {}).items():
+        for name, data in entries.items():
             if isinstance(data, dict) and set(data) == {"error"}:
                 reports[name] = Failure(str(data["error"]))
                 continue
@@ -219,10 +226,14 @@ class Comparison(JsonForm):
                 reports[name] = ProgramReport.from_dict(data)
             except ValueError as error:
                 raise ValueError(f"reports.{name}: {error}") from None
-        return read(cls, parts, cls._NOUN, reports=reports)  # the other fields from `parts`
+        return read(cls, parts, cls._NOUN, reports=reports)
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
-        """Yields the table of strategies, and lines about what it leaves open or out."""
+        """Yields the table of strategies, and lines about what it leaves open or out.
+
+        Those about failures are short: an error of XLA has hundreds of lines, and a plan hundreds
+        of strategies that fail alike. ``reports`` has all of it.
+        """
         if self.compiled:
             yield self._table(width)
             limit = self.memory_limit
@@ -235,6 +246,7 @@ class Comparison(JsonForm):
             for figure, why in why_unknown(report).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
+        # What they were estimated from: peak figures, or measured ones.
         bases = {roofline.basis for roofline in rooflines if roofline is not None}
         if bases:
             yield text(f"roofline: {', '.join(sorted(bases))}")
@@ -243,7 +255,7 @@ class Comparison(JsonForm):
         for error, names in names_by_value(failures).items():
             first, *rest = error.splitlines() or [""]
             yield text(f"{_shortened(names)} failed: {first}", "red")
-            yield from (text(f"  {line}") for line in rest[:12])  # an error of XLA has hundreds
+            yield from (text(f"  {line}") for line in rest[:12])
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled (ruled_out has their names):")
             yield from map(text, _counts(self.ruled_out.values()))
@@ -273,6 +285,7 @@ class Comparison(JsonForm):
         columns = self._columns()
         if width < _WIDE:
             columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
+        # These two are in the table in any case.
         names = {title: columns.pop(title) for title in ("strategy", "mesh")}
         # Figures that no strategy has, or all have as zero, tell none from another.
         distinctive = {
@@ -286,7 +299,8 @@ class Comparison(JsonForm):
     def _columns(self) -> dict[str, Sequence[Text | str]]:
         """Returns the columns of the table by title: the cells, one for each compiled strategy."""
         compiled = list(self.compiled.values())
-        # Titles with two spaces stand above the figures, and not above their marks.
+        # Columns of figures are flush right. Two spaces keep titles above the figures, and not
+        # above the marks of the best ones: "12 GiB *".
         columns: dict[str, Sequence[Text | str]] = {
             "strategy": list(self.compiled),
             "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
@@ -298,7 +312,7 @@ class Comparison(JsonForm):
             "roofline  ": self._cells("roofline", time_text),
             "measured  ": self._cells("measured", time_text),
             "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
-            "compiled in  ": self._cells("planning", time_text),
+            "compiled in  ": self._cells("planning", time_text),  # the time to trace and compile
         }
         if self.memory_limit is not None:
             fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
@@ -316,8 +330,12 @@ class Comparison(JsonForm):
         return cells
 
     def _sent_by_axes(self) -> dict[str, list[str]]:
-        """Returns a column of bytes sent for each set of axes: few first, unknown ones last."""
-        sent = self.bytes_sent_by_axes.values()
+        """Returns a column of bytes sent for each set of axes: few first, unknown ones last.
+
+        Two things may be unknown: over which axes a collective runs, which has a column of its own;
+        and all collectives of a program, whose cells say so in each column.
+        """
+        sent = self.bytes_sent_by_axes.values()  # by strategy: the bytes by axes, None for unknown
         all_axes = {axes for by_axes in sent for axes in by_axes or ()}
         in_order = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
         columns = {}
@@ -342,14 +360,15 @@ _MAIN_COLUMNS = (
 
 
 def why_unknown(report: ProgramReport) -> dict[str, str]:
-    """Says why figures of a program are not known, by the name of the figure."""
+    """Says why figures of a program are not known: a text by the name of each of them."""
     reasons: dict[str, str] = {}
     if report.memory is None or report.memory.peak is None:
         reasons["peak"] = "the backend does not report it"
     parts = {"bytes_sent": report.collectives, "flops": report.cost}
     missing = [figure for figure, part in parts.items() if part is None]
     if missing:
-        # All of these are read from the text of the compiled program.
+        # These are read from the text of the compiled program. The roofline is computed from them,
+        # so it needs no reason of its own.
         reasons |= dict.fromkeys(missing, why_unread(report.hlo))
     elif report.roofline is not None and report.roofline.seconds is None:
         reasons["roofline"] = report.roofline.why or "the report does not say why"
@@ -369,20 +388,21 @@ def _counts(reasons: Iterable[str]) -> Iterator[str]:
 
     ``["needs 2 GiB", "needs 3 GiB"]`` makes ``  2  such as: needs 2 GiB``.
     """
-    kinds: dict[str, Counter[str]] = {}  # by reason without names and numbers, its first lines
+    # How often each first line occurs, by the reason without names and numbers: "needs #".
+    kinds: dict[str, Counter[str]] = {}
     for reason in reasons:
-        without_name = _OTHER.sub(r"\1 another", reason)
+        without_name = _OTHER.sub(r"\1 another", reason)  # "the program of fsdp" → "… of another"
         kind = _NUMBER.sub("#", without_name)
         first_line = without_name.partition("\n")[0]
         kinds.setdefault(kind, Counter())[first_line] += 1
     for first_lines in sorted(kinds.values(), key=lambda lines: -lines.total()):
         example = next(iter(first_lines))
         such_as = "such as: " if len(first_lines) > 1 else ""
-        yield f"  {first_lines.total():>5}  {such_as}{example:.200}"
+        yield f"  {first_lines.total():>5}  {such_as}{example:.200}"  # no more than 200 characters
 
 
 _OTHER = re.compile(r"(everything like|the program of) .*")  # the name of another strategy
-_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")  # with a unit of time or bytes
+_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")  # with a unit: "1.5 GiB", "20 ms", "8"
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -402,23 +422,28 @@ def load(source: Source) -> ProgramReport | Comparison:
       source: one of them, which is returned; its JSON form as a dictionary; or the path of a file.
 
     Raises:
-      ValueError: a dictionary or a file has neither.
+      ValueError: a dictionary or a file has neither; it begins with the path of a file.
+      TypeError: ``source`` is nothing of these.
     """
     if isinstance(source, ProgramReport | Comparison):
         return source
     if isinstance(source, dict):
-        # What is neither is refused as a report.
-        kind = Comparison if source.get("format") == Comparison._FORMAT else ProgramReport
-        return kind.from_dict(source)
+        return _of_json(source)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             "expected a ProgramReport, a Comparison, the dictionary of one or the path of a file "
             f"with one, got {source!r}."
         )
     try:
-        data = json.loads(file_path(source).read_bytes())
-        return load(data) if isinstance(data, dict) else ProgramReport.from_dict(data)
+        return _of_json(json.loads(file_path(source).read_bytes()))
     except json.JSONDecodeError:
         raise ValueError(f"{os.fspath(source)}: not a report: it is not JSON") from None
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from None
+
+
+def _of_json(data: Any) -> ProgramReport | Comparison:
+    """Makes a report or a comparison of parsed JSON; a ValueError if it is neither."""
+    is_comparison = isinstance(data, dict) and data.get("format") == Comparison._FORMAT
+    # Anything else is refused as a report: `from_dict` says what it lacks.
+    return Comparison.from_dict(data) if is_comparison else ProgramReport.from_dict(data)

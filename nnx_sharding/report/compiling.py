@@ -89,8 +89,8 @@ def compile_all(
       programs: functions that lower each program, by name; each is removed when it is started.
         ``pick`` may add others.
       pick: chooses the next one; None for the order of ``programs``.
-      most: how many to compile at most; those that cannot be lowered do not count, nor those that
-        fail for the reason of another one, but for as many again.
+      most: how many to compile at most. Those that cannot be lowered do not count. Those that fail
+        for the reason of another one do not count either, up to ``most`` of these.
       time_limit: seconds after which none is started any more.
       ruled_out: gets the names of programs that are equal to one that was started, and why; these
         are not compiled. None compiles all.
@@ -115,6 +115,8 @@ def compile_all(
         ):
             while (seconds_left := end - time.monotonic()) > 0:
                 # As long as a worker is free, this thread lowers a program for it; else it waits.
+                # Without a free slot none is started any more, unless one that runs returns its
+                # slot.
                 name = None
                 if workers.is_free and run.slots.is_free:
                     name = pick(run.reports) if pick else next(iter(programs), None)
@@ -130,7 +132,8 @@ def compile_all(
         result = run.comparison(dict.fromkeys(run.unfinished(), INTERRUPTED))
         result = result.judged(memory_limit=memory_limit, hardware=hardware)
         raise SearchInterrupted(result) from None
-    # A comparison is not empty: without reports, it says why there are none.
+    # A comparison is not empty: without reports, it says why there are none. With some, `pick` may
+    # not have wanted the others.
     late = () if run.reports else run.unfinished()
     result = run.comparison(dict.fromkeys(late, "not compiled within the time limit"))
     return result.judged(memory_limit=memory_limit, hardware=hardware)
@@ -144,7 +147,7 @@ class _Run:
 
     Attributes:
       reports: by the name of the program.
-      slots: how many programs may still be lowered to be compiled.
+      slots: which programs may be compiled.
     """
 
     def __init__(
@@ -156,28 +159,32 @@ class _Run:
         """Starts no program yet.
 
         Args:
-          programs: functions that lower each program, by name; each is removed when it is started,
-            and others may be added.
-          slots: all of them free.
+          programs: functions that lower each program, by name. Each is removed here when it is
+            started; the caller may add others meanwhile.
+          slots: none of them taken.
           ruled_out: gets the names of programs that equal one that was started, and why; None if
             programs are not compared.
         """
         self.reports: dict[str, ProgramReport | Failure] = {}
         self.slots = slots
         self._programs, self._ruled_out = programs, ruled_out
-        self._initial = [*programs]  # the names of those that are there now, in order
+        self._initial = [*programs]  # their names in order, as those that start are removed
         self._started: list[str] = []  # names, in order
         self._seconds: dict[str, float] = {}  # to trace, lower and compile, by name
         self._first_names: dict[str, str] = {}  # digest of a program → its first name
 
     def start(self, name: str, workers: _Workers) -> None:
-        """Lowers a program and lets a worker compile it, unless an equal one was started."""
+        """Lowers a program and lets a worker compile it, unless an equal one was started.
+
+        What could not be lowered goes to the worker as well, as a `Failure`, so that all results
+        come from workers.
+        """
         self._started.append(name)
         start = time.perf_counter()
         program = attempt(self._programs.pop(name))
         seconds = time.perf_counter() - start
         if not isinstance(program, Failure):
-            if self._ruled_out is not None:
+            if self._ruled_out is not None:  # else equal programs are compiled, too
                 first = self._first_names.setdefault(_digest(program), name)
                 if first != name:
                     self._ruled_out[name] = f"compiles to the program of {first}"
@@ -186,11 +193,16 @@ class _Run:
         workers.start(name, program, lowering_seconds=seconds)
 
     def note(self, finished: _Finished, hardware: Hardware | None) -> None:
-        """Notes what came of a program, with the roofline of ``hardware`` if it is given."""
+        """Notes what came of a program.
+
+        Args:
+          finished: its report, or the failure.
+          hardware: for the roofline of the report; None for none.
+        """
         name, report, seconds = finished
         if hardware is not None and isinstance(report, ProgramReport):
             report = report.with_roofline(hardware)
-        if isinstance(report, Failure):
+        if isinstance(report, Failure):  # another program may be compiled in its place
             self.slots.note_failure(name, report)
         self.reports[name] = report
         self._seconds[name] = round(seconds, 3)
@@ -212,9 +224,10 @@ class _Run:
         return name in self.reports or name in (self._ruled_out or ())
 
     def comparison(self, why_not: Mapping[str, str]) -> Comparison:
-        """Returns the reports in the order in which programs were started.
+        """Returns the reports in the order in which programs were started, not yet judged.
 
-        ``why_not`` says why other programs, by name, were not compiled.
+        Args:
+          why_not: why other programs were not compiled, by name.
         """
         in_order = {name: self.reports[name] for name in self._started if name in self.reports}
         return Comparison(
@@ -233,7 +246,7 @@ class _Slots:
     """
 
     def __init__(self, most: int | None):
-        self.taken: set[str] = set()  # by the programs of these names
+        self.taken: set[str] = set()  # the names of programs that were lowered to be compiled
         self._most = most  # None for any number
         self._num_returned = 0  # slots of programs that failed as others had
         self._reasons: set[str] = set()  # why programs failed, without numbers
@@ -244,11 +257,11 @@ class _Slots:
         return self._most is None or len(self.taken) < self._most
 
     def note_failure(self, name: str, failure: Failure) -> None:
-        """Returns the slot of a program that failed for a known reason."""
+        """Frees the slot of a program that failed for the reason of an earlier one."""
         if self._most is None or self._num_returned >= self._most:
             return
-        reason = _NUMBER.sub("#", failure.error)
-        if reason not in self._reasons:
+        reason = _NUMBER.sub("#", failure.error)  # "needs 3 GiB" → "needs # GiB"
+        if reason not in self._reasons:  # this failure is news, which keeps its slot
             self._reasons.add(reason)
         elif name in self.taken:  # one that could not be lowered never took one
             self.taken.remove(name)
@@ -310,12 +323,12 @@ class _Workers:
         if isinstance(program, Failure):
             return _Finished(name, program, lowering_seconds)
         start = time.perf_counter()
-        process = self._free.pop()  # never empty: there are as many as threads
+        process = self._free.pop()  # or None: in this process. Never empty: as many as threads
         lowered, mesh = program
         make_report = partial(
             _report, lowered, mesh, process, self._cache, by_module=self._by_module
         )
-        report = attempt(make_report)
+        report = attempt(make_report)  # returns errors, so the process is always given back
         self._free.append(process)
         return _Finished(name, report, lowering_seconds + time.perf_counter() - start)
 
@@ -345,6 +358,7 @@ def _report(
     if path is not None:
         try:
             report = ProgramReport.load(path)
+            # One without the tables by module does if these are not asked for; else it is replaced.
             if report.by_module is not None or not by_module:
                 return report
         except (OSError, ValueError):  # not compiled before, or by another release
@@ -356,7 +370,7 @@ def _report(
     compile_with = lowered.compile if process is None else partial(process.compile, lowered)
     report = compile_with(options).report(by_module=by_module)
     if path is not None:
-        # Another thread or process may be writing the same report.
+        # An error while another thread or process writes the same report: one of them is enough.
         with contextlib.suppress(FileExistsError):
             report.save(path)
     return report
@@ -376,7 +390,8 @@ def _digest(program: Program) -> str:
     Candidates of a plan may declare different shardings that come to the same for their arrays.
     """
     lowered, mesh = program
-    described_mesh = None if mesh is None else MeshDescription.of(mesh)  # with its devices
+    # The text of the program says nothing of the devices and their order, which a description has.
+    described_mesh = None if mesh is None else MeshDescription.of(mesh)
     parts = described_mesh, lowered.as_text()
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -388,7 +403,8 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
     """
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
-    # With the versions and flags of the compilers, which make another program of the same text.
+    # Versions and flags of the compilers make another program of the same text. The report has the
+    # paths of arguments and the activations, of which the text has nothing.
     parts = (
         __version__,
         jax.__version__,
@@ -397,6 +413,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         os.environ.get("XLA_FLAGS"),
         os.environ.get("LIBTPU_INIT_ARGS"),
         None if mesh is None else MeshDescription.of(mesh),
+        # Only TPUs have coordinates, by which the compiler routes collectives.
         [(device.device_kind, getattr(device, "coords", None)) for device in devices],
         lowered.in_tree,
         str(lowered.activations()),
@@ -426,14 +443,18 @@ class CompilerProcess:
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; the result cannot be called.
 
-        ``options`` are those of the compiler, as for ``jax.stages.Lowered.compile``.
+        Args:
+          lowered: the program.
+          options: those of the compiler, as for ``jax.stages.Lowered.compile``.
         """
 
-        # `Compiled` calls this again, with more options, when it is asked for tables by module.
+        # `_ask` takes the place of JAX's compiler. The result keeps this function, and calls it
+        # with further options if it is asked for tables by module.
         def compile_with(stage: jax.stages.Lowered, more: Mapping[str, Any]) -> Any:
             return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
 
-        return lowered._compiled_to(compile_with(lowered._stage, {}), compile_with)
+        program = compile_with(lowered._stage, {})
+        return lowered._compiled_to(program, compile_with)
 
     def kill(self) -> None:
         """Ends the process, which may be in the middle of a program, and starts no other."""
@@ -459,19 +480,20 @@ class CompilerProcess:
           JaxRuntimeError: the compiler refused the program.
         """
         with self._lock:
-            if self._is_killed:
+            if self._is_killed:  # by the end of the search, while its threads go on
                 raise CompilerCrash("the search had ended")
             if self._process is None:
                 self._process = self._start()
             process = self._process
         assert process.stdin is not None and process.stdout is not None
+        # Outside of the lock, or `kill` would wait for the compiler. A pickle knows its own end.
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
             answer: dict[str, Any] | str = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
             with self._lock:
-                self._process = None
+                self._process = None  # the next request starts another one
             raise CompilerCrash(self._last_words(process)) from None
         if isinstance(answer, str):  # the text of an error
             raise jax.errors.JaxRuntimeError(answer)
@@ -482,7 +504,9 @@ class CompilerProcess:
         # `serve` sets the number of devices, which a flag of this process would override.
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
+        # On CPUs also for a TPU topology, which needs the TPU compiler, but no TPU.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
+        # ``serve(64)``, or ``serve(('v5e:16x16', 1))``.
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._devices!r})"]
         pipe, errors = subprocess.PIPE, self._errors
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
@@ -492,11 +516,15 @@ class CompilerProcess:
         process.communicate()  # waits for its end
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace")
-        self._errors.truncate(self._errors.seek(0))  # empty for the next process
-        if process.returncode >= 0:  # negative: the signal that ended it
+        # Empty for the next process.
+        self._errors.seek(0)
+        self._errors.truncate()
+        if process.returncode >= 0:
+            # No signal. While it serves, errors are answers; so Python failed before, at an import.
             return f"the compiler could not start:\n{printed[-2000:]}"
         name = signal.Signals(-process.returncode).name
-        checks = re.findall(r"(?m)^F\d{4} .*", printed)  # what XLA logs as fatal
+        # XLA logs what is fatal as "F1129 12:00:00.000000 …": F, the month and the day.
+        checks = re.findall(r"(?m)^F\d{4} .*", printed)
         return "\n".join([f"the compiler crashed with {name}", *checks])
 
 
@@ -510,12 +538,14 @@ def serve(devices: Devices) -> None:
       devices: what to compile for.
     """
     requests: Any = sys.stdin.buffer
+    # Answers go to what standard output was. What libraries print there goes to standard error.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries also print to standard output
+    os.dup2(2, 1)
     if isinstance(devices, int):
         jax.config.update("jax_num_cpu_devices", devices)
     targets = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
     by_id = {device.id: device for device in targets}  # requests name devices by id
+    # The loop notices the end of the input only between two programs; this thread does at once.
     threading.Thread(target=_end_with, args=[requests.fileno()], daemon=True).start()
     while requests.peek(1):  # until the other end is closed
         try:

@@ -203,12 +203,15 @@ def check_sharding(
     decisions = [*_decisions(flat, sharding)]
     checked = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
     rows = [each.row for each in checked]
-    # By the number of each rule that decides nothing, the earlier rules that decide instead.
+    # By the number of each rule that decides nothing, the earlier rules that decide instead: {1:
+    # (0,)} if rule 1 matches only what rule 0 does; {1: ()} if it matches nothing.
     idle = shadowed(len(rules), [decision.matches for decision in decisions])
+    # Of all paths that rules see: a misspelt rule may mean one of them.
     keys = {key for decision in decisions for key in decision.path_in_module}
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(parameters.device_bytes(rows).values())
+    # `why` says what does not fit: a fault if the transforms refuse it, else a correction.
     corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
@@ -222,7 +225,7 @@ def check_sharding(
         replicated_bytes=replicated,
         replicated_fraction=replicated / max(total, 1),
         device_bytes=held,
-        balance=max(held) * len(held) / sum(held) if any(held) else 1.0,
+        balance=max(held) * len(held) / sum(held) if any(held) else 1.0,  # max(held) / mean
         problems=[str(row) for row in rows if row.is_fault],
         warnings=[*corrections, *_rule_warnings(sharding, rules, idle, keys)],
     )
@@ -233,9 +236,11 @@ def sharding_rows(flat: Flat, sharding: StateSharding, mesh: AbstractMesh) -> li
 
     A search needs them for hundreds of shardings of one flattened model.
     """
-    rules = [""] * len(sharding.filters)
-    decisions = _decisions(flat, sharding)
-    return [each.row for each in _rows_of(flat, decisions, sharding, rules, mesh, None)]
+    no_texts = [""] * len(sharding.filters)
+    checked = _rows_of(
+        flat, _decisions(flat, sharding), sharding, no_texts, mesh, on_indivisible=None
+    )
+    return [each.row for each in checked]
 
 
 class _Decision(NamedTuple):
@@ -259,18 +264,19 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     """Yields what the rules say about each location of a model; a shared Variable comes once."""
     structure = flat.structure
     predicates = [to_predicate(filter_) for filter_ in sharding.filters]  # (path, value) -> bool
-    # The whole model is one argument, for all of which the sharding is.
-    argument = split_argument("", sharding, None, structure.root)
-    # By the slots of its arrays; one without arrays is left out.
-    seen: set[tuple[int, ...]] = {()}
+    # The whole model is one argument, which has one sharding: its value need not be walked for
+    # more.
+    argument = split_argument("", prefix=sharding, value=None, child=structure.root)
+    seen: set[tuple[int, ...]] = set()  # the slots of arrays
     for named in locate(structure, [argument]):
         location = named.location
-        if location.slots in seen:
+        if not location.slots or location.slots in seen:  # without arrays, or a shared Variable
             continue
         seen.add(location.slots)
         subject = named.subject(flat.objects, flat.leaves)  # the Variable, or the array
         path = tuple(map(plain_key, (*named.part.keys, *location.path)))
-        # The paths that rules may see. The first one with a match counts, else the last one.
+        # Rules may see a path from the module, or from the list or dict that the module is in. The
+        # first one with a match counts. Without any, the last one, which is longer, is kept.
         for candidate in candidates(named.part.below, location.path):
             path_in_module = tuple(map(plain_key, candidate))
             matches = [
@@ -305,7 +311,7 @@ def _rows_of(
     action = on_indivisible or sharding.on_indivisible or "error"
     # What is refused is shown with the part of its spec that fits.
     shown: OnIndivisible = "drop" if action == "error" else action
-    # Kept by spec and shape, of which layers that are alike have few.
+    # fit(declared, shape), whose results are kept: layers that are alike have few of these.
     fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
     for decision in decisions:
         yield from _rows(flat, decision, sharding, rules, fit, strict=action == "error")
@@ -327,7 +333,7 @@ def _rows(
       decision: which rules match the Variable; the first one decides.
       sharding: the rules.
       rules: their filters as texts.
-      fit: returns what of a sharding fits a shape; where that is nothing, a replicated one.
+      fit: returns what of a sharding fits a shape: `_fit` of both.
       strict: whether a spec that does not divide its array is a fault, not a correction.
     """
     rule = decision.matches[0] if decision.matches else None  # its number
@@ -343,7 +349,8 @@ def _rows(
         # A rule with None leaves an array that is on a mesh where it is.
         is_kept = rule is not None and declared is None and isinstance(present, NamedSharding)
         fitted = fit(present if is_kept else declared, array.shape)
-        is_refused = bool(fitted.problems or (strict and fitted.corrections))
+        # Problems cannot be corrected. Corrections drop axes that do not divide the shape.
+        is_refused = bool(fitted.problems) or (strict and bool(fitted.corrections))
         row = parameters.row_of(
             ShardingRow,
             path,
@@ -355,7 +362,7 @@ def _rows(
             why="no rule matches" if is_open else fitted.reasons or None,
             is_fault=is_open or is_refused,
         )
-        if note:
+        if note:  # not in `why`: nothing is wrong
             is_whole = row.sharding is None or row.sharding.is_fully_replicated
             size = f"replicated: {math.prod(array.shape)} elements, " if is_whole else ""
             row = dataclasses.replace(row, reason=f"{size}{note}")
@@ -371,8 +378,12 @@ def _fit(
 ) -> Fit:
     """Finds the sharding that an array gets: replicated where the declared one cannot be used.
 
-    ``declared`` is None where the rule leaves the choice to JAX. ``action`` is for a spec that does
-    not divide the shape.
+    Args:
+      declared: what the rule says; None where no rule matches, or the rule leaves the choice to
+      JAX.
+      shape: the shape of the array.
+      mesh: the mesh of specs.
+      action: what to do with a spec that does not divide the shape.
     """
     declared = declared.sharding if isinstance(declared, Format) else declared  # without layout
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
@@ -381,8 +392,9 @@ def _fit(
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
         except ValueError as error:  # such as UNCONSTRAINED on Explicit axes
             fit = fit.refuse(str(error))  # adds a problem
-    if not fit.problems and declared is not None:
+    if declared is not None and not fit.problems:
         return fit
+    # Nothing usable is declared, so the array counts as replicated.
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return fit._replace(sharding=replicated)
 
@@ -394,7 +406,10 @@ def is_replicated(row: parameters.ParameterRow) -> bool:
 
 
 def _rule_warnings(
-    sharding: StateSharding, rules: Sequence[str], idle: Mapping[int, Any], keys: set[Any]
+    sharding: StateSharding,
+    rules: Sequence[str],
+    idle: Mapping[int, tuple[int, ...]],
+    keys: set[Any],
 ) -> Iterator[str]:
     """Yields a line for each rule that decides for no array.
 
@@ -409,7 +424,7 @@ def _rule_warnings(
     """
     for number, by in idle.items():
         filter_ = sharding.filters[number]
-        # Meant for what may not be there.
+        # Meant for what may not be there. These three match everything; they have an equality.
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
         what = f"nothing{spelling_hint(filter_, keys)}"
@@ -423,9 +438,11 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
     A spec of which only a part fits is written as ``P('model') → P()``.
     """
-    path, shape, dtype, spec, *rest = parameters.cells(row)
-    changed = f"{describe(row.declared)} → {spec}" if row.why and row.declared is not None else spec
-    return ("-" if row.rule is None else str(row.rule), path, shape, dtype, changed, *rest)
+    rule = "-" if row.rule is None else str(row.rule)
+    path, shape, dtype, spec, *sizes = parameters.cells(row)  # in the order of its HEADER
+    if row.why and row.declared is not None:  # not all of it fits
+        spec = f"{describe(row.declared)} → {spec}"
+    return (rule, path, shape, dtype, spec, *sizes)
 
 
 def _plain(value: Any) -> Any:

@@ -144,9 +144,18 @@ def compare(
         if strategy.mesh is None:
             strategy = dataclasses.replace(strategy, mesh=mesh)
         programs[str(name)] = partial(lowered, strategy, fun, abstract, options)
-    kept: dict[str, Any] = {"cache_dir": cache_dir, "by_module": by_module, "quiet": quiet}
+    # Programs are lowered in `compile_all`, where `planning_mesh` then places meshes of sizes on
+    # the topology.
     with on_topology(topology, num_slices):
-        return compile_all("compare", programs, memory_limit=limit, hardware=peak, **kept)
+        return compile_all(
+            "compare",
+            programs,
+            memory_limit=limit,
+            hardware=peak,
+            cache_dir=cache_dir,
+            by_module=by_module,
+            quiet=quiet,
+        )
 
 
 def unwrapped(
@@ -163,7 +172,9 @@ def unwrapped(
       The plain function, and the options of ``jit`` for it, except shardings and mesh.
 
     Raises:
-      TypeError: the options have a mesh or shardings, or ``fun`` is no function for ``jit``.
+      TypeError: the options say where arguments are, by a mesh, shardings, a device or a backend;
+      or
+        ``fun`` is no function for ``jit``.
     """
     taken = {"in_shardings", "mesh", "device", "backend"} & options.keys()
     if taken:
@@ -184,7 +195,7 @@ def unwrapped(
     return fun, dict(options)
 
 
-# The options of `jit` that are neither shardings nor devices.
+# The options of `jit` that are neither shardings of arguments nor devices.
 _KEPT = (
     *("activation_shardings", "auto_axes", "keep_unused", "inline"),
     *("on_committed", "on_indivisible", "strict"),
@@ -216,11 +227,13 @@ def lowered(
       args: its abstract arguments.
       options: other options of ``jit``.
     """
+    # With the devices of this machine, virtual ones, or those of the topology in context.
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
-    # Also for constraints in the function.
+    # In context also for constraints in the function, and for what makes the shardings.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
-        # A user's subclass of these may be callable as well.
+        # Specs, shardings and mappings of them are no functions, even if a user's subclass of one
+        # can be called.
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
             in_shardings = in_shardings(*args)
         options = {"out_shardings": strategy.out_shardings, **options}

@@ -80,6 +80,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     They are a grid of at most two partitioned dimensions if that fits the ``width`` in characters,
     else a list.
     """
+    # A slice is named by its span (start, stop) in each dimension.
     held = holders_of(shape, sharding)
     # The partitioned dimensions: those in which slices have different spans.
     split = [
@@ -92,13 +93,15 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     if len(split) == 2 < len(shape):
         head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
     yield text(head)
+    # The holders of each slice, in a colour of its own, as long as there are others.
     cells: dict[Spans, Text] = {}
     for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
         words = holders[:_MAX_HOLDERS]
         if len(holders) > _MAX_HOLDERS:
             words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
         cells[spans] = text(" ".join(words), colour)
-    # A column for each part of the last partitioned dimension, and one for the titles of rows.
+    # A grid has a column for each part of the last partitioned dimension, and one for the titles of
+    # rows.
     num_columns = len({spans[split[-1]] for spans in held}) if split else 1
     cell_width = max(map(len, cells.values())) + 2
     fits = num_columns == 1 or (num_columns + 1) * cell_width <= width
@@ -107,7 +110,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
         return
     slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in cells]
     rows = list(zip(slices, cells.values(), strict=True))
-    yield table(("slice", "devices"), rows, most=512)
+    yield table(("slice", "devices"), rows, most=512)  # rows; the table says how many are left out
 
 
 def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
@@ -150,15 +153,17 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
       ValueError: the sharding does not fit the shape.
     """
     if isinstance(sharding, NamedSharding):
-        fit = fit_sharding(sharding, None, shape)
+        fit = fit_sharding(sharding, None, shape)  # None: a sharding has its own mesh
         if fit.problems:
             raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
-        if isinstance(sharding.mesh, AbstractMesh):
-            return dict(_positions(shape, sharding.spec, sharding.mesh.shape))
+        if isinstance(sharding.mesh, AbstractMesh):  # it has no devices
+            positions = _positions(shape, sharding.spec, sharding.mesh.shape)
+            return {spans: [position] for spans, position in positions}
     held: dict[Spans, list[str]] = {}
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
-        index = indices[device] or (slice(None),) * len(shape)  # of a scalar
+        # JAX may give no index at all for an array that each device has whole.
+        index = indices[device] or (slice(None),) * len(shape)
         # ``slice.indices`` fills in what is None: (start, stop, step).
         spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         held.setdefault(tuple(spans), []).append(str(device.id))
@@ -167,21 +172,25 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 
 def _positions(
     shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
-) -> Iterator[tuple[Spans, list[str]]]:
+) -> Iterator[tuple[Spans, str]]:
     """Yields each slice of an array on an abstract mesh, with its position: ``data=0, model=1``.
 
-    ``sizes`` are those of the mesh axes. Without any axis in the spec, the position is ``all``.
+    Args:
+      shape: the shape of the array, which the spec divides.
+      spec: its spec. Without any axis in it, the position is ``all``.
+      sizes: the sizes of the mesh axes.
     """
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for indices in itertools.product(*(range(sizes[axis]) for axis in used)):
         position = dict(zip(used, indices, strict=True))  # the index along each axis
         spans = []
         for size, entry in itertools.zip_longest(shape, spec.partitions):
-            # The number of the part of this dimension, and how many parts there are.
+            # Which part of this dimension it is, of how many: the indices along its axes are the
+            # digits of the number, the first axis with the highest one.
             number, num_parts = 0, 1
-            for axis in axes_of(entry):  # the first is the major one
+            for axis in axes_of(entry):
                 number = number * sizes[axis] + position[axis]
                 num_parts *= sizes[axis]
             spans.append((number * size // num_parts, (number + 1) * size // num_parts))
         text_of_position = ", ".join(f"{axis}={index}" for axis, index in position.items())
-        yield tuple(spans), [text_of_position or "all"]
+        yield tuple(spans), text_of_position or "all"

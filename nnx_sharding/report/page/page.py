@@ -49,9 +49,12 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
       >>> "<title>train_step</title>" in html_page(report)
       True
     """
-    if hasattr(report, "explained"):  # a plan, whose package is above this one
-        title = title or next(iter(report.explained()))
-        head, report = head or "\n".join(report.explained()), report.comparison
+    # What `plan` returned; not by its class, as its package imports this one. ``explained`` returns
+    # lines: a summary, and why others are not the best.
+    if hasattr(report, "explained"):
+        lines = list(report.explained())
+        title, head = title or lines[0], head or "\n".join(lines)
+        report = report.comparison
     report = report if isinstance(report, Changes) else load(report)
     reports: list[ProgramReport]
     if isinstance(report, Changes):
@@ -72,7 +75,7 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
         "style": style,
         "script": script,
         "head": f'<pre class="scroll">{_escaped(head)}</pre>' if head else "",
-        "summary": _escaped(report),
+        "summary": _escaped(report),  # what `print` shows
         "data": _script_data(report.as_dict()),
     }
     # In one pass, so that no inserted text is taken for a placeholder.
@@ -96,7 +99,10 @@ def _made_with(report: ProgramReport) -> str:
 
 
 def _escaped(text: Any) -> str:
-    """Escapes text for HTML; a lone surrogate, which cannot be encoded, becomes ?."""
+    """Escapes a text, or the text of an object, for HTML; a lone surrogate becomes a question mark.
+
+    A surrogate cannot be encoded.
+    """
     return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
