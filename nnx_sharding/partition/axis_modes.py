@@ -11,7 +11,10 @@ arrays of the arguments, call the function, and retype what it returns:
 
 Variables of the arguments have the types after the call that they had before, or their old values,
 if the function raises an error. Modules are flattened for this (``Flat``) into their arrays, the
-*leaves*, and a ``structure`` that describes the rest; a *slot* is the index of a leaf.
+*leaves*, their ``objects`` (modules, Variables), and a ``structure`` that describes the rest; a
+*slot* is the index of a leaf. A *location* is the place of a Variable or array in an argument or
+the result, with the part of the user's specs that is for it; its name is the expression for it,
+such as ``model.kernel``. ``RetypedArrays`` has the arrays before the call and in it.
 """
 
 from __future__ import annotations
@@ -135,39 +138,40 @@ def _decorate(
     Args:
       kind: the type of the axes while the function runs.
       fun: the user's function, method or callable module.
-      option: the keyword with the specs, ``in_sharding`` or ``out_sharding``, which each call may
-        also pass.
-      specs: the user's specs; None if they are passed at each call.
+      option: the name of the option with the specs: ``in_sharding`` or ``out_sharding``.
+      specs: the user's specs. None if each call passes them, by a keyword of this name, which the
+        function does not get; with specs, it is a keyword like any other.
       axes: the axes that change their type; None for all.
     """
     name = f"{kind.name.lower()}_axes"
     is_module = _compat.is_graph_object(fun)
     # A callable module and the object of a method are arguments: their Variables are retyped.
     function, bound = (type(fun).__call__, (fun,)) if is_module else unbind(fun)
-    parameters = Parameters(function, Roles(), len(bound))
+    parameters = Parameters(function, Roles(), len(bound))  # no static or donated arguments
     axis_names = None if axes is None else axes_of(axes)
     mode = _AxisMode(kind, name, option, function, parameters, axis_names)
-    declared = None if specs is None else mode.check(specs)
+    declared = None if specs is None else mode.check(specs)  # misspelt ones fail here
 
-    # The attributes of a module are not copied to the function that wraps it.
+    # The name and docstring of the function. Its attributes, too, but not those of a module, which
+    # are its Variables and submodules.
     @functools.wraps(fun, updated=() if is_module else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: object, **kwargs: object) -> Any:
-        specs = declared
-        if specs is None:
+        specs_of_call = declared
+        if specs_of_call is None:
             if option not in kwargs:
                 raise TypeError(f"{name}: {option} is missing.")
-            specs = mode.check(kwargs.pop(option))
-        return mode.call((*bound, *args), kwargs, specs)
+            specs_of_call = mode.check(kwargs.pop(option))
+        return mode.call((*bound, *args), kwargs, specs_of_call)
 
     return call
 
 
 class _CallResult(NamedTuple):
-    """The graph of arguments and result after a call, still with the types of the inner mesh."""
+    """What a call returned, on its way out."""
 
-    after: Flat
-    outer: Sequence[Any]  # the arrays to put in place of its leaves: typed on the outer mesh
+    after: Flat  # arguments and result after the call, with arrays on the inner mesh
+    outer: Sequence[Any]  # by slot, the same arrays on the outer mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,16 +210,18 @@ class _AxisMode:
         """
         flat = flatten((args, kwargs))
         change = self._change(flat, specs)
-        if change is None:
+        if change is None:  # no axis changes its type
             return self.function(*args, **kwargs)
         call = self._call_auto if self.kind is AxisType.Auto else self._call_explicit
-        undo = _undo(flat.objects)
+        undo = _undo(flat.objects)  # for modules and Variables
         try:
             after, outer = call((args, kwargs), flat, specs, change)
+            # The arguments' own Variables get the outer arrays, though Flax may count them as those
+            # of another trace (``foreign``); the result is returned with such arrays.
             return rebuild(after, outer, foreign=True)
         except BaseException:  # also KeyboardInterrupt: Variables must not keep the inner types
             undo()
-            # Also static objects, such as configurations, which the function may have changed.
+            # What `undo` does not know: static objects, such as configurations.
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
@@ -232,18 +238,20 @@ class _AxisMode:
         Raises:
           NoMeshError: ``explicit_axes`` has no mesh.
         """
-        # Arrays that were never placed have no mesh in their types; then a spec may name it.
+        # The mesh in context, else that of a spec, else that of an array: arrays that were never
+        # placed have none in their types.
         meshes = (spec.mesh for spec in specs.written if isinstance(spec, NamedSharding))
-        mesh = mesh_of_types(flat.leaves, next(meshes, None))
+        mesh = mesh_of_types(flat.leaves, default=next(meshes, None))
         if mesh is None:
-            if self.kind is AxisType.Auto:
+            if self.kind is AxisType.Auto:  # without a mesh, nothing is sharded by types
                 return None
             raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
         change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
         if change is None and self.kind is AxisType.Explicit:
-            # All axes are Explicit already; arguments are still sharded as in_sharding says.
+            # All axes are Explicit already. Arguments are still to be sharded as in_sharding says,
+            # so this is a change from the mesh to itself.
             abstract = getattr(mesh, "abstract_mesh", mesh)
-            change = AxisTypeChange(abstract, abstract)
+            change = AxisTypeChange(outer=abstract, inner=abstract)
         return change
 
     def _call_auto(
@@ -259,14 +267,24 @@ class _AxisMode:
           specs: the user's ``out_sharding``.
           change: the outer and the inner mesh.
         """
-        arrays = RetypedArrays.of(change, flat.leaves)
+        arrays = RetypedArrays.of(change, flat.leaves)  # with the same sharding, not in the type
         after = self._call_retyped(flat, arrays)
-        # Errors name a Variable of an argument by that argument, not as a part of the result.
-        arguments = [argument.objects_only() for argument in self._arguments(tree, flat, None)]
-        caller = f"{self.name}: {self.option}"
-        output = split_argument("output", specs.tree, None, after.structure.root, caller)
+        # Variables of the arguments, without specs, and the result with the user's. The arguments
+        # come first, so that errors name a Variable by them, not as a part of the result.
+        arguments = [
+            argument.objects_only() for argument in self._arguments(tree, flat, prefix=None)
+        ]
+        output = split_argument(
+            "output",
+            prefix=specs.tree,
+            value=None,  # the structure says all that is needed
+            child=after.structure.root,
+            caller=f"{self.name}: {self.option}",
+        )
         locations = locate(after.structure, [*arguments, output])
-        names, declared = self._fit(locations, after, change.outer)
+        names = slot_names(len(after.leaves), locations)
+        declared = self._declared_specs(locations, names, after, change.outer)
+        # On the outer mesh: with the declared type, or with that of the array that it replaces.
         typed = arrays.leave_with_specs(
             flat.structure, after, declared, names, name=self.name, option=self.option
         )
@@ -279,17 +297,19 @@ class _AxisMode:
 
         ``specs`` are the user's ``in_sharding``; the others are as for :meth:`_call_auto`.
         """
-        # Where each Variable and array is in the arguments, with the spec for it.
-        locations = locate(flat.structure, self._arguments(tree, flat, specs.tree))
-        names, declared = self._fit(locations, flat, change.inner)
+        locations = locate(flat.structure, self._arguments(tree, flat, prefix=specs.tree))
+        names = slot_names(len(flat.leaves), locations)
+        declared = self._declared_specs(locations, names, flat, change.inner)
         self._check_all_declared(names, flat.leaves, declared)
+        # Those without a spec, such as scalars, keep the sharding that they have.
         pairs = zip(flat.leaves, declared, strict=True)
         inside = [retype(leaf, change.inner, spec) for leaf, spec in pairs]
-        arrays = RetypedArrays(change, flat.leaves, inside)
+        arrays = RetypedArrays(change, leaves=flat.leaves, inside=inside)
         after = self._call_retyped(flat, arrays)
-        # Back on the outer mesh: arrays that the arguments had keep their type.
+        # On the outer mesh, unchanged arrays are those of the arguments again, and a new one in a
+        # Variable has the type of the one before: `outer` has these.
         outer, untyped = arrays.leave(flat.structure, after)
-        # What is new has no spec, and needs none: over Auto axes, a type names no sharding.
+        # All others have no spec, and need none: over Auto axes, a type names no sharding.
         for slot, array in untyped.items():
             outer[slot] = retype(array, change.outer)
         return _CallResult(after, outer)
@@ -299,13 +319,18 @@ class _AxisMode:
     ) -> None:
         """Raises a ValueError that lists the arrays, not scalars, for which there is no spec.
 
-        ``names`` are the expressions for the arrays in the error, such as ``model.kernel``.
+        Args:
+          names: the expression for each array, such as ``model.kernel``.
+          leaves: the arrays, and other leaves of the arguments.
+          declared: the spec for each; None without one.
         """
-        lines = [
-            array_line(name, leaf)
-            for name, leaf, spec in zip(names, leaves, declared, strict=True)
-            if spec is None and type_mesh(leaf) is not None and leaf.ndim
-        ]
+        lines = []
+        for name, leaf, spec in zip(names, leaves, declared, strict=True):
+            # Without a mesh in its type, a leaf is no array, or on no mesh yet, so that JAX takes
+            # it for replicated.
+            is_typed = type_mesh(leaf) is not None
+            if spec is None and is_typed and leaf.ndim:
+                lines.append(array_line(name, leaf))
         head = "no spec says how these arguments are sharded on the axes that become Explicit:"
         remedy = "Declare them in in_sharding; P() replicates."
         raise_listed(ValueError, f"{self.name}: {head}", lines, remedy)
@@ -322,18 +347,34 @@ class _AxisMode:
         caller = f"{self.name}: {self.option}"
         return split_arguments(flat.structure, tree, prefixes, signature.names, caller)
 
-    def _fit(
-        self, locations: list[NamedLocation], flat: Flat, mesh: AbstractMesh
-    ) -> tuple[Sequence[str], list[PartitionSpec | None]]:
-        """Returns the name of each array (``model.kernel``), and its spec on a mesh, or None."""
-        names = slot_names(len(flat.leaves), locations)
-        resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
+    def _declared_specs(
+        self,
+        locations: list[NamedLocation],
+        names: Sequence[str],
+        flat: Flat,
+        mesh: AbstractMesh,
+    ) -> list[PartitionSpec | None]:
+        """Returns the spec that the user declares for each array; None where there is none.
+
+        Args:
+          locations: the places of Variables and arrays in the arguments or the result, each with
+            the user's spec for its part.
+          names: the expression for each array, for errors.
+          flat: the arguments or the result, flattened.
+          mesh: the mesh that the specs have to fit.
+
+        Raises:
+          ValueError: specs do not fit the mesh or a shape, or differ for a shared Variable.
+        """
+        # Of a `NamedSharding`, only the spec counts: its mesh has the types of the other side.
+        resolved = resolve(locations, flat.objects, flat.leaves, spec_of=_as_spec)
         fitted = fit_shardings(self.name, names, flat.leaves, resolved, mesh, explicit=True)
-        return names, [_as_spec(sharding) for sharding in fitted]
+        return [_as_spec(sharding) for sharding in fitted]  # fitted ones are on the mesh
 
 
-def _as_spec(spec: object) -> Any:
-    return spec.spec if isinstance(spec, NamedSharding) else spec
+def _as_spec(sharding: object) -> Any:
+    """Returns the spec of a NamedSharding; a spec and None as they are."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
 
 def _undo(objects: Objects) -> Callable[[], None]:

@@ -6,13 +6,15 @@ head: numbers are right, but the attention gathers the keys again. Shapes alone 
 
     num_kv_heads = 2                      the heads of keys and values
     num_heads = 8, head_dim = 64          those of queries, and the features of all
+
+`QUERIES` and `KEYS` match names of projections: ``q_proj``, ``query``; ``k_proj``, ``value``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -43,7 +45,7 @@ def notes_of_split_heads(
 
     Args:
       listing: the flattened model.
-      known: its parameters.
+      known: its parameters, by any keys.
       specs: their specs, by path.
       mesh: the mesh of the specs.
     """
@@ -51,16 +53,17 @@ def notes_of_split_heads(
     notes = {}
     for parameter in known.values():
         spec = specs[parameter.path]
-        dimensions = parameter.layer_dimensions
+        dimensions = parameter.layer_dimensions  # of one layer, without those of stacked layers
+        # A kernel (inputs, heads, size) has a dimension of heads, which is sharded whole or not.
         if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
-            continue  # three dimensions have heads of their own
+            continue
         name, module = _projection(parameter.path, modules)  # ("k_proj", the attention)
         if not name or not isinstance(module, nnx.Module):
             continue
         shape, outputs = parameter.shapes[0], dimensions[-1]
         axes = axes_of(pad_entries(spec, len(shape))[outputs])
         devices = math.prod(mesh.shape[axis] for axis in axes)
-        heads = _num_heads(module, name, shape[outputs])
+        heads = _num_heads(module, name, size=shape[outputs])
         if heads and heads % devices:
             over = ", ".join(map(repr, axes))
             notes[parameter.path] = (
@@ -98,7 +101,8 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     """
     is_query = bool(QUERIES.fullmatch(name))
     pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS
-    numbers = dict(_numbers(module))  # by the names of attributes and options
+    numbers = _numbers(module)
+    # Their number itself; or else the size of one head, of which there are as many as fit.
     counts = {n for key, n in numbers.items() if pattern.fullmatch(key)}
     if not counts:
         head_sizes = {n for key, n in numbers.items() if _HEAD_SIZE.fullmatch(key)}
@@ -106,16 +110,22 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     if len(counts) != 1:  # several contradict each other
         return None
     [count] = counts
-    # Heads of one feature are another number that is called alike.
+    # With as many heads as outputs, each has one feature: the number must be of something else.
     return count if count and size % count == 0 and size > count else None
 
 
-def _numbers(module: nnx.Module) -> Iterator[tuple[str, int]]:
-    """Yields the positive whole numbers that a module, or a configuration in it, has by name."""
+def _numbers(module: nnx.Module) -> dict[str, int]:
+    """Returns the positive integers that a module, or a configuration in it, has, by name.
+
+    A configuration is an attribute with one of the names in ``_CONFIGURATIONS``, such as
+    ``config``: a dict, or an object with attributes.
+    """
     attributes = vars(module)
     configurations: list[Any] = [attributes[name] for name in _CONFIGURATIONS if name in attributes]
-    for holder in (*configurations, attributes):  # the module's own come last, and count
-        found = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
-        for key, value in found.items():
-            if type(value) is int and value > 0:
-                yield str(key), value
+    numbers = dict[str, int]()
+    for holder in (*configurations, attributes):  # the module's own come last, and override
+        items = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+        for name, value in items.items():
+            if type(value) is int and value > 0:  # not True, which is an int as well
+                numbers[str(name)] = value
+    return numbers

@@ -21,6 +21,11 @@ dimensions or more, without those of stacked layers, has the first of these rule
 
 Whatever the rule chooses, numbers are right; a wrong guess costs communication. So no parameter is
 sharded of which neither name nor shape says what it is for.
+
+Names override sizes: a layer called ``down`` or ``o_proj`` is a row layer (`_ROWS`), one called
+``up`` or ``q_proj`` a column layer (`_COLUMNS`). In a style, dimensions count from the end: of a
+kernel (in, out), -1 are the outputs. A bias with -1 is sharded like the outputs; with None it is
+whole, as it is added once to the sum that a row layer returns.
 """
 
 from __future__ import annotations
@@ -94,7 +99,16 @@ _FROM_HEADS = re.compile("(w|to_)?o(ut)?(_proj|_einsum)?|attn_out|output_proj")
 def _order_styles(
     name: str, inputs: _Size, outputs: _Size, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
-    """Returns columns first or rows first: by the layer's name, else by its numbers of features."""
+    """Returns all styles: columns first or rows first, by the layer's name, else by its sizes.
+
+    Args:
+      name: the name of the layer.
+      inputs: the number of its input features, or anything that can be compared with ``outputs``.
+      outputs: the number of its output features.
+      columns: the styles that shard outputs, best first.
+      rows: the styles that shard inputs.
+    """
+    # Fewer outputs than inputs lead back, as from the hidden features of an MLP.
     is_row = outputs < inputs or (outputs == inputs and name in _SQUARE_ROWS)
     rows_first = name in _ROWS or (is_row and name not in _COLUMNS)
     return [*rows, *columns] if rows_first else [*columns, *rows]
@@ -112,10 +126,15 @@ def _lora(layer: Any, name: str) -> list[Style]:
 
 
 def _linear_general(layer: Any, name: str) -> list[Style]:
-    """Offers each output or input dimension: heads, which come first, before features."""
-    inputs, outputs = layer.in_features, layer.out_features  # kernel: (*inputs, *outputs)
+    """Offers a style for each output and each input dimension, the first ones before the others.
+
+    Of (heads, features), heads are first: to shard features of all heads splits each head.
+    """
+    # The kernel is (*inputs, *outputs), the bias (*outputs): the same dimensions from the end.
+    inputs, outputs = layer.in_features, layer.out_features
     rank = len(inputs) + len(outputs)
     columns = [Style("column", {"kernel": d, "bias": d}) for d in range(-len(outputs), 0)]
+    # To heads, as in ``q_proj``: these are sharded, or nothing. Attention would gather parts.
     if len(outputs) > 1 and _TO_HEADS.fullmatch(name):
         return columns[:1]
     rows = [Style("row", {"kernel": d, "bias": None}) for d in range(-rank, -len(outputs))]
@@ -130,10 +149,13 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     """Lists the ways to shard an einsum of inputs and a kernel, best first.
 
     In ``btd,dnh->btnh``, the letters n and h of the kernel are outputs, since the result has them:
-    to shard one is a column style. The letter d is summed over: to shard it is a row style.
+    to shard one is a column style. The letter d is summed over: to shard it is a row style. With
+    the kernel dimensions d = -3, n = -2, h = -1 and a bias (n, h), these are
+
+        column {kernel: -2, bias: -2}    column {kernel: -1, bias: -1}    row {kernel: -3}
 
     Args:
-      subscripts: those of the einsum.
+      subscripts: those of the einsum, with the kernel as the second operand.
       parameter: the name of the kernel.
       shape: its shape.
       name: the name of the layer, such as ``q_proj``.
@@ -142,21 +164,28 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     inputs, _, kernel = operands.partition(",")
     rank = len(shape)
     if len(kernel) != rank or "." in kernel:  # which dimension is for what is not known
+        # So all are tried, the last one first, without saying whether it is of outputs or inputs.
         return [Style("", {parameter: d, "bias": None}) for d in range(-1, -rank - 1, -1)]
     dimensions = {letter: d - rank for d, letter in enumerate(kernel)}  # counted from the end
     summed = [letter for letter in kernel if letter not in result]
     kept = [letter for letter in result if letter in dimensions]  # the dimensions of the bias
+    # Where the letters of the inputs begin in the result: at 1 in ``btd,kdnh->kbtnh``.
     first_input = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
 
     def preference(letter: str) -> tuple[bool, bool]:
-        # A letter that the inputs have too is a batch, not a feature: such letters come last. One
-        # in front of the inputs, as the 3 of a fused q, k and v, comes after other features.
-        return letter in inputs, result.index(letter) < first_input
+        """Sorts outputs, best first: false comes before true."""
+        # A letter that the inputs have too is a batch, not a feature.
+        is_batch = letter in inputs
+        # In front of the inputs is what counts kernels, such as the 3 (k) of a fused q, k and v:
+        # sharded, a device would have all of q and nothing of v.
+        is_in_front = result.index(letter) < first_input
+        return is_batch, is_in_front
 
     columns = [
         Style("column", {parameter: dimensions[letter], "bias": kept.index(letter) - len(kept)})
         for letter in sorted(kept, key=preference)
     ]
+    # To heads, as in ``q_proj``: these are sharded, or nothing. Attention would gather parts.
     if len(columns) > 1 and _TO_HEADS.fullmatch(name):
         return columns[:1]
     rows = [Style("row", {parameter: dimensions[letter], "bias": None}) for letter in summed]
@@ -165,9 +194,10 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     def size(letters: Sequence[str]) -> int:
         return math.prod(shape[dimensions[letter]] for letter in letters)
 
-    # The number of letters counts before their sizes: heads to features are rows.
-    inner, outer = (len(summed), size(summed)), (len(features), size(features))
-    return _order_styles(name, inner, outer, columns, rows)
+    # The number of letters counts before their sizes, which may be equal: ``btnh,nhd->btd``, from
+    # heads to features, has two of inputs and one of outputs, so it is a row layer.
+    of_inputs, of_outputs = (len(summed), size(summed)), (len(features), size(features))
+    return _order_styles(name, of_inputs, of_outputs, columns, rows)
 
 
 def _conv_transpose(layer: Any, name: str) -> list[Style]:
@@ -203,11 +233,13 @@ def rules_of_layer(
 
     Args:
       layer: the module. Anything else that a model holds, such as a list, has no rules.
-      known: the parameters of the model, by ``id``.
+      known: the parameters of the model: Variables by ``id``, bare arrays by path. Only Variables
+        are looked up here.
 
     Returns:
-      The rules, and the attributes whose parameters they are for; None for all parameters in the
-      module, also those of the layers in it, as for a layer of Flax.
+      The rules, and the attributes of the module whose parameters they are for. These are None for
+      a layer of Flax, whose rule is for all parameters in it, also in its own layers; and empty
+      without rules.
     """
     for kind in type(layer).__mro__:  # the closest base class decides
         if kind in RULES:
@@ -233,45 +265,51 @@ def _rules_of_user_class(
       attributes: those of the module.
       shapes: the shapes of its own parameters, for one layer, by attribute.
     """
+    # 1. The subscripts of an einsum, such as "btd,dnh->btnh", and one kernel for it.
     subscripts = [x for x in attributes.values() if isinstance(x, str) and _SUBSCRIPTS.fullmatch(x)]
     if len(subscripts) == 1 and (rule := _rule_of_einsum(subscripts[0], attributes, shapes)):
         yield rule
         return
+    # 2. Matrices (a, b) and (b, a). All of them shard b, so either both of these rules apply or
+    # none: columns in their last dimension, -1, and rows in the one before it, -2.
     columns, rows = _pairs(shapes)
     paired = [*columns, *rows]
-    # One size is sharded in all of them, so that either both rules apply or none.
     if paired:
         yield [Style("column", dict.fromkeys(columns, -1))]
         yield [Style("row", dict.fromkeys(rows, -2))]
+    # With other subscripts, an einsum uses the rest in a way that is not known: it stays whole.
     if subscripts:
-        return  # names and shapes would say less than these, which nothing is known to fit
+        return
     matrices = {
         name: shape
         for name, shape in shapes.items()
         if sum(size > 1 for size in shape) > 1  # others are vectors, made to broadcast
         and name not in paired
         and not name.endswith("bias")  # of heads, (heads, features): it follows its kernel
-        and not isinstance(attributes[name], nnx.LoRAParam)
+        and not isinstance(attributes[name], nnx.LoRAParam)  # it follows the adapted layer
     }
+    # Then the name of the class, or of the module, tells what the matrix is for.
     is_alone = len(matrices) == 1 and not paired and not _POSITIONS.search(class_name)
     has_modules = any(isinstance(x, nnx.Module) for x in attributes.values())
     for name, shape in matrices.items():
+        # 3. A table of words: (words, features), or (features, words) as of an output layer. The
+        # words are more. Both ways are styles, the words first.
         if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
-            # (words, features) or (features, words): the words are more, and are sharded first.
-            words_first = shape[0] >= shape[1]
-            words, features = (-2, -1) if words_first else (-1, -2)
+            words, features = (-2, -1) if shape[0] >= shape[1] else (-1, -2)
             yield [Style("vocabulary", {name: words}), Style("features", {name: features})]
             continue
+        # 4. The only kernel of a module without others in it: a linear layer. Its name is that of
+        # the module, which is not known yet, so this is a function of the module and its name.
         if is_alone and not has_modules and not _POSITIONS.search(name):
             biases = {other: size for other, size in shapes.items() if other != name and size}
-            # The name of the module is not known yet: it is the last argument.
             yield functools.partial(_kernel_styles, name, shape, biases)
             continue
-        role = _AFFIXES.sub("", name.lower())  # `w_up` → `up`
+        # 5. The name of a layer, without what says that it is a parameter: ``w_up`` → ``up``.
+        role = _AFFIXES.sub("", name.lower())
         # Next to the kernels of experts, a gate is their router, which stays whole.
         is_router = role == "gate" and any(len(other) > len(shape) for other in shapes.values())
         if role in _COLUMNS | _ROWS and not is_router:
-            yield _kernel_styles(name, shape, {}, None, role)
+            yield _kernel_styles(name, shape, biases={}, _=None, name=role)
 
 
 def _rule_of_einsum(
@@ -287,6 +325,7 @@ def _rule_of_einsum(
     match = _SUBSCRIPTS.fullmatch(subscripts)
     assert match is not None  # the caller has chosen them by this pattern
     rank = len(match["kernel"])  # a letter for each dimension of the kernel, the second operand
+    # The factors of LoRA are added to the kernel, and follow another rule.
     kernels = [
         name
         for name, shape in shapes.items()
@@ -299,6 +338,7 @@ def _rule_of_einsum(
     kernel_shape = shapes[kernel][len(shapes[kernel]) - rank :]
 
     def styles(_: object, layer_name: str) -> list[Style]:
+        """Returns the styles as a rule does; the module, its first argument, is not needed."""
         return _einsum_styles(subscripts, kernel, kernel_shape, layer_name)
 
     return styles
@@ -310,6 +350,9 @@ def _pairs(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
     As in an MLP, they lead into hidden features and back. Both shard these, the larger size: of up
     (8, 32) and down (32, 8), up is a column and down is a row. Dimensions of experts in front are
     equal. Without such shapes there are none.
+
+    Args:
+      shapes: the shapes of parameters, by name, which may say which of the two a matrix is.
     """
     columns, rows = list[str](), list[str]()
     for name, shape in shapes.items():
@@ -319,21 +362,28 @@ def _pairs(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
         # A square matrix has no larger side, by which its role could be known.
         if num_inputs == num_outputs or (*experts, num_outputs, num_inputs) not in shapes.values():
             continue
-        # The second matrix, from the hidden features back, is a row: the hidden ones are more.
+        # A row leads from the hidden features, of which there are more, back to others: it has more
+        # inputs than outputs.
         is_row = name in _ROWS or (num_inputs > num_outputs and name not in _COLUMNS)
         (rows if is_row else columns).append(name)
     return columns, rows
 
 
 def _is_table(parameter: str, class_name: str) -> bool:
-    """Whether a matrix is looked up in, by its name or that of its class: an embedding of words."""
-    if _POSITIONS.search(parameter):
+    """Whether a matrix is an embedding of words: a table of which rows are looked up.
+
+    Args:
+      parameter: the name of the matrix, such as ``embedding`` or ``wte``.
+      class_name: the name of the class of its module, such as ``TokenEmbedder``, if this is its
+        only matrix, so that it says what that is for; else empty.
+    """
+    if _POSITIONS.search(parameter):  # `pos_embed`: it is added, and not looked up
         return False
+    if _TABLE.search(parameter):
+        return True
     # The kernel of an embedding of patches is a linear layer.
-    is_class = (
-        _TABLE.search(class_name) and parameter != "kernel" and "patch" not in class_name.lower()
-    )
-    return bool(_TABLE.search(parameter) or is_class)
+    is_linear = parameter == "kernel" or "patch" in class_name.lower()
+    return bool(_TABLE.search(class_name)) and not is_linear
 
 
 def _kernel_styles(
@@ -349,25 +399,28 @@ def _kernel_styles(
       _: the module; a rule gets it, and this one does not need it.
       name: the name of the layer.
     """
-    if len(shape) == 3 and _TO_HEADS.fullmatch(name):
+    if len(shape) == 3 and _TO_HEADS.fullmatch(name):  # (in, heads, features), as in ``q_proj``
+        # With a bias (heads, features), whose heads are -2, too.
         head_biases = [bias for bias, size in biases.items() if size == shape[1:]]
         return [Style("heads", {parameter: -2, **dict.fromkeys(head_biases, -2)})]
-    if len(shape) == 3 and _FROM_HEADS.fullmatch(name):
+    if len(shape) == 3 and _FROM_HEADS.fullmatch(name):  # (heads, features, out), as in ``o_proj``
         return [Style("heads", {parameter: -3}), Style("row", {parameter: -2})]
     vectors = {bias: size[0] for bias, size in biases.items() if len(size) == 1}
     # The size of a bias is the number of outputs, which tells (out, in) from (in, out).
     is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
     inputs, outputs = (-1, -2) if is_transposed else (-2, -1)
     added = [bias for bias, size in vectors.items() if size == shape[outputs] and "bias" in bias]
+    # The only dimension of a bias, -1, is sharded with the outputs. With the inputs, it is whole.
     column = Style("column", {parameter: outputs, **dict.fromkeys(added, -1)})
     row = Style("row", {parameter: inputs, **dict.fromkeys(added, None)})
     return _order_styles(name, shape[inputs], shape[outputs], [column], [row])
 
 
-# The subscripts of an einsum, with those of its second operand.
+# The subscripts of an einsum, ``btd,dnh->btnh``, with those of its second operand, ``dnh``.
 _SUBSCRIPTS = re.compile(r"[\w. ]+, *(?P<kernel>\w+) *->[\w. ]+")
+# Names of an embedding of words: ``embedding``, ``wte``.
 _TABLE = re.compile("embed|wte|vocab", re.IGNORECASE)
-# Names of what is added to activations, or is one of them.
+# Names of what is added to activations, or is one of them: ``pos_embed``, ``cls_token``.
 _POSITIONS = re.compile("pos(ition(al)?)?s?(_|$|emb|enc)|tokens?$", re.IGNORECASE)
 # What names of parameters have besides the role, as in `w_up` and `query_kernel`.
 _AFFIXES = re.compile("^(w|kernel|weight)_|_(w|kernel|weight)$")

@@ -15,7 +15,8 @@ as ``nnx.PARTITION_NAME``, decides before all sizes.
 
 What is then still one of several is `Stacked.is_ambiguous`, and none of the candidates is sharded.
 A model without any of these signs counts as not stacked. A *slot* is the position of an array in
-the flattened model (``Flat``).
+the flattened model (``Flat``). A *known* Variable is a parameter of a layer of Flax, whose shape
+for one layer is known. Of the dimensions of stacked layers, those of a `Stack` come first.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class _KnownVariable(NamedTuple):
         """Returns the axes that ``count`` nested transforms may have given to the Variable.
 
         Of the kernel (256, 8, 1024) of a ``Linear(256, 1024)``, one transform gave the axis 1 or,
-        counted from the back, -2.
+        counted from the back, -2. These may be the axes of other Variables of its class, too.
         """
+        # A candidate has a dimension for each transform around the layer; these may be fewer, those
+        # around a module that holds several layers.
         choices = {
             dimensions
             for candidate in self.candidates
@@ -94,9 +97,9 @@ class _KnownVariable(NamedTuple):
         result: set[_Axes] = set()
         for dimensions in choices:
             sizes = tuple(self.shape[d] for d in dimensions)
-            # One transform may count from the front, and another one from the back.
-            both_ways = ((d, d - rank) for d in dimensions)
-            result.update(_Axes(axes, sizes) for axes in itertools.product(*both_ways))
+            # Each transform may count from the front or the back: (1,) of 3 → (1,) and (-2,).
+            front_or_back = ((d, d - rank) for d in dimensions)
+            result.update(_Axes(axes, sizes) for axes in itertools.product(*front_or_back))
         return result
 
 
@@ -109,7 +112,8 @@ class LayerDimensions:
 
     def __init__(self, flat: Flat):
         """Compares the shapes of all layers of Flax in a flattened model."""
-        self._stack_counts = count_layer_dimensions(flat)  # by slot
+        # How many first dimensions of an array are those of a `Stack`, by slot; none if 0.
+        self._stack_counts = count_layer_dimensions(flat)
         self._slots = {
             id(variable): flat.structure.slots[index]
             for index, variable in enumerate(flat.objects)
@@ -120,17 +124,23 @@ class LayerDimensions:
         # class below the module may have.
         self._common_axes: dict[Path, dict[type, set[_Axes]]] = {}
         self._names = {_COMMON_NAME}  # what names in the metadata call a dimension of layers
-        self._resolved: dict[int, Stacked] = {}  # by id, the known Variables
-        known = list(self._known_variables(flat))
+        self._resolved: dict[int, Stacked] = {}  # by id, what was found for the known Variables
+
+        known = list(self._known_variables(flat))  # this fills `_norms`, too
+        # Without any candidate but (), no transform has stacked layers: so it is in most models,
+        # which need no paths, and nothing of the following.
         is_any_stacked = any(candidate for x in known for candidate in x.candidates)
-        if is_any_stacked:  # most models have no layers stacked by a transform, and need no paths
+        if is_any_stacked:
             paths = flat.structure.paths_to_objects([((), flat.structure.root)])
             # A shared layer has several paths, of which the first counts.
-            layers = {index: tuple(map(plain_key, found[0])) for index, found in paths.items()}
-            known = [x._replace(path=(*layers[x.layer], *x.path)) for x in known]  # in the model
-            self._find_common_axes(known)
+            path_of_layer = {i: tuple(map(plain_key, found[0])) for i, found in paths.items()}
+            # From paths in the layer, ("kernel",), to those in the model.
+            known = [x._replace(path=(*path_of_layer[x.layer], *x.path)) for x in known]
+            self._find_common_axes(known)  # of all, before any of them is decided
             for variable in known:
                 self._resolve(variable)
+        # Layers may be what has no name in all parameters that are known. In all other Variables,
+        # any dimension may have none.
         self._names.discard(None)
 
     def is_norm(self, subject: object) -> bool:
@@ -150,20 +160,25 @@ class LayerDimensions:
           shape: their shape.
         """
         in_stack = tuple(range(self._stack_counts.get(slots[0], 0)))  # a `Stack` has them first
-        names = _names(subject, len(shape))  # of the dimensions, in its metadata
+        # 1. Names in its metadata: of the dimensions of an array, some are names for layers.
+        names = _names(subject, len(shape))
         named = {d for d, name in enumerate(names) if name in self._names}
         if named:
             return Stacked(tuple(sorted(named.union(in_stack))))
+        # 2. A parameter of a layer of Flax, which has been compared with the shape for one layer.
         if id(subject) in self._resolved:
             return self._resolved[id(subject)]
-        for length in reversed(range(len(path))):
-            axes_by_class = self._common_axes.get(path[:length])
-            if axes_by_class is not None:  # the closest module with known Variables
-                like_neighbors = self._follow_neighbors(axes_by_class, subject, shape)
-                # A `vmap` around the stack adds to its dimensions; less than these is no answer.
-                if len(like_neighbors.dimensions) > len(in_stack):
-                    return like_neighbors
-                break
+        # 3. The axes that known Variables in the closest module around it have in common. Modules
+        # further out say less, as they hold layers that are stacked in different ways.
+        modules_around = [path[:length] for length in reversed(range(len(path)))]
+        closest = next((module for module in modules_around if module in self._common_axes), None)
+        if closest is not None:
+            like_neighbors = self._follow_neighbors(self._common_axes[closest], subject, shape)
+            # In a `Stack`, these include its dimensions. Only if there are more of them, those of a
+            # `vmap`, do they say more than the `Stack` itself.
+            if len(like_neighbors.dimensions) > len(in_stack):
+                return like_neighbors
+        # 4. The `Stack` around it, if any.
         return Stacked(in_stack)
 
     def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
@@ -182,18 +197,24 @@ class LayerDimensions:
                 if shape is None:  # a Variable of None or of a pytree
                     continue
                 slots = self._slots.get(id(variable), ())
+                # The number of its first dimensions that are those of a `Stack`.
                 stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
                 candidates = _candidates(shape, layer_shape, stack_count)
-                yield _KnownVariable((name,), index, variable, shape, candidates)
+                path_in_layer = (name,)  # the constructor puts that of the layer before it
+                yield _KnownVariable(path_in_layer, index, variable, shape, candidates)
 
     def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
-        """Fills ``_common_axes``: which axes may all Variables of a class in a module have?"""
+        """Fills ``_common_axes``: which axes may all Variables of a class in a module have?
+
+        A transform gives all Variables of a class the same axis, counted from one end.
+        """
         groups: dict[tuple[Path, type], list[_KnownVariable]] = {}
         for x in known:
             for length in range(len(x.path)):  # each module around the Variable
                 groups.setdefault((x.path[:length], type(x.variable)), []).append(x)
         for (module_path, cls), members in groups.items():
-            # Below the outer one of nested stacks, some have more dimensions of layers.
+            # The number of transforms around all of the module is that of its Variable with the
+            # fewest dimensions of layers. Others in it may be stacked once more.
             count = min(len(candidate) for x in members for candidate in x.candidates)
             common = set.intersection(*(x.axes(count) for x in members))
             self._common_axes.setdefault(module_path, {})[cls] = common
@@ -203,21 +224,23 @@ class LayerDimensions:
 
         Its candidates, which are possible by shape, are reduced to those that agree with the other
         Variables of its class, and then to those that the metadata name. What the metadata call
-        the dimensions that are found is a name for layers from then on.
+        the dimensions that are found is a name for layers from then on: for the parameters that are
+        decided after this one, in the order of the model, and for all that :meth:`find` is asked.
         """
         remaining = self._agreeing_with_others(known)
-        names = _names(known.variable, len(known.shape))
+        names = _names(known.variable, len(known.shape))  # such as ("embed", "layers", "mlp")
         if names:
             named = {
                 candidate
                 for candidate in remaining
+                # The candidate () is that of a parameter that is not stacked.
                 if candidate and all(names[d] in self._names for d in candidate)
             }
             remaining = named or remaining
         stacked = Stacked.from_candidates(remaining)
         self._resolved[id(known.variable)] = stacked
         if names and not stacked.is_ambiguous:
-            self._names.update(names[d] for d in stacked.dimensions)
+            self._names.update(names[d] for d in stacked.dimensions)  # None, if it has no name
 
     def _agreeing_with_others(self, known: _KnownVariable) -> Set[tuple[int, ...]]:
         """Returns the candidates with axes that all Variables of the class have in common.
@@ -226,12 +249,14 @@ class LayerDimensions:
         """
         remaining = known.candidates
         for length in range(len(known.path)):
+            # The axes of this class in the module, each as dimensions of this parameter; None if
+            # its shape has other sizes there.
             common = self._common_axes[known.path[:length]][type(known.variable)]
             allowed = [axes.dimensions(known.shape) for axes in common]
             agreeing: set[tuple[int, ...]] = set()
             for dimensions in allowed:
                 if dimensions is not None:
-                    # More dimensions may be layers: of stacks within the module.
+                    # A candidate may have more dimensions: those of transforms within the module.
                     agreeing.update(c for c in remaining if set(c).issuperset(dimensions))
             # None agrees in a module that was put together from layers stacked in different ways.
             remaining = agreeing or remaining
@@ -251,10 +276,12 @@ class LayerDimensions:
         cls = type(subject)
         is_known_class = cls in common_axes
         axes = common_axes[cls] if is_known_class else set().union(*common_axes.values())
+        # The dimensions of this shape along these axes; None if it has other sizes there.
         found = {x.dimensions(shape) for x in axes}
         candidates = {dimensions for dimensions in found if dimensions is not None}
         if not is_known_class:
-            # A transform may have other axes for other classes: mostly the first.
+            # Each class may have axes of its own, `StateAxes({nnx.Param: 1, ...: 0})`, and 0 is the
+            # most common: so the first dimensions are candidates, too, if they have the sizes.
             for sizes in {x.sizes for x in axes}:
                 if shape[: len(sizes)] == sizes:
                     candidates.add(tuple(range(len(sizes))))
@@ -275,7 +302,7 @@ def _candidates(
       stack_count: how many first dimensions are those of a `Stack`, which every choice has.
     """
     extra = len(shape) - len(layer_shape)
-    if extra <= 0:
+    if extra <= 0:  # not stacked; or a subclass gives it fewer dimensions, and nothing is known
         return {()}
     in_stack = set(range(stack_count))
     candidates = set()
@@ -284,7 +311,8 @@ def _candidates(
         pairs = zip(rest, layer_shape, strict=True)
         if in_stack.issubset(removed) and all(want in (None, size) for size, want in pairs):
             candidates.add(removed)
-    # None fits in a subclass whose parameters have another shape; then the first ones are meant.
+    # Without any, a subclass gives its parameter another shape. Its first dimensions are then most
+    # likely those of the layers.
     return candidates or {tuple(range(extra))}
 
 

@@ -6,14 +6,16 @@ A *strategy* reads the paths, shapes and metadata of a model, never its values, 
     mesh, axes = mesh_and_axes(name, mesh, axis)         the mesh axes to shard over, checked
     parameters = variables(model)                        flattens the model, once
     specs = base_specs(name, parameters, base, mesh)     path → what `base` has there, else P()
-    …                                                    replace entries of this table
+    …                                                    replace entries of this dict
+    remarks = remarks_on(specs, name, base, …)           what reports say of each path
     with_optimizer(specs, parameters, optimizer, …)      the same for the optimizer's state
 
 A *spec* is a ``PartitionSpec``: for each dimension of an array, an *entry* with the mesh axes that
 shard it. ``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of
 the strategy, for messages. A *note* says why an array stays replicated, or what its spec costs;
 ``check_sharding`` shows it. A *layer* is one of those that a model stacks in one array
-(``layers.py``), to loop over them.
+(``layers.py``), to loop over them; where equal sizes leave open which dimension has the layers,
+they are *ambiguous*. Devices are in several TPU *slices* if a slower network connects them.
 """
 
 from __future__ import annotations
@@ -92,11 +94,14 @@ def fsdp(
     In each array, the largest dimension that the axis divides is sharded; of equally large ones,
     the last. An array without such a dimension is replicated, as are normalization layers, random
     streams and buffers: the masks, rotary tables and other arrays that a model holds outside its
-    Variables. The dimensions of stacked layers are never sharded: those of a
-    :class:`~nnx_sharding.Stack`; what parameters of Flax's layers have beyond the shape for one
-    layer, because ``vmap`` put it there along any axis; such a dimension of the Variables beside
-    them; and a dimension named ``layers`` in the metadata (``out_sharding``), as declared by
-    ``nnx.PARTITION_NAME``. Where equal sizes leave several candidates, none is sharded.
+    Variables.
+
+    The dimensions of stacked layers are never sharded, since a loop takes one layer at a time. They
+    are found in four ways: a :class:`~nnx_sharding.Stack` has them first; a parameter of a layer of
+    Flax has them beyond the shape for one layer, along any axis of ``vmap``; other Variables in the
+    same module have them as its layers of Flax do; or the metadata (``out_sharding``) name a
+    dimension ``layers``, as ``nnx.PARTITION_NAME`` declares it. Where equal sizes leave several
+    candidates, none is sharded.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
     sharded yet, else after the axes of the largest one. The others keep their specs. So
@@ -147,8 +152,9 @@ def fsdp(
         )
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
-    notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)
+    notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)  # changes `specs`
     remarks = remarks_on(specs, "fsdp", base, parameters, axes, notes=notes)
+    # While a module runs, its parameters are gathered over the axes.
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
@@ -196,17 +202,19 @@ def zero1(
 
     This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
+    # Over the network between slices, state is sent once in a step, not with each layer.
     mesh, axes = mesh_and_axes("zero1", mesh, axis, across_slices=True)
     parameters = variables(model)
     specs = base_specs("zero1", parameters, base, mesh)
+    # The state as its parameters are sharded, and then each large array of it over the axes.
     state_specs = optimizer_specs(optimizer, from_paths(specs), parameters)
     state = optimizer_variables(optimizer, parameters)
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]
-    notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)
-    all_specs = {**state_specs, **specs}
+    notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)  # changes `state_specs`
+    all_specs = union(specs, state_specs)  # an error if both have a path, with different specs
     remarks = remarks_on(all_specs, "zero1", base, parameters, axes, notes=notes)
-    return from_paths(union(specs, state_specs), activations_of(base), remarks)
+    return from_paths(all_specs, activations_of(base), remarks)
 
 
 def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
@@ -225,6 +233,13 @@ def mesh_and_axes(
     across_slices: bool,
 ) -> tuple[AnyMesh, tuple[AxisName, ...]]:
     """Returns the mesh, or the one in context, and the axes of it that a strategy shards over.
+
+    Args:
+      name: the strategy, for errors.
+      mesh: the user's mesh; None for the one in context.
+      axis: the user's ``axis``: one axis, or several that shard a dimension together.
+      across_slices: whether devices along these axes may be in different TPU slices. The strategy
+        says no if it sends much over them in each step.
 
     Raises:
       NoMeshError: there is no mesh.
@@ -250,7 +265,10 @@ def mesh_and_axes(
 def mesh_and_axis(
     name: str, mesh: AnyMesh | None, axis: AxisName, *, across_slices: bool
 ) -> tuple[AnyMesh, Any]:
-    """Does the same as :func:`mesh_and_axes` for a strategy that shards over one axis only."""
+    """Returns the mesh, and the one axis that a strategy shards over.
+
+    Arguments and errors are those of :func:`mesh_and_axes`, and several axes are an error.
+    """
     mesh, axes = mesh_and_axes(name, mesh, axis, across_slices=across_slices)
     if len(axes) != 1:
         raise ValueError(f"{name}: expected the name of one axis, got axis={axis!r}.")
@@ -282,15 +300,17 @@ def base_specs(
         return {variable.path: PartitionSpec() for variable in parameters}
     specs: SpecsByPath = {}
     mismatches = []
-    on_indivisible = base.on_indivisible or "error"
+    on_indivisible = base.on_indivisible or "error"  # its default
     for variable in parameters:
         spec: Spec
         _, spec = base.find(variable.path, variable.variable)
-        for shape in variable.shapes:  # the spec has to fit all arrays of the Variable
+        # The spec has to fit all arrays of the Variable, so what is corrected for one of them goes
+        # on to the next.
+        for shape in variable.shapes:
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:
                 mismatches.append(fit.line(accessor("model", variable.path)))
-                break
+                break  # one line for each Variable; the error below names all
             spec = fit.sharding
         specs[variable.path] = PartitionSpec() if spec is None else spec
     head = f"{name}: specs of base do not fit:"
@@ -309,9 +329,15 @@ def remarks_on(
 ) -> Remarks:
     """Returns what reports say of the specs of a strategy, with what ``base`` notes of its own.
 
-    What ``base`` notes of an array that it shards holds as before, such as that heads are split.
-    Why it leaves an array whole is kept as well, since the strategy shards over other axes:
-    ``tensor_parallel leaves it whole: of a normalization layer``.
+    If ``base`` has a note of an array, the result has one of these:
+
+    * of an array that base shards ("its heads are split"): the strategy's own note, else that of
+      base, which still holds;
+    * of one that base leaves whole ("of a normalization layer") and the strategy neither changes
+      nor notes: that of base;
+    * of any other that base leaves whole: the strategy's own note, if any, and then that of base,
+      since the two shard over different axes:
+      ``fewer than min_size=16384; tensor_parallel leaves it whole: of a normalization layer``.
 
     Args:
       specs: the specs by path.
@@ -325,7 +351,11 @@ def remarks_on(
     """
 
     def chosen_by(path: Path) -> str:
-        """Writes the strategy, and what it shards: ``column of tensor_parallel``."""
+        """Says how the strategy shards an array, if it does.
+
+        Returns:
+          ``column of tensor_parallel``, ``fsdp over dimension 0``, or only ``fsdp``.
+        """
         if roles.get(path):
             return f"{roles[path]} of {name}"
         entries = getattr(specs[path], "partitions", ())  # a NamedSharding stays as it is
@@ -339,21 +369,23 @@ def remarks_on(
         return remarks
     for path, variable, *_ in parameters:
         number, before = base.find(path, variable)  # the filter that decides, and its sharding
-        if number is None:
+        if number is None:  # base says nothing of it
             continue
+        # Another sharding than a spec, such as a `NamedSharding`, is the user's choice: it counts.
         was_sharded = not isinstance(before, PartitionSpec) or any(map(axes_of, before.partitions))
         is_kept = specs[path] == before
         # Filters of strategies have these attributes; those of the user have not.
         earlier = getattr(base.filters[number], "strategy", "")
         earlier_note = getattr(base.filters[number], "note", "")
         own_note = notes.get(path)
-        if earlier_note and own_note is None and (was_sharded or is_kept):
-            remarks.notes[path] = earlier_note
-        elif earlier_note and not was_sharded and own_note != earlier_note:
-            why_whole = f"{earlier or 'base'} leaves it whole: {earlier_note}"
-            remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
+        if earlier_note:
+            if own_note is None and (was_sharded or is_kept):
+                remarks.notes[path] = earlier_note
+            elif not was_sharded and own_note != earlier_note:  # equal ones are said once
+                why_whole = f"{earlier or 'base'} leaves it whole: {earlier_note}"
+                remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
         if was_sharded:
-            earlier = earlier or base.names[number]
+            earlier = earlier or base.names[number]  # else what chose it: the user's filter
             remarks.strategies[path] = earlier if is_kept else f"{earlier}, {chosen_by(path)}"
     return remarks
 
@@ -394,13 +426,14 @@ def _shard_large(
     is_any_sharded = False
     for array in arrays:
         before = specs[array.path]
-        after = shard_largest(before, array, axes, mesh)
+        after = shard_largest(before, array, axes, mesh)  # `before`, if it cannot be
         if after != before and array.layer_size < min_size:
             after = before
             too_small.append(array)
             if not spec_axes_of(before, mesh):  # otherwise `base` shards it
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
+        # The other reason to leave it whole, which only counts for one that is large enough.
         elif array.layers.is_ambiguous and not spec_axes_of(after, mesh):
             notes[array.path] = ambiguous_layers(array)
         specs[array.path] = after
@@ -496,15 +529,17 @@ def shard_largest(
     is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
     if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
         return sharding
+    # One entry for each dimension. A spec that is too long for the shape stays so, and
+    # `shard_dimension` does not add to it.
     entries = pad_entries(sharding, max(len(shape), len(sharding)))
 
     def preference(dimension: int) -> tuple[bool, int, int]:
-        # Unsharded dimensions first, then the largest; of equally large ones the last.
+        """Sorts dimensions: unsharded ones first, then by size; of equal sizes the last first."""
         is_sharded = bool(axes_of(entries[dimension]))
         return is_sharded, -shape[dimension], -dimension
 
-    # Dimensions of stacked layers are left out: a loop takes a slice of these in each step, which
-    # would be on one device.
+    # Those of one layer. The dimensions of stacked layers are left out: a loop takes a slice of
+    # these in each step, which would be on one device.
     dimensions = sorted(variable.layer_dimensions, key=preference)
     free = [axis for axis in axes if axis not in spec_axes(sharding)]
     for count in range(len(free), 0, -1):

@@ -3,7 +3,14 @@
 A *style* is one way to shard a layer: for each of its parameters, by name, which dimension. A
 *column* layer has its outputs sharded, a *row* layer its inputs; the outputs of a row layer are
 sums over the axis. A *rule* gives the styles of a layer, best first, and the first that the sizes
-allow is used. A layer that a model holds several times is one layer with one set of Variables.
+allow is used. A layer that a model holds several times is one layer with one set of Variables::
+
+    style    row: {"kernel": -2, "bias": None}     the last but one dimension of the kernel
+    deciding "kernel"                              the first one: it has to be sharded
+
+Dimensions of a style are those of one layer; ``NamedVariable.dimension`` finds them among those of
+stacked layers. Parameters are *known* by a key: a Variable by its id, a bare array by its path
+(`_key_of`). ``before`` has the specs that the strategy adds to, by path.
 """
 
 from __future__ import annotations
@@ -69,7 +76,6 @@ def tensor_parallel(
       first of them, or nothing if the axis does not divide it, as for few heads of keys and values.
     * ``Embed``: the vocabulary, then the features. ``Conv``, ``ConvTranspose``: the output
       features, then the input features. Recurrent cells: the hidden features of all gates.
-
     * In modules of your own classes, a parameter that is called an embedding, as ``Embed``; the
       only kernel of a module, or one with the name of a layer (``wq``, ``o_proj`` …), as
       ``Linear``; matrices (a, b) and (b, a) as a pair of layers, also with a dimension of experts
@@ -115,9 +121,9 @@ def tensor_parallel(
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
     listing = listing_of(model)
-    every = listing.variables
-    before = base_specs("tensor_parallel", every, base, mesh)
-    known = {_identity(variable.path, variable.variable): variable for variable in every}
+    parameters = listing.variables
+    before = base_specs("tensor_parallel", parameters, base, mesh)
+    known = {_key_of(parameter.path, parameter.variable): parameter for parameter in parameters}
     sharded = _ShardedLayers(mesh, axes, before)
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for layer in _layers(listing, known):
@@ -125,34 +131,41 @@ def tensor_parallel(
     activations = activations_of(base)
     if sequence:
         row_layers = [*sharded.row_layers]
-        if isinstance(optimizer, nnx.ModelAndOptimizer):
+        if isinstance(optimizer, nnx.ModelAndOptimizer):  # which is called as `optimizer.model`
             row_layers += [("model", *path) for path in row_layers]
-        entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
-        # The outputs: (batch, positions, features).
-        activations = activations.extended({Paths(row_layers): PartitionSpec(rest, entry, rest)})
+        # The outputs, (batch, positions, features): over the positions.
+        free = PartitionSpec.UNCONSTRAINED
+        by_position = PartitionSpec(free, axes if len(axes) > 1 else axes[0], free)
+        activations = activations.extended({Paths(row_layers): by_position})
     specs, notes = sharded.specs, sharded.notes(known.values())
-    if sharded.num_shards > 1:
+    if sharded.num_shards > 1:  # on one device nothing can be sharded
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
-    remarks = remarks_on(specs, "tensor_parallel", base, every, axes, sharded.roles, notes)
-    return with_optimizer(specs, every, optimizer, activations, remarks)
+    remarks = remarks_on(
+        specs, "tensor_parallel", base, parameters, axes, roles=sharded.roles, notes=notes
+    )
+    return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
 class _ShardedLayers:
-    """The layers of a model that were sharded so far, and how.
+    """The layers of a model that were sharded so far, and how. All paths are those in the model.
 
     Attributes:
       specs: the spec of each parameter of the model, by path: at first, those of ``base``.
-      roles: by parameter, what a device has of it, such as a ``column``.
+      roles: by the path of a parameter, what a device has of it, such as a ``column``.
       row_layers: the paths of layers whose outputs are sums over the axes.
+
+    For :meth:`notes`, ``_covered`` has the paths of all parameters for which there is a rule. If no
+    style fits a layer, ``_undivided`` has for each of its parameters the sizes that were tried, and
+    that the axes do not divide.
     """
 
     def __init__(self, mesh: AnyMesh, axes: Sequence[AxisName], before: SpecsByPath):
+        """Starts with no layers; ``before`` has the specs of ``base``, by path."""
         self._mesh, self._axes, self._before = mesh, axes, before
         self.specs, self.roles = dict(before), dict[Path, str]()
         self.row_layers = list[Path]()
-        self._covered = set[Path]()  # the parameters of all layers that have a rule
-        # By parameter of a layer that no style fits: the sizes that the axes do not divide.
+        self._covered = set[Path]()
         self._undivided = dict[Path, set[int]]()
 
     @property
@@ -165,15 +178,17 @@ class _ShardedLayers:
 
         Args:
           layer: the layer.
-          parameters: those that the rule is for, by their path in the layer.
+          parameters: those that the rule is for, by their path in the layer, ``query/kernel``.
         """
         styles = layer.styles()
+        # A style needs the parameter that it has to shard; a rule may be for others, too.
         usable = [style for style in styles if style.deciding in parameters]
         specs, style = _apply_first_style(usable, parameters, self._before, self._axes, self._mesh)
         self.specs.update(specs)
         self.roles.update(dict.fromkeys(specs, "" if style is None else style.role))
         for key, parameter in parameters.items():
-            # A rule for a user's class is only for the parameters in its styles.
+            # A rule for a layer of Flax (no attributes) is for all parameters in it, one for a
+            # module of a user's class only for those in its styles.
             if layer.attributes is None or any(key in x.dimensions for x in styles):
                 self._covered.add(parameter.path)
         if style is None:
@@ -182,9 +197,11 @@ class _ShardedLayers:
                 self._undivided.update({x.path: sizes for x in parameters.values()})
             return
         for key, dimension in style.dimensions.items():
-            # A bias is added once to a sum, so in such layers it is not sharded.
+            # A row layer is known by its bias, which has no dimension to shard: it is added once,
+            # to a sum over the devices. Of attention, ``out/bias`` says so of the layer ``out``.
             if key.endswith("bias") and dimension is None:
-                self.row_layers.append((*layer.path, *key.split("/")[:-1]))
+                keys_to_layer = key.split("/")[:-1]
+                self.row_layers.append((*layer.path, *keys_to_layer))
 
     def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
         """Says why some of these parameters stay replicated, by path, for ``check_sharding``."""
@@ -194,7 +211,8 @@ class _ShardedLayers:
             spec = self.specs[parameter.path]
             if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
                 continue  # it is sharded, or by another sharding of the user
-            # The most specific reason first.
+            # First what a parameter is, whatever its layer; then why its layer's rule left it
+            # whole; last that there is no rule.
             if isinstance(parameter.variable, nnx.RngState):
                 is_count = isinstance(parameter.variable, nnx.RngCount)
                 note = "the count of a random stream" if is_count else "the key of a random stream"
@@ -206,6 +224,7 @@ class _ShardedLayers:
                 sizes = " or ".join(map(str, sorted(self._undivided[parameter.path])))
                 note = f"{names} ({self.num_shards}) divides no dimension to shard: {sizes}"
             elif parameter.path in self._covered:
+                # The bias of a row layer, or a parameter that its style leaves alone.
                 note = f"added to sums over {names}, or not divided by it"
             else:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
@@ -247,10 +266,14 @@ def _warn_of_large(
     warn_or_raise(UnshardedWarning, text, strict=False)
 
 
-def _identity(path: Path, subject: object) -> int | Path:
-    """Returns what identifies a parameter at a path in the model.
+def _key_of(path: Path, subject: object) -> int | Path:
+    """Returns the key by which a parameter is known: the id of a Variable, the path of an array.
 
-    A layer shares its Variables with the model; a bare array is known by its path only.
+    A Variable is the same object in each place that holds it, so its first path is not needed.
+
+    Args:
+      path: where it is in the model.
+      subject: the Variable or bare array.
     """
     return id(subject) if _compat.is_any_variable(subject) else path
 
@@ -263,7 +286,8 @@ class _RuledLayer(NamedTuple):
     module: Any
     name: str  # of the attribute that holds it: ``q_proj``
     rule: Rule
-    # Those that the rule is for; None for all, also of layers in it.
+    # Those with the parameters that the rule is for, in a module of a user's class. None for all
+    # parameters in the module and in the layers in it, as for a layer of Flax.
     attributes: Sequence[str] | None
 
     def styles(self) -> Sequence[Style]:
@@ -274,14 +298,17 @@ class _RuledLayer(NamedTuple):
 def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iterator[_RuledLayer]:
     """Yields each layer of a model once for each of its rules; inner layers come first.
 
-    ``known`` are the parameters of the model by :func:`_identity`.
+    Args:
+      listing: the model.
+      known: its parameters by their keys (`_key_of`).
     """
     layers = []
     for path, index in listing.modules():
         module = listing.flat.objects[index]
-        rules, attributes = rules_of_layer(module, known)
-        keys = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
-        name = next(keys, "") if rules else ""
+        rules, attributes = rules_of_layer(module, known)  # no rules for most modules
+        # The last attribute on the path: ``q_proj``, also for ``q_proj/lora`` and ``q_proj/0``.
+        names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
+        name = next(names, "")
         layers += [_RuledLayer(path, index, module, name, rule, attributes) for rule in rules]
     return iter(sorted(layers, key=lambda layer: -len(layer.path)))
 
@@ -289,13 +316,23 @@ def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iter
 def _parameters_of(
     layer: _RuledLayer, listing: Listing, known: Mapping[int | Path, NamedVariable]
 ) -> dict[str, NamedVariable]:
-    """Returns the parameters that the rule of a layer is for, by their path in the layer."""
+    """Returns the parameters that the rule of a layer is for, by their path in the layer.
+
+    Args:
+      layer: the layer, such as an attention.
+      listing: the model.
+      known: its parameters by their keys (`_key_of`).
+
+    Returns:
+      The parameters by texts like ``query/kernel``.
+    """
     parameters = {}
-    for path, subject in listing.below(layer.entry):
-        key = path_string(path)
-        parameter = known.get(_identity((*layer.path, *path), subject))
-        if parameter is not None and (layer.attributes is None or key in layer.attributes):
-            parameters[key] = parameter
+    for path, subject in listing.below(layer.entry):  # paths start at the layer
+        path_in_layer = path_string(path)
+        is_for_rule = layer.attributes is None or path_in_layer in layer.attributes
+        parameter = known.get(_key_of((*layer.path, *path), subject))
+        if parameter is not None and is_for_rule:
+            parameters[path_in_layer] = parameter
     return parameters
 
 
@@ -309,7 +346,8 @@ def _apply_first_style(
     """Shards the parameters of a layer in the first style that its sizes allow.
 
     The deciding parameter of a style is the one that it has to shard. The others, such as a bias,
-    keep their spec if the axes do not divide them.
+    keep their spec if the axes do not divide them. A layer inside of this one, as in attention, may
+    have been sharded by a rule of its own, which this replaces.
 
     Args:
       styles: the ways to shard the layer, best first, whose deciding parameter it has.
@@ -319,19 +357,21 @@ def _apply_first_style(
       mesh: the mesh.
 
     Returns:
-      The specs by the path in the model, and the style. If none fits, the specs of ``before``,
-      which replace those that a rule for a layer inside of this one has chosen, and None.
+      The specs of the parameters in the style, by the path in the model, and the style. If none
+      fits, None, and for the parameters in any style the specs of ``before``.
     """
 
     def shard(
         parameter: NamedVariable, index: int | None, axes: Sequence[AxisName]
     ) -> PartitionSpec | None:
-        # Its position in the shape; None if stacked layers leave that open.
+        """Returns the spec with the axes in a dimension of one layer; None if it is impossible."""
+        # The position in the shape, behind stacked layers; None if these leave it open.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is None:
             return None
         return shard_dimension(before[parameter.path], parameter.shape, dimension, axes, mesh)
 
+    # All axes in any style, before fewer axes in the best style.
     for count in range(len(axes), 0, -1):
         for style in styles:
             sharded = {
@@ -339,7 +379,7 @@ def _apply_first_style(
                 for key, index in style.dimensions.items()
                 if key in parameters
             }
-            if sharded[style.deciding] is None:
+            if sharded[style.deciding] is None:  # it is in `parameters`, as of all these styles
                 continue
             specs: SpecsByPath = {}
             for key, spec in sharded.items():
@@ -347,11 +387,14 @@ def _apply_first_style(
                 specs[path] = before[path] if spec is None else spec
             return specs, style
     keys = {key for style in styles for key in style.dimensions if key in parameters}
-    return {parameters[key].path: before[parameters[key].path] for key in keys}, None
+    paths = [parameters[key].path for key in keys]
+    return {path: before[path] for path in paths}, None
 
 
 def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> set[int]:
-    """Returns the sizes of the dimensions that the styles of a layer would shard.
+    """Returns the sizes that decide whether the styles of a layer fit.
+
+    They are those of the dimension that each style shards in its deciding parameter.
 
     Args:
       styles: those whose deciding parameter is in the layer.
@@ -360,6 +403,7 @@ def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable
     sizes = set()
     for style in styles:
         parameter, index = parameters[style.deciding], style.dimensions[style.deciding]
+        # The index is that in one layer, the dimension the one in the shape; None if that is open.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is not None and parameter.shape is not None:
             sizes.add(parameter.shape[dimension])

@@ -3,7 +3,12 @@
 All strategies see a model as a list of these: each Variable, and each *bare* array, which is in no
 Variable, with its first path, its arrays (one, unless the value is a pytree), and what is known of
 its dimensions (``layers.py``). They come from a flattened model (``Flat``): its ``leaves`` are the
-arrays, a *slot* is the index of a leaf, and its ``structure`` has an entry for each object.
+arrays, a *slot* is the index of a leaf, and its ``structure`` has an *entry* for each object, a
+module (``NodeEntry``) or a Variable. Entries refer to others by their index; a list or a dict,
+which is no object, is a ``Container`` in the entry that holds it.
+
+In a model with Variables, bare arrays that modules hold are *buffers*, such as masks: they are not
+trained. In one without, they are the parameters.
 """
 
 from __future__ import annotations
@@ -111,26 +116,29 @@ class Listing(NamedTuple):
         Depth first, as ``nnx.iter_graph``, which takes ten times as long.
         """
         structure = self.flat.structure
-        seen: set[int] = set()
+        seen: set[int] = set()  # the indices of objects
+        # What is still to be walked: paths, each with the index of an object, or a container.
         stack: list[tuple[Path, Any]] = [((), structure.root)]
         while stack:
             path, child = stack.pop()
-            entry = structure.entries[child] if isinstance(child, int) else child
-            if is_leaf_variable(entry):
+            is_object = isinstance(child, int)
+            entry = structure.entries[child] if is_object else child
+            if is_leaf_variable(entry):  # a Variable with one array: most of all
                 continue
-            parts: Sequence[tuple[Path, Any]] = ()
-            if isinstance(child, int):
-                if child in seen:
+            if is_object:
+                if child in seen:  # by another path
                     continue
                 seen.add(child)
+            parts: Sequence[tuple[Path, Any]] = ()  # what is in it, by the path from here
             if isinstance(entry, NodeEntry):
                 yield tuple(map(plain_key, path)), child
                 pairs = zip(entry.keys, entry.children, strict=True)
+                # Static attributes, such as sizes, hold no modules, and modules have many.
                 parts = [((key,), part) for key, part in pairs if type(part) is not Static]
             elif isinstance(entry, Container):
                 parts = [*parts_of(entry).items()]
             elif isinstance(entry, VariableEntry) and holds_objects(entry):
-                parts = [((), entry.value)]
+                parts = [((), entry.value)]  # a Variable that has a module as its value
             stack += [((*path, *key), part) for key, part in reversed(parts)]
 
     def below(self, index: int) -> Iterator[tuple[Path, Any]]:
@@ -138,14 +146,18 @@ class Listing(NamedTuple):
         return ((place.path, place.subject) for place in _places(self.flat, index))
 
 
-# What modules hold, by their ids, while no model changes; with the modules, which keep their ids.
+# Within `models_unchanged`: by the id of a module, the module, so that no other gets this id, and
+# what it holds.
 _KNOWN: ContextVar[dict[int, tuple[object, Listing]] | None]
 _KNOWN = ContextVar("_KNOWN", default=None)
 
 
 @contextlib.contextmanager
 def models_unchanged() -> Iterator[None]:
-    """Walks through each module once: a search asks hundreds of strategies for shardings of one."""
+    """Promises that no model changes within the block, so that each is flattened once.
+
+    A search asks hundreds of strategies for shardings of one model. `listing_of` fills ``_KNOWN``.
+    """
     token = _KNOWN.set({})
     try:
         yield
@@ -165,28 +177,36 @@ def listing_of(tree: object) -> Listing:
     once, and all its stages use the list. Within :func:`models_unchanged`, that of a module is made
     once for all strategies.
     """
-    known = _KNOWN.get()
-    if known is None or not _compat.is_node(tree):
+    known = _KNOWN.get()  # None outside of `models_unchanged`
+    if known is None or not _compat.is_node(tree):  # a pytree may be made anew for each call
         return _listing(tree)
     if id(tree) not in known:
         known[id(tree)] = tree, _listing(tree)
-    return known[id(tree)][1]
+    _, listing = known[id(tree)]
+    return listing
 
 
 def _listing(tree: object) -> Listing:
     """Lists the Variables and bare arrays of a tree, with what is known of their dimensions."""
     flat = flatten(tree, graph=True)
-    bare_parameters = _bare_parameters(flat.structure)
+    bare_parameters = _bare_parameters(flat.structure)  # their slots
     layers = LayerDimensions(flat)
     named = []
     for place in _places(flat):
         arrays = tuple(flat.leaves[slot] for slot in place.slots)
-        is_buffer = not place.is_variable and bare_parameters.isdisjoint(place.slots)
         shapes = [tuple(getattr(array, "shape", ())) for array in arrays]
+        # The arrays of a Variable are stacked alike, so the first one tells.
         stacked = layers.find(place.path, place.subject, place.slots, shapes[0])
-        is_norm = layers.is_norm(place.subject)
         named.append(
-            NamedVariable(place.path, place.subject, arrays, shapes, is_buffer, stacked, is_norm)
+            NamedVariable(
+                place.path,
+                place.subject,
+                arrays,
+                shapes,
+                is_buffer=not place.is_variable and bare_parameters.isdisjoint(place.slots),
+                layers=stacked,
+                is_norm=layers.is_norm(place.subject),
+            )
         )
     return Listing(flat, named)
 
@@ -203,54 +223,63 @@ class _Place(NamedTuple):
 def _places(flat: Flat, module: int | None = None) -> Iterator[_Place]:
     """Yields each Variable or bare array in a flattened tree, once, by its first path.
 
-    With the index of a module, only those in it, by their paths from there.
+    Args:
+      flat: the tree.
+      module: the index of a module, to yield only what is in it, by the path from there.
     """
     structure = flat.structure
+    # Arrays outside of all objects have their slots in the root, from which the walk takes them. In
+    # a module there are none: each array has its slot in the module or Variable that holds it.
     start, root_slots = structure.root, structure.root_slots
-    if module is not None:  # below which all arrays belong to some object
+    if module is not None:
         start, root_slots = module, ()
     for location in structure.walk(start, iter(root_slots)):
-        # A Variable of None, or of a pytree without leaves.
-        if not location.slots:
-            continue
-        index = location.object_index  # of the Variable or reference; None for a bare array
-        path = tuple(map(plain_key, location.path))
         slots = location.slots
+        if not slots:  # a Variable of None, or of a pytree without leaves
+            continue
+        path = tuple(map(plain_key, location.path))
+        index = location.object_index  # of a Variable or a `jax.Ref`; None for a bare array
         if index is not None and isinstance(structure.entries[index], VariableEntry):
             yield _Place(path, flat.objects[index], slots, is_variable=True)
-        else:
+        else:  # the array, or the reference, which is its own leaf
             yield _Place(path, flat.leaves[slots[0]], slots, is_variable=False)
 
 
 def _bare_parameters(structure: Structure) -> Set[int]:
-    """Returns the slots of bare arrays that are parameters: all others are buffers of a module.
+    """Returns the slots of bare arrays that are parameters; all others are buffers.
 
-    A tree without Variables has only bare parameters. In one with Variables, bare parameters are
-    outside of modules, unless Variables are there too.
+    Which ones they are depends on the tree:
+
+    * without any Variable, all arrays, also those in modules, are parameters;
+    * in modules and pytrees of arrays, ``(model, {"kernel": array})``, those outside of modules;
+    * with Variables outside of modules, as in the ``nnx.State`` of a model, none: its Variables are
+      the parameters, and its arrays are what the model held as buffers.
     """
     entries = structure.entries
     if not any(isinstance(entry, VariableEntry) for entry in entries):
         return frozenset(range(structure.num_leaves))
-    # Arrays next to Variables, as in an `nnx.State`, belong to the same model.
-    root_indices = (atom for atom in atoms((structure.root,)) if isinstance(atom, int))
-    is_state = any(isinstance(entries[index], VariableEntry) for index in root_indices)
-    return frozenset() if is_state else frozenset(structure.root_slots)
+    # What is in the root itself, or in its lists and dicts, but in no module.
+    root_objects = (entries[atom] for atom in atoms((structure.root,)) if isinstance(atom, int))
+    has_variables_outside = any(isinstance(entry, VariableEntry) for entry in root_objects)
+    return frozenset() if has_variables_outside else frozenset(structure.root_slots)
 
 
 def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
     """Returns the tree with the results of a function in place of Variables and bare arrays.
 
-    A module becomes an ``nnx.State`` of these.
+    A module becomes an ``nnx.State`` of these. A Variable without arrays, which has no result,
+    becomes None.
     """
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
     new_parts = []
     for keys, part in parts:  # a module, a Variable or a bare array
-        prefix = tuple(plain_key(path_key(key)) for key in keys)
-        results = {
-            named.path: function(named._replace(path=(*prefix, *named.path)))
-            for named in variables(part)
-        }
+        prefix = tuple(plain_key(path_key(key)) for key in keys)  # the path of the part
+        results = {}  # by the path in the part, but the function gets the whole path
+        for named in variables(part):
+            whole_path = (*prefix, *named.path)
+            results[named.path] = function(named._replace(path=whole_path))
         is_module = _compat.is_node(part)
+        # A part that is no module is the only Variable or array in it, whose path is ().
         new_parts.append(nnx.from_flat_state(results) if is_module else results.get(()))
     return jax.tree_util.tree_unflatten(treedef, new_parts)
 
@@ -285,12 +314,15 @@ def from_paths(
       remarks: what ``check_sharding`` and lock files say of the arrays.
       by: what chose the specs of paths for which ``remarks`` has nothing.
     """
-    # One filter for all paths with the same spec: models have thousands of paths, and few specs.
+    # One filter for all paths with the same spec, note and strategy: models have thousands of
+    # paths, and few of these.
     groups: dict[tuple[Any, str, str], list[Path]] = {}
     for path, spec in specs.items():
         key = spec, remarks.notes.get(path, ""), remarks.strategies.get(path, by)
         groups.setdefault(key, []).append(path)
-    rules = [(Paths(paths, *texts), spec) for (spec, *texts), paths in groups.items()]
+    rules = [
+        (Paths(paths, note, strategy), spec) for (spec, note, strategy), paths in groups.items()
+    ]
     return StateSharding(rules, activations=activations)
 
 
