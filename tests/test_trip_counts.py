@@ -93,6 +93,8 @@ class TripCountTest(parameterized.TestCase):
         {"TEST": "%n.1, %limit), direction=LT"},
         {"TEST": "%i.1, %limit), direction=EQ"},
         {"FIRST": "{...}"},
+        # Damaged text, in which the condition is a copy of itself.
+        {"TEST": "%i.1, %limit), direction=LT\n  ROOT %c = pred[] copy(%c)"},
     )
     def test_unknown(self, **parts):
         assert count(**parts) is None

@@ -13,12 +13,14 @@ From other modules:
     Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``target`` (what
                   a custom call calls)
     Operands      for each operand the shapes of its arrays, mostly one
-    base          an opcode without ``-start`` and ``-done``
+    base          an opcode without ``-start``, ``-update`` (of an asynchronous operation that goes
+                  on) and ``-done``
     total_bytes   the bytes of several arrays, without padding
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -36,7 +38,7 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
 
     ``module`` is the program, ``operands`` are the shapes of what the instruction takes.
     """
-    if instruction.opcode.endswith(("-done", "-update")):  # the start has counted them
+    if instruction.opcode.endswith(("-done", "-update")):  # asynchronous: the start counted them
         return 0
     opcode = base(instruction.opcode)
     sizes: Sequence[int | None] = [None] * len(operands)  # None: all of the operand is read
@@ -46,11 +48,12 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
         counted_bytes(arrays, module, at_most=size)
         for arrays, size in zip(operands, sizes, strict=False)  # damaged text may lack operands
     )
+    # What a send makes is the array that it was given, and a token.
     written = _bytes_written(instruction, operands, module) if opcode != "send" else []
-    # The last result of cuBLAS and cuDNN is memory to work in.
+    # The last result of cuBLAS and cuDNN, unless there is only one, is memory to work in.
     is_call = instruction.opcode == "custom-call"
-    if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")):
-        written = written[:-1] or written
+    if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")) and len(written) > 1:
+        written = written[:-1]
     return read + sum(counted_bytes([shape], module, at_most=size) for shape, size in written)
 
 
@@ -77,12 +80,15 @@ def _bytes_read(
     opcode = base(instruction.opcode)
     count = len(operands)
     if opcode in SLICES:  # of an array, at indices that are too small to count
-        return [total_bytes(instruction.results), *[0] * (count - 1)][:count]
+        sizes = [total_bytes(instruction.results), *[0] * (count - 1)]
+        return sizes[:count]  # damaged text may have no operands
     if opcode == "dynamic-update-slice":  # of an array, with another: only the latter is read
         return [0, None, *[0] * (count - 2)][:count]
-    if opcode == "scatter":  # in place, too: arrays, indices and an update of each array
-        return [*_bytes_read_by_scatter(instruction, operands, module), *[None] * (count // 2 + 1)]
+    if opcode == "scatter":  # in place, too: n arrays, indices, and n updates
+        arrays = _bytes_read_by_scatter(instruction, operands, module)
+        return [*arrays, *[None] * (count // 2 + 1)]  # of indices and updates all is read
     if instruction.target in HALVES:
+        # X64SplitLow, for example, returns half of the bytes of its operand, and reads no others.
         return [total_bytes(instruction.results)] * count
     callee = module.fused(instruction)
     return [None] * count if callee is None else _bytes_read_by_fusion(callee, count, module)
@@ -103,15 +109,18 @@ def _bytes_read_by_fusion(callee: Computation, count: int, module: Module) -> li
         if not used:
             continue
         is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
-        if is_view and not user.is_root:
+        if is_view and not user.is_root:  # a view has one operand
             views[user.name] = next(iter(used.values()))
         elif is_view or base(user.opcode) not in _READ_PARTS:  # it returns or uses all of it
             whole.update(used.values())
-        else:
+        else:  # a slice or an update, for example
             sizes = _bytes_read(user, operands_of(user, module.within[callee.name]), module)
-            whole.update(operand for i, operand in used.items() if sizes[i] is None)
             for i, operand in used.items():
-                read[operand] += sizes[i] or 0
+                size = sizes[i]
+                if size is None:
+                    whole.add(operand)
+                else:
+                    read[operand] += size
     return [None if operand in whole else read[operand] for operand in range(count)]
 
 
@@ -120,13 +129,15 @@ def _bytes_read_by_scatter(
 ) -> Sequence[int | None]:
     """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds.
 
-    Its *combiner* is the computation that it applies to elements of all arrays, then of all
-    updates. One that only assigns uses the latter, and so reads nothing of the arrays.
+    Its *combiner* is the computation that it applies to elements. The parameters of that are an
+    element of each array, then one of each update: 0 to n - 1, and n to 2n - 1. A combiner that
+    only assigns uses the updates alone, so that the scatter reads nothing of the arrays.
     """
-    update_bytes = _update_bytes_of_scatter(operands)
+    update_bytes = _update_bytes_of_scatter(operands)  # by array
     combiner = next(map(module.by_name.get, scatter.callees), None)
     if combiner is None:
         return update_bytes
+    # The numbers of the parameters that it uses. Only parameters have a number.
     parameters = {x.name: x.number for x in combiner.instructions if x.number is not None}
     used = {
         parameters[name]
@@ -141,7 +152,7 @@ def _bytes_read_by_scatter(
 
 
 def _update_bytes_of_scatter(operands: Operands) -> list[int | None]:
-    """Counts the bytes of the update of each array: operands are n arrays, indices, n updates."""
+    """Counts the bytes of the update of each array; operands are n arrays, indices, n updates."""
     return [total_bytes(arrays) for arrays in operands[len(operands) // 2 + 1 :]]
 
 
@@ -160,13 +171,15 @@ def _bytes_written(
     The bytes are None if all of the array is written: only updates in place and scatters, also
     within a fusion, write a part.
     """
-    parts: list[int | None] = []  # empty if all of each is written
+    parts: list[int | None] = [None] * len(instruction.results)
     if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
         parts = [total_bytes(operands[1])]
     elif instruction.opcode == "scatter":
         parts = _update_bytes_of_scatter(operands)
     elif callee := module.fused(instruction):
-        # As much of each result as the instruction in the fusion writes that makes it.
+        # As much of each result as the instruction in the fusion writes that makes it: an update in
+        # place writes one array, a scatter several, which are results one after another.
+        parts = []
         inner = module.within[callee.name]
         root = module.roots.get(callee.name)
         results: Sequence[str] = ()  # the names of those instructions
@@ -180,18 +193,22 @@ def _bytes_written(
                 [] if maker is None else _bytes_written(maker, operands_of(maker, inner), module)
             )
             parts += [part for _, part in written] or [None]
-    return list(zip(instruction.results, parts or [None] * len(instruction.results), strict=False))
+    # Damaged text may lack some of them.
+    return list(zip(instruction.results, parts or itertools.repeat(None), strict=False))
 
 
 def host_bytes(instruction: Instruction, operands: Operands) -> int:
-    """Counts the bytes that a copy, or an update in place, moves between device and host."""
-    # What a start moves is counted at the start.
+    """Counts the bytes that a copy, or an update in place, moves between device and host.
+
+    Either may be asynchronous: a ``copy-start``, with a ``copy-done`` later.
+    """
+    # They are counted at the start.
     if instruction.opcode.endswith(("-done", "-update")) or not operands:
         return 0
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
-        target, source = operands[:2]  # an array, and what is written to a part of it
+        target, source = operands[0], operands[1]  # an array, and what is written to a part of it
         moved = total_bytes(source)
-    else:
+    else:  # what a slice returns is less than it is given
         source, target = operands[0], instruction.results
         moved = total_bytes(target)
     return moved if _is_on_host(source) != _is_on_host(target) else 0

@@ -10,8 +10,11 @@ reason is that rule, which later rules it overrides, and which mesh axes divide 
 From other modules:
 
     Plan            has the user's specs of each argument, by parts of it (``arguments``)
-    NamedLocation   where a Variable or array is in an argument, and the expression for it
+    slot            the number of an array among all of a call, in the order of ``Plan.names``
+    NamedLocation   where a Variable or array is in an argument, and the expression for it; ``part``
+                    is the part of the argument that has a spec of its own
     StateSharding   rules: ``filters``, the ``shardings`` that they give, and ``names`` of filters
+    fit_sharding    fits a spec to a shape: drops axes that do not divide it, and says which
     ParameterRow    an argument of the program: its path, spec and shapes
 """
 
@@ -57,24 +60,29 @@ class ArgumentReasons:
 
     def __init__(self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any]):
         self._plan, self._objects, self._leaves = plan, objects, leaves
-        self._indices = {name: index for index, name in enumerate(plan.names)}
-        # One Variable may be in several arguments; the first has its name.
+        self._slots = {name: slot for slot, name in enumerate(plan.names)}
+        # Slot → the places of the array, in order. There are several if one Variable is in several
+        # arguments: then its name in ``plan.names`` is that of the first place.
         self._locations: defaultdict[int, list[NamedLocation]] = defaultdict(list)
         for location in locate(plan.structure, plan.arguments):
-            for index in location.location.slots:
-                self._locations[index].append(location)
+            for slot in location.location.slots:
+                self._locations[slot].append(location)
 
     def reason(self, row: ParameterRow) -> Reason:
         """Says why one array, as the program has it, is sharded as it is."""
-        index, mesh = self._indices[row.path], self._plan.transform.context
-        location, *others = self._locations[index]
+        slot = self._slots[row.path]
+        mesh = self._plan.transform.context
+        location, *others = self._locations[slot]
         declared, rule, facts = self._declared(location)  # facts: sentences, to which more come
         if others:
             names = ", ".join(other.name for other in others)
             facts.append(f"It is the same Variable as {names}, so all of them have one sharding.")
+        # What is done with axes that do not divide a dimension: an option of the spec of the array,
+        # or else of the transform, which `shard_map` does not have.
         default: OnIndivisible = getattr(self._plan.transform, "on_indivisible", "error")
-        action = self._plan.on_indivisible.get(index, default)
-        # A program that compiled has no errors; its reasons are those for which axes are dropped.
+        action = self._plan.on_indivisible.get(slot, default)
+        # If it were an error, the program would not have compiled, so nothing is dropped here. Then
+        # "drop" only avoids that the same spec is refused again.
         shown: OnIndivisible = "drop" if action == "error" else action
         fit = fit_sharding(declared, mesh, row.shape, on_indivisible=shown)
         if fit.reasons:
@@ -82,7 +90,12 @@ class ArgumentReasons:
         sizes = {str(axis): size for axis, size in getattr(mesh, "shape", {}).items() if size > 1}
         unused = {axis: size for axis, size in sizes.items() if axis not in axes_in(row.spec)}
         facts += _dividing(row, unused)
-        return Reason(_subject(row), tuple(facts), _override(location, row, unused), rule)
+        return Reason(
+            subject=_subject(row),
+            facts=tuple(facts),
+            instead=_override(location, row, unused),
+            rule=rule,
+        )
 
     def _declared(self, location: NamedLocation) -> _Declared:
         """Finds what the user declared for an array, and says so in sentences."""
@@ -93,10 +106,12 @@ class ArgumentReasons:
                 f"{option} has nothing for {name}: it keeps the sharding of the array that was "
                 "passed, or else the compiler chooses."
             )
-            return _Declared(None, "", [fact])
-        if not isinstance(rules, StateSharding):
-            return _Declared(rules, option, [f"{option} has {_spec_text(rules)} for {name}."])
-        return self._declared_by_rule(rules, location, f"No rule of {option} for {name} matches.")
+            return _Declared(spec=None, rule="", facts=[fact])
+        if not isinstance(rules, StateSharding):  # one spec
+            fact = f"{option} has {_spec_text(rules)} for {name}."
+            return _Declared(spec=rules, rule=option, facts=[fact])
+        no_rule = f"No rule of {option} for {name} matches."
+        return self._declared_by_rule(rules, location, no_rule)
 
     def _declared_by_rule(
         self, rules: StateSharding, location: NamedLocation, no_rule: str
@@ -105,14 +120,17 @@ class ArgumentReasons:
 
         ``no_rule`` is the sentence for an array that no rule matches.
         """
-        subject = location.subject(self._objects, self._leaves)  # what filters get
-        # The first rule that matches one of the paths of the array; its number is None for none.
+        subject = location.subject(self._objects, self._leaves)  # what filters get, with the path
+        # The first rule that matches, its spec, and the path that it was given: in the model, or in
+        # the list or tuple that holds the model. The number is None if none matches.
         path, number, declared = rules.find_below(location.part.below, location.paths[0], subject)
         if number is None:
-            return _Declared(None, "", [no_rule])
+            return _Declared(spec=None, rule="", facts=[no_rule])
         rule, note = _rule_text(rules, number), getattr(rules.filters[number], "note", "")
         facts = [f"{rule} decides: {_spec_text(declared)}."]
-        if note and isinstance(declared, PartitionSpec) and not any(declared.partitions):
+        # A strategy has notes on why it does not shard an array.
+        is_replicated = isinstance(declared, PartitionSpec) and not any(declared.partitions)
+        if note and is_replicated:
             facts = [f"{rule} leaves it replicated: {note}."]
         elif note:
             facts.append(f"Its note: {note}.")
@@ -126,9 +144,10 @@ class ArgumentReasons:
         for later in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[later])
             facts.append(f"{_rule_text(rules, later)} says {says}, and is overridden.")
-        # Which paths a strategy lists is of no interest.
+        # A rule of a strategy has a name, such as "column of tensor_parallel", which says more than
+        # its filter, a list of paths.
         name = _strategy(rules, number) or without_address(rules.names[number])
-        return _Declared(declared, name, facts)
+        return _Declared(spec=declared, rule=name, facts=facts)
 
 
 def _subject(row: ParameterRow) -> str:
@@ -158,6 +177,9 @@ def _strategy(rules: StateSharding, index: int) -> str:
 def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
     """Says which dimensions could be divided by the axes that do not shard an array.
 
+    Of an array that other axes shard, only that an axis divides no dimension: that it could shard
+    the array, too, is not why it is sharded as it is.
+
     Args:
       row: the array.
       unused: the sizes of these axes.
@@ -173,23 +195,30 @@ def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
 
 
 def _override(location: NamedLocation, row: ParameterRow, unused: Mapping[str, int]) -> str:
-    """Writes a call that shards a replicated array, or replicates a sharded one."""
+    """Writes a call that shards a replicated array, or replicates a sharded one.
+
+    Such as ``nnx_sharding.partition.override(sharding, {r"up/bias$": P('data')})``. Empty if the
+    user gave no rules that it could override, or no axis divides the array. ``unused`` are the
+    sizes of the axes that do not shard it.
+    """
     if not isinstance(location.part.spec, StateSharding):
         return ""
-    spec = "P()"
+    spec = "P()"  # for a sharded one
     if not axes_in(row.spec):
-        # The largest dimension that an axis divides.
-        dimensions = sorted(range(len(row.shape)), key=lambda d: (-row.shape[d], -d))
+        # The first axis of the mesh that divides a dimension; of several of these the largest one,
+        # and of equally large ones the last.
+        largest_first = sorted(range(len(row.shape)), key=lambda d: (-row.shape[d], -d))
         fitting = [
             (axis, dimension)
             for axis, size in unused.items()
-            for dimension in dimensions
+            for dimension in largest_first
             if row.shape[dimension] % size == 0
         ]
         if not fitting:
             return ""
         axis, dimension = fitting[0]
-        spec = f"P({', '.join([*['None'] * dimension, repr(axis)])})"
+        spec = f"P({', '.join([*['None'] * dimension, repr(axis)])})"  # P(None, 'data')
+    # A regular expression for the path, with any number in place of an index: blocks/\d+/up/bias.
     keys = [re.escape(str(key)) for key in location.paths[0]]
     pattern = "/".join(r"\d+" if key.isdecimal() else key for key in keys)
     return f'nnx_sharding.partition.override(sharding, {{r"{pattern}$": {spec}}})'

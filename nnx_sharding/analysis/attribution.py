@@ -18,6 +18,8 @@ From other modules:
     Buffers       what the compiler keeps in memory: allocations (blocks), buffers in them (arrays),
                   and the first and last step of the schedule at which each is live
     Work          the flops and bytes of instructions; ``plus`` adds, ``cost`` makes a `Cost` of it
+    ExecutedWork  the instructions of each computation that do work, each with that of one run
+    Phase         steps of the schedule, one after the other, that belong to one place
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ def module_table(
     finder = PlaceFinder(program.module, module_paths, arguments.parameter_modules)
     seconds = None if measured is None else seconds_by_place(finder, measured)
     figures, phases, reasons = figures_by_place(finder, arguments, program, measured=seconds)
+    # A row for each place.
     table = []
     for place, figure in figures.items():
         sent = figure.collectives
@@ -96,9 +99,11 @@ def module_table(
     buffers, required = program.buffers, program.required
     if buffers is None:
         return ModuleTable(ordered(table), why=why)
+    # The totals. Blocks of memory are larger than what is in use at any time: there are gaps
+    # between the arrays in them, and not all blocks are full at once.
     if required is None:
-        required = sum(allocation.size for allocation in buffers.allocations)  # with gaps in them
-    in_use = max(buffers.in_use())
+        required = sum(allocation.size for allocation in buffers.allocations)
+    in_use = max(buffers.in_use())  # at the peak
     attributed = sum((figure.at_peak or Counter()).total() for figure in figures.values())
     return ModuleTable(
         ordered(table),
@@ -116,9 +121,11 @@ class PlaceFigures(NamedTuple):
 
     cost: Cost
     collectives: Collectives | None
-    seconds: float | None  # the estimate
-    at_peak: Counter[MemoryUse] | None
-    measured: float | None  # seconds; None without a profile
+    seconds: (
+        float | None
+    )  # estimated from the cost, the collectives and the hardware (`roofline.py`)
+    at_peak: Counter[MemoryUse] | None  # bytes
+    measured: float | None  # seconds in a profile; None without one
 
 
 _UNKNOWN_COST = Cost(None, None, None, COMPILED)
@@ -149,6 +156,7 @@ def figures_by_place(
       measured: the seconds that a profile has measured by place; None without one.
     """
     module, buffers, collectives = program.module, program.buffers, program.collectives
+    # What the program computes; None if a part of it is not understood.
     executed = program.executed
     work = None if executed is None else _work_by_place(module, executed, finder)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
@@ -174,7 +182,7 @@ def figures_by_place(
             at_peak=None if buffers is None else held.get(place, Counter()),
             measured=None if measured is None else measured.get(place, 0.0),
         )
-    reasons = why_unknown(module, executed or {})
+    reasons = why_unknown(module, executed or {})  # loops and calls of unknown work
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)
@@ -188,11 +196,11 @@ def seconds_by_place(finder: PlaceFinder, measured: Measured) -> dict[Place, flo
         home = module.homes[name]
         instruction = module.within[home][name]
         fused = module.fused(instruction)
-        # A product takes most of the time of what is fused with it.
+        # A product takes most of the time of what is fused with it, so its place is asked first.
         products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
         places = [finder.place_of(x) for x in (*products, instruction)]
-        first_known = next(filter(None, places), finder.place_around(home))
-        sums[first_known] += time
+        known = [place for place in places if place is not None]
+        sums[known[0] if known else finder.place_around(home)] += time
     return sums
 
 
@@ -205,13 +213,15 @@ def _work_by_place(
     """
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
-        runs, around = module.runs[name], finder.place_around(name)
+        runs = module.runs[name]
+        around = finder.place_around(name)  # of the instruction that calls the computation
         for instruction, work in parts:
             place = finder.place_of(instruction) or around
-            # What is outside of modules, such as a loss, may be repeated in fusions of modules that
-            # need it, and counts with those.
+            # The compiler may repeat what is outside of modules, such as an input that is scaled,
+            # in the fusions of several modules that need it. There it counts with the module.
             if not place.path and around.path and runs.is_fused:
                 place = around
+            # Loops of unknown length count once here; then `Work.cost` has no figures.
             sums[place] = sums[place].plus(work, times=runs.least)
     return sums
 
@@ -227,7 +237,8 @@ def _held_at_peak(owners: BufferOwners, buffers: Buffers) -> dict[Place, Counter
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
     for allocation in buffers.allocations:
         rest = allocation.size
-        # Each takes its bytes of what is left, so that no byte counts twice.
+        # Several may claim the same bytes: a buffer those of an argument that is not needed any
+        # more. The first gets them, so that no byte counts twice.
         for owner, size in _owners_at(peak, owners, allocation):
             taken = min(size, rest)
             rest -= taken
@@ -240,26 +251,37 @@ def _owners_at(step: int, owners: BufferOwners, allocation: Allocation) -> list[
     """Lists the owners of an allocation at a step of the schedule, each with the bytes that it has.
 
     An allocation may belong to an argument or a result for the whole run, and to temporary buffers
-    in between, which come first.
+    in between. These come first, the one made last before others. The caller gives each byte to
+    the first owner only, so that the argument or result gets what the buffers leave.
     """
     live = [buffer for buffer in allocation.values if buffer.first <= step <= buffer.last]
     owned = [(owners.owner_of(buffer, allocation), buffer.size) for buffer in reversed(live)]
     if allocation.parameter is not None:
         owned.append((owners.arguments.owner(allocation.parameter), allocation.size))
     elif allocation.is_result and allocation.values:
-        # The memory of a result is reserved from the beginning, for the buffer made last.
+        # The memory of a result is reserved from the beginning, for the buffer that is there at the
+        # end.
         result = max(allocation.values, key=lambda buffer: buffer.last)
         owned.append((owners.owner_of(result, allocation), result.size))
     return owned
 
 
 def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
-    """Joins the steps of the schedule that belong to one place, with the most bytes in use."""
+    """Joins the steps of the schedule, one after the other, that belong to one place.
+
+    Args:
+      places: the place of each step.
+      in_use: the bytes in use at each step.
+
+    Returns:
+      The phases in order, each with the largest number of bytes in use at one of its steps.
+    """
     phases: list[Phase] = []
     for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
-        start = step
-        if phases and place == (phases[-1].path, phases[-1].backward):  # the phase goes on
-            last = phases.pop()
-            start, size = last.start, max(last.bytes, size)
-        phases.append(Phase(start, path=place.path, backward=place.backward, bytes=size))
+        start, most = step, size
+        last = phases[-1] if phases else None
+        if last is not None and Place(last.path, last.backward) == place:  # the phase goes on
+            phases.pop()
+            start, most = last.start, max(last.bytes, size)
+        phases.append(Phase(start, path=place.path, backward=place.backward, bytes=most))
     return phases

@@ -102,38 +102,39 @@ class CollectiveReasons:
         made, used = self._maker(value), self._user(value)
         whole_shapes = self._whole_shapes_of(made, used)  # that the value may have in the trace
         spec = None if used is None else self._spec(used.shape, whole_shapes)
-        instead = _instead(collective, made, spec)
         facts = []
+        # A sentence that says where the value comes from, instead of "Made as … by …".
         if collective.purpose in ("parameter", "state") and collective.parameters:
             reasons = [self._why_argument(path) for path in collective.parameters[:2]]
             facts += [f"It gathers {reason.subject}." for reason in reasons]
-            facts += reasons[0].facts[:1]
-            made = None  # an argument, as said
+            facts += reasons[0].facts[:1]  # the rule that shards the first one
         elif collective.purpose == "gradient" and collective.parameters:
             facts.append(
                 f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
                 f"device computes that of its part of the batch, which is sharded over {axes}."
             )
-            made = used = None  # one that sums several gradients has many makers
         elif collective.purpose == "sum" and made is not None:
             facts.append(
                 f"Each device has a part of the sum that {made} computes, because a dimension over "
                 f"which that sums is sharded over {axes}."
             )
-            made = None  # said already
-        for verb, side in (("Made", made), ("Used", used)):
-            if side is not None:
-                facts.append(f"{verb}{self._sharded_text(side.shape, whole_shapes)} by {side}.")
-        if used is None and collective.purpose != "gradient":
+        elif made is not None:
+            facts.append(f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}.")
+        # One that sums several gradients has as many users, of which one says little.
+        is_gradient = collective.purpose == "gradient"
+        if used is not None and not (is_gradient and collective.parameters):
+            facts.append(f"Used{self._sharded_text(used.shape, whole_shapes)} by {used}.")
+        elif used is None and not is_gradient:
             facts.append(
                 "The function returns it, with the sharding of out_shardings or of a Variable."
             )
-        return Reason(subject, tuple(facts), instead)
+        return Reason(subject, tuple(facts), _instead(collective, made, spec))
 
     def _whole_shapes_of(self, *sides: _Side | None) -> set[Shape]:
         """Returns the shapes that the whole value may have, by the lines where it is made and used.
 
-        It is the same on both sides, so either line may know its shape.
+        Sharding does not change the whole shape, so what is known at either side counts. ``sides``
+        are None, or have no line, where that is unknown.
         """
         whole_shapes: set[Shape] = set()
         for side in sides:
@@ -157,46 +158,65 @@ class CollectiveReasons:
         return f"{as_spec}, {shape_text(shape)} on each device,"
 
     def _maker(self, value: Value) -> _Side | None:
-        """Follows a value back to the instruction that computes it, or to an argument."""
+        """Follows a value back to the instruction that computes it, or to an argument.
+
+        Like `moves.computing_value`, past moves that the user wrote as well, but of what a loop
+        carries to the initial value, and with the shape. None if the way is too long.
+        """
         shape: Shape | None = None
         for _ in range(_MOST_STEPS):
             instruction = self._module.maker(value)
             if instruction is None:
                 return None
+            # The shape where it is computed is wanted, such as that in front of a transpose. But
+            # XLA computes products of (batch, length, features) in two dimensions: then the shape
+            # behind the reshape counts, which the user knows.
             dims = _dims(instruction, value)
-            # XLA computes products in two dimensions; the value gets its own by a reshape.
-            shape = dims if shape is None or len(shape) == len(dims) else shape
+            if shape is None or len(shape) == len(dims):
+                shape = dims
             before = self._module.passed(value)
             if not before and (_moves(instruction) or instruction.opcode == "tuple"):
                 before = self._module.operands(value)
             if not before:
                 return self._side(instruction, shape)
-            value = before[0]
+            value = before[0]  # of what a loop carries the initial value
         return None
 
     def _user(self, value: Value) -> _Side | None:
-        """Follows a value to the first instruction that computes with it, also into fusions."""
+        """Follows a value to the first instruction that computes with it, also into fusions.
+
+        None if there is none: the program returns it, or a tuple or a loop carries it on, where it
+        is not followed.
+        """
         pending, seen = [value], {value}
         while pending and len(seen) < _MOST_STEPS:
             value = pending.pop()
-            maker, following = self._module.maker(value), self._callers_of_root(value)
+            # The values that are this one, moved or passed on.
+            following = self._results_of_callers(value)
             users = self._module.users.get(value.computation, {})
-            for instruction, number in users.get(value.name, ()):
+            for instruction, operand_number in users.get(value.name, ()):
                 if instruction.opcode in ("fusion", "call"):  # on to its parameter there
                     [callee, *_] = instruction.callees
-                    parameters = self._module.within[callee].values()
-                    following += [Value(callee, x.name) for x in parameters if x.number == number]
+                    following += [
+                        Value(callee, inside.name)
+                        for inside in self._module.within[callee].values()
+                        if inside.number == operand_number  # only parameters have a number
+                    ]
                 elif _moves(instruction) or instruction.opcode == "get-tuple-element":
                     following.append(Value(value.computation, instruction.name))
-                elif instruction.opcode not in ("tuple", "while") and maker is not None:
-                    return self._side(instruction, _dims(maker, value))
-                # A tuple or a loop carries it on; what becomes of it there is not followed.
+                elif instruction.opcode not in ("tuple", "while"):
+                    maker = self._module.maker(value)
+                    if maker is not None:
+                        return self._side(instruction, _dims(maker, value))
             pending += [new for new in following if new not in seen]
             seen.update(following)
         return None
 
-    def _callers_of_root(self, value: Value) -> list[Value]:
-        """Returns what a fusion or a call results in, if a value is the root of what it calls."""
+    def _results_of_callers(self, value: Value) -> list[Value]:
+        """Returns the results of fusions and calls of the computation whose root a value is.
+
+        Empty for any other value. What a loop or a conditional returns is not followed.
+        """
         root = self._module.roots.get(value.computation)
         if root is None or root.name != value.name:
             return []
@@ -234,17 +254,21 @@ def _dims(instruction: Instruction, value: Value) -> Shape:
 
 
 def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
-    """Says what to write to avoid a collective.
+    r"""Says what to write to avoid a collective.
+
+    That of a ``reshard``, for example, is ``with_sharding_constraint to P('data') where it is made,
+    or jit(activation_shardings={r"blocks/\d+/up": P('data')}) if model.blocks[0].up returns it``.
 
     Args:
       collective: the collective.
       made: where the value that it moves is made; None if that is unknown.
       spec: that with which the value is used; None if that is unknown.
     """
-    if collective.purpose in _INSTEAD:
+    if collective.purpose in _INSTEAD:  # all but reshard and None
         return _INSTEAD[collective.purpose]
     module = "" if made is None else made.module or ""
-    _, _, path_in_model = module.partition(".")  # empty for a function, or the model itself
+    # "model.blocks[0].up" → "blocks[0].up"; empty for a function, or the model itself.
+    _, _, path_in_model = module.partition(".")
     if spec is None:
         is_gather = collective.kind == "all-gather" and collective.axes
         how = f"but not over {axes_text(collective.axes)}" if is_gather else "as it is used"
@@ -259,6 +283,7 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
     constraint = f"with_sharding_constraint to {written} where it is made"
     if not path_in_model:
         return constraint
+    # A regular expression for all blocks: "blocks[0].up" → r"blocks/\d+/up".
     pattern = re.sub(r"\[\d+\]", r"/\\d+", path_in_model).replace(".", "/")
     code = f'jit(activation_shardings={{r"{pattern}": {written}}})'
     return f"{constraint}, or {code} if {module} returns it"

@@ -55,11 +55,14 @@ def product_flops(instruction: Instruction, operands: Operands) -> int | None:
 
     None for other instructions, and for attention with a mask that depends on values.
     """
+    # Damaged text may lack the instructions that make operands: then these have no arrays.
     if len(operands) < 2 or not instruction.results or not all(operands[:2]):
         return None
     lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, instruction.results[0].dims
     if instruction.opcode == "convolution" or instruction.target.startswith("__cudnn$conv"):
-        # The backward pass has the window of the forward pass.
+        # A call of the backward pass has the window of the forward convolution. It takes the
+        # gradient of that one's output, and makes that of its input or kernel; the shapes are put
+        # back in the order of the forward pass, which has as many flops.
         if instruction.target == "__cudnn$convBackwardInput":
             lhs, result = result, lhs
         elif instruction.target == "__cudnn$convBackwardFilter":
@@ -103,16 +106,22 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     """Counts the flops of attention in cuDNN, at the positions that its mask leaves.
 
     Forward there are two products, with keys and with values; backward the scores again, and two
-    products for the gradient of each factor. ``config`` is the text in which XLA configures the
-    call, ``operands`` are the shapes of queries, keys and values.
+    products for the gradient of each factor.
+
+    Args:
+      config: the text in which XLA configures the call, such as ``{"mask_type":"CAUSAL", …}``.
+      operands: the shapes of queries, keys and values, (…, width of a head).
+
+    Returns:
+      The flops; None if the mask depends on values, or the text is not understood.
     """
-    matches = [pattern.search(config) for pattern in _ATTENTION]
-    scores, mask, window = (match[1] if match else "" for match in matches)
+    scores, mask, window = (_text(pattern, config) for pattern in (_SCORES, _MASK, _WINDOW))
     if not scores or len(operands) < 3 or not all(operands) or _PAGED in config:
         return None
     *batch, queries, keys = (int(size) for size in re.findall(r"\d{1,18}", scores))
     width = int(window or keys) or keys  # how many keys a query attends to; 0 stands for all
-    # Pairs of a query and a key that the mask leaves.
+    # Pairs of a query and a key that the mask leaves. A sliding window is understood in a causal
+    # mask only.
     if mask == "CAUSAL":
         most = min(width, keys)  # of the keys of one query
         growing = min(queries, most)  # the first queries have 1, 2, 3 … keys
@@ -125,18 +134,22 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     value_width = operands[2][-1]
     per_position = key_width + value_width
     if "_grad_gemm" in config:
+        # scores, and the gradients of queries and keys; of the probabilities, and of values
         per_position = 3 * key_width + 2 * value_width
     return 2 * math.prod(batch) * positions * per_position
 
 
-_ATTENTION = [
-    re.compile(pattern)
-    for pattern in (
-        r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]',
-        r'"mask_type":"(\w+)"',
-        r'"sliding_window_length":"?(\d{1,18})',
-    )
-]
+def _text(pattern: re.Pattern[str], config: str) -> str:
+    """Returns the group of a pattern where it is found; empty where it is not."""
+    match = pattern.search(config)
+    return match[1] if match else ""
+
+
+_SCORES = re.compile(
+    r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]'
+)  # "2","8","64","64"
+_MASK = re.compile(r'"mask_type":"(\w+)"')
+_WINDOW = re.compile(r'"sliding_window_length":"?(\d{1,18})')
 _PAGED = '"is_paged_attention":true'
 
 
@@ -145,7 +158,8 @@ def _convolution_flops(
 ) -> int | None:
     """Counts the flops of a convolution, without products with zeros of padding or dilation.
 
-    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output.
+    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output. None if the text
+    does not say what their dimensions are.
     """
     labels = _LABELS.fullmatch(instruction.attributes.get("dim_labels", ""))
     if labels is None:
@@ -155,6 +169,7 @@ def _convolution_flops(
     dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
     inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
     window = window_of(instruction)
+    # Each element of the output is a sum over input features and the window; 0 in damaged text.
     products: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
     products *= _real_per_complex(instruction)
     for axis in filter(str.isdigit, kernel):
@@ -162,23 +177,26 @@ def _convolution_flops(
             size=inputs.get(axis, 0),
             kernel=kernel[axis],
             outputs=outputs.get(axis, 0),
-            **_along(window, int(axis)),
+            **_window_along(window, int(axis)),
         )
         products *= int(in_window.sum())
     return 2 * products
 
 
-def _along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
-    """Returns what a window is in one dimension, as arguments of :func:`elements_in_windows`."""
+def _window_along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
+    """Returns what a window is in one dimension, as arguments of :func:`elements_in_windows`.
+
+    ``window`` is from :func:`window_of`. HLO leaves out what has the default in all dimensions.
+    """
 
     def number(key: str, default: int) -> int:
         return window[key][axis] if axis < len(window.get(key, ())) else default
 
     return {
         "stride": number("stride", 1),
-        "low": number("pad", 0),
-        "dilation": number("lhs_dilate", 1),
-        "spacing": number("rhs_dilate", 1),
+        "low": number("pad", 0),  # what follows the last element needs no number
+        "dilation": number("lhs_dilate", 1),  # of the input
+        "spacing": number("rhs_dilate", 1),  # of the kernel
     }
 
 
@@ -198,22 +216,29 @@ def elements_in_windows(
       spacing: the distance of elements of the kernel.
 
     Returns:
-      The counts, of shape (outputs,).
+      The counts, of shape (outputs,). For windows that are too large or too many, a single count of
+      all of them, with padding: of shape (1,).
     """
     largest = max(size, kernel, stride, abs(low), dilation, spacing)
     if outputs > _MAX_WINDOWS or largest > _MAX_WINDOW or min(dilation, spacing) < 1:
         return np.array([kernel * outputs])
-    # A window begins at `start`, and its element k is at position start + k·spacing: within the
-    # array for k from `first` to `last`. Elements of the array are at multiples of the dilation,
-    # which this is for each `step`-th k, from `offset` on, if at all (`common` divides `start`).
+    # Element k of a window is at position start + k·spacing: within the input, dilated by zeros,
+    # for k from `first` to `last`.
     start = np.arange(outputs) * stride - low
-    first = np.maximum(0, -(start // spacing))
+    first = np.maximum(0, -(start // spacing))  # rounded up
     last = np.minimum(kernel - 1, ((size - 1) * dilation - start) // spacing)
+    # It is no zero if start + k·spacing is a multiple of the dilation. With `common`, the greatest
+    # common divisor of spacing and dilation, this has a solution if that divides `start`. Divided
+    # by it, k · (spacing / common) ≡ -start / common modulo `step`, so that k ≡ `offset`.
     common = math.gcd(spacing, dilation)
     step = dilation // common
-    offset = -start // common * pow(spacing // common, -1, step) % step
+    inverse = pow(spacing // common, -1, step)  # modulo step
+    offset = (-start // common) * inverse % step
+    # How many k from `first` to `last` are offset, offset + step, …: those up to `last`, less those
+    # before `first`.
     counts = (last - offset) // step - (first - 1 - offset) // step
-    return np.where((start % common == 0) & (last >= first), counts, 0)
+    has_elements = (start % common == 0) & (last >= first)
+    return np.where(has_elements, counts, 0)
 
 
 _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
@@ -222,10 +247,13 @@ _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 def window_of(instruction: Instruction) -> dict[str, list[int]]:
     """Reads the numbers of a window by name; of paddings, which are pairs, the lower one.
 
-    For example, ``{size=3x3 pad=1_1x0_0}`` as ``{"size": [3, 3], "pad": [1, 0]}``.
+    For example, ``{size=3x3 pad=1_1x0_0}`` as ``{"size": [3, 3], "pad": [1, 0]}``. Others are
+    ``stride``, ``lhs_dilate`` (of the input) and ``rhs_dilate`` (of the window).
     """
     text = instruction.attributes.get("window", "")
     return {
+        # The number in front of an underscore, of each dimension: "1_1x0_0" → 1, 0. With up to nine
+        # digits, since damaged text may have any number.
         name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
         for name, numbers in re.findall(r"(\w+)=([-\dx_]+)", text)
     }
@@ -235,6 +263,7 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
     """Counts the flops of an instruction that is not a product; None if unknown.
 
     Those of a computation that it applies to elements are not counted here (`applications`).
+    Instructions that only move data have none.
     """
     opcode, results = instruction.opcode, instruction.results
     elements = num_elements(results)
@@ -252,10 +281,12 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
         return math.prod(dims) * max(row - 1, 0).bit_length()  # log2(row), rounded up
     if opcode == "fft":
         return _fft_flops(instruction)
-    # A callback runs on the host.
-    has_no_flops = _CALLBACK.match(instruction.target) or instruction.operation == _METADATA
-    is_unknown = opcode == "custom-call" and not has_no_flops
-    return None if is_unknown or opcode in _UNKNOWN else 0
+    if opcode == "custom-call":
+        # A callback to Python runs on the host, so the device computes nothing. What other calls
+        # compute is not known.
+        is_callback = _CALLBACK.match(instruction.target) is not None
+        return 0 if is_callback or instruction.operation == _METADATA else None
+    return None if opcode in _UNKNOWN else 0
 
 
 def _fft_flops(fft: Instruction) -> int:
@@ -280,18 +311,21 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
-    first, *others = operands or [()]  # damaged text may have no operands
-    results, last = instruction.results, (others or [first])[-1]
+    if not operands:  # in damaged text
+        return []
+    # A reduce or scatter of several arrays of one shape applies its computation to an element of
+    # each at once, so that one of them is counted: the first, or of updates the last.
+    array, second, last = operands[0], operands[1 if len(operands) > 1 else 0], operands[-1]
+    results = instruction.results
     if opcode == "select-and-scatter":
-        # Selects one element in each window of the first operand, by its first computation, and
-        # adds an element of the second there, by the other.
-        source = (others or [first])[0]
-        counts = [_joined_in_windows(instruction, first, source), num_elements(source)]
+        # Selects one element in each window of the array, by its first computation, and adds an
+        # element of the second operand there, by the other.
+        counts = [_joined_in_windows(instruction, array, second), num_elements(second)]
         return [*zip(callees, counts, strict=False)]
     if opcode == "reduce":
-        count = max(num_elements(first) - num_elements(results), 0)
+        count = max(num_elements(array) - num_elements(results), 0)
     elif opcode == "reduce-window":
-        count = _joined_in_windows(instruction, first, results)
+        count = _joined_in_windows(instruction, array, results)
     elif opcode == "scatter":
         count = num_elements(last)  # the last operand is an update
     else:  # map
@@ -308,16 +342,24 @@ def _joined_in_windows(
     """
     window = window_of(instruction)
     sizes = window.get("size", [])
-    if not inputs or not outputs or len(sizes) != len(inputs[0].dims):
+    if not inputs or not outputs or not sizes:
         return 0
-    # Windows that cover all elements at any position: a reduction whose result is repeated.
+    if not len(sizes) == len(inputs[0].dims) == len(outputs[0].dims):
+        return 0
+    # A reduction of n elements whose result is repeated n times can be written as n windows of
+    # 2n - 1, so that each covers all elements. It counts as one reduction.
     if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
         return num_elements(inputs)
+    # To join n elements takes n - 1 times. Counts of several dimensions multiply.
     elements = 1  # in all windows, without padding
     windows = 1  # that are not empty
-    for axis, dims in enumerate(zip(inputs[0].dims, sizes, outputs[0].dims, strict=True)):
-        size, kernel, count = dims
-        in_window = elements_in_windows(size, kernel, count, **_along(window, axis))
+    for axis, size in enumerate(inputs[0].dims):
+        in_window = elements_in_windows(
+            size=size,
+            kernel=sizes[axis],
+            outputs=outputs[0].dims[axis],
+            **_window_along(window, axis),
+        )
         elements *= int(in_window.sum())
         windows *= int((in_window > 0).sum())
     return elements - windows

@@ -13,6 +13,10 @@ bounded so that damaged text cannot make them slow.
 
 From `opcodes.py`: `OPCODES` are those that are understood, `CALLERS` those that can call
 computations, and `base` is the opcode without `-start` and `-done`.
+
+`_split` splits text at commas outside of brackets. It returns the parts, and the position behind
+the bracket where it ended: ``_split("%x, %y), index=1", 0, ")")`` is ``(["%x", " %y"], 7)``. The
+``rest`` of an instruction begins behind the bracket that opens its operands.
 """
 
 from __future__ import annotations
@@ -49,20 +53,19 @@ def read_shape(text: str) -> Shapes:
     For example, ``(bf16[8,64]{1,0:T(8,128)}, (u32[]))`` is a tuple of a ``Shape`` and of a tuple
     with a ``Shape``.
     """
-    shapes: list[Shapes] = []  # outside of brackets: one, unless the text is damaged
-    innermost = shapes  # the parts of the tuple that is being read
-    around: list[list[Shapes]] = []  # the parts of the tuples around it, innermost last
+    # The parts of the tuples that are being read, the innermost last. The first list is of what is
+    # outside of brackets: one shape, unless the text is damaged.
+    levels: list[list[Shapes]] = [[]]
     missing = ")" * text.count("(")  # damaged text may not close all brackets; more do no harm
-    for token in _SHAPE_TOKEN.finditer(text + missing):
+    for token in _SHAPE_TOKEN.finditer(text + missing):  # a bracket, or an array such as f32[8]{0}
         if token[0] == "(":
-            around.append(innermost)
-            innermost = []
-        elif token[0] == ")" and around:
-            part = tuple(innermost)
-            innermost = around.pop()
-            innermost.append(part)
+            levels.append([])
+        elif token[0] == ")" and len(levels) > 1:
+            part = tuple(levels.pop())
+            levels[-1].append(part)
         elif token["dtype"]:
-            innermost.append(_array(*token.group("dtype", "dims"), token["layout"] or ""))
+            levels[-1].append(_array(*token.group("dtype", "dims"), token["layout"] or ""))
+    [shapes] = levels
     return shapes[0] if len(shapes) == 1 else tuple(shapes)
 
 
@@ -73,6 +76,7 @@ def is_shape(text: str) -> bool:
     It has to be arrays and balanced brackets, and each dtype has to name its width, as ``bf16``
     does.
     """
+    # What is no array with its layout, no round bracket, no comment and no comma between these.
     other_text = _SHAPE_TOKEN.sub("", text).strip(", ")
     dtypes = {token["dtype"] for token in _SHAPE_TOKEN.finditer(text) if token["dtype"]}
     has_widths = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
@@ -110,16 +114,18 @@ def padded_bytes(text: str) -> int:
             continue
         layout = token["layout"] or ""
         shape = _array(*token.group("dtype", "dims"), layout)
-        # A layout is the order of the dimensions, minor first, then the tiles: `1,0:T(8,128)`.
+        # A layout is the order of the dimensions, minor first, then the tiles: `1,0:T(8,128)`. Of
+        # several, the second divides the first one, `T(8,128)(4,1)`, and adds no padding.
         order, _, tiling = layout.partition(":")
         first_tile = re.match(r"T\(([\d,]+)\)", tiling)
         count = math.prod(shape.dims)
         if first_tile is None or not count:
             total += shape.bytes
             continue
-        sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
+        major_first = reversed(re.findall(r"\d{1,3}", order))  # as tiles are written
+        sizes = [shape.dims[int(i)] for i in major_first]
         tile = [int(size) for size in first_tile[1].split(",")]
-        # Both are major first. The one with fewer dimensions gets leading ones.
+        # The one with fewer dimensions gets leading ones: 5×100 in tiles of 128 is in 1×128.
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         tile = [1] * (len(sizes) - len(tile)) + tile
         padded = [-(-n // step) * step for n, step in zip(sizes, tile, strict=True)]  # rounded up
@@ -197,11 +203,13 @@ class Instruction(_Written):
         """The attributes as written, by name, such as ``{"to_apply": "%add"}``."""
         attributes: dict[str, str] = {}
         _, end_of_operands = _split(self.rest, 0, ")")
-        parts, _ = _split(self.rest, end_of_operands, "")
+        parts, _ = _split(self.rest, end_of_operands, "")  # to the end of the text
         for part in parts:
             key, equals, value = part.partition("=")
-            if equals:
-                attributes.setdefault(key.strip(), value.strip())
+            if equals:  # the first part, before the first comma, is empty
+                attributes.setdefault(
+                    key.strip(), value.strip()
+                )  # of two in damaged text the first
         return attributes
 
     @property
@@ -248,19 +256,22 @@ class Instruction(_Written):
 
         If not, figures of its program count as unknown.
         """
-        kind, rest = self.opcode, self.rest
-        if kind not in OPCODES and (kind := base(kind)) not in OPCODES:
+        rest = self.rest
+        kind = self.opcode if self.opcode in OPCODES else base(self.opcode)
+        if kind not in OPCODES or not is_shape(self.shape_text):
             return False
-        if not is_shape(self.shape_text):
+        # `parse` rewrites a `fusion-start` as an `async-start`, unless its shape is not understood.
+        if kind in ABBREVIATED and kind != self.opcode:
             return False
-        if kind in ABBREVIATED and kind != self.opcode:  # `spell_out` did not understand it
-            return False
-        if kind in COLLECTIVES and self.collective is not None:
+        if self.collective is not None:  # a collective or the start of one; an end has no groups
             return self.replica_groups is not None
-        if self.opcode == "send":  # to the host, which may send it to other slices
+        # A `send` to the host is understood. The host may send it on to other slices: `parse` has
+        # put collectives in the place of such sends, of those that it understands.
+        if self.opcode == "send":
             return "is_host_transfer=true" in rest and "xla_megascale" not in rest
         # A library's function with side effects may exchange data with other devices. One without
-        # cannot, as the compiler may repeat it or leave it out.
+        # cannot, as the compiler may repeat it or leave it out. Pallas kernels and callbacks
+        # (`_LOCAL`) do not, unless a kernel says so.
         has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in rest
         if has_effects and _LOCAL.search(rest) is None:
             return False
@@ -295,11 +306,14 @@ class Instruction(_Written):
         """
         if base(self.opcode) not in CALLERS:  # most, which need no search
             return []
-        before, _, after = self.rest.partition('"')
-        if "%" in after or self.opcode == "custom-call":  # one may be named after a string
+        # A search for ` body=%b` in the text is faster than reading all attributes. It has to leave
+        # out strings, where such a text means nothing, so it ends at the first one; where there may
+        # be another computation (`%c`) behind that, all attributes are read.
+        before_strings, _, after = self.rest.partition('"')
+        if "%" in after or self.opcode == "custom-call":
             named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
-        else:  # a search of the text is faster than reading all attributes
-            named = _CALLED.findall(before)
+        else:
+            named = _CALLED.findall(before_strings)
         # The text is `%b`, or several in braces: `{%b, %c}`.
         return [(key, name) for key, text in named for name in re.findall(r"[^\s,{}%]+", text)]
 
@@ -323,11 +337,15 @@ def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     """
     shape = read_shape(shape_text)
     if not isinstance(shape, Shape) and len(shape) > 1:
-        has_more = opcode.endswith("-start") or opcode in ("send", "recv")
+        is_result_first = opcode in ("copy-start", "send", "recv")
         if opcode == "all-reduce-start":
-            has_more = not isinstance(shape[0], Shape)
-        if has_more:
-            shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
+            has_operands = not isinstance(shape[0], Shape)  # a tuple of them, in front
+        else:
+            has_operands = opcode.endswith("-start") and not is_result_first
+        if is_result_first:
+            shape = shape[0]
+        elif has_operands:
+            shape = shape[1]
     return tuple(arrays(shape))
 
 
@@ -345,46 +363,60 @@ def spell_out(computation: Computation) -> list[Computation]:
     XLA prints an asynchronous computation with a single instruction as that, with a suffix::
 
         %a = ((f32[8]), f32[8], u32[]) fusion-start(%x), calls=%f
+        %b = f32[8] fusion-done(%a)
 
-    It becomes ``async-start(%x), calls=%a.async``, in the instructions of ``computation``, and the
-    computation ``a.async`` has a parameter for each operand, and ``fusion(…), calls=%f``.
+    In the instructions of ``computation``, these become::
+
+        %a = ((f32[8]), f32[8], u32[]) async-start(%x), calls=%a.async
+        %b = f32[8] async-done(%a)
+
+    The computations that are returned are those such as ``a.async`` (`_async_computation`).
     """
     made = []
     for position, instruction in enumerate(computation.instructions):
-        kind = base(instruction.opcode)
-        if kind not in ABBREVIATED or kind == instruction.opcode:
+        kind = base(instruction.opcode)  # such as fusion, of a fusion-start
+        if kind not in ABBREVIATED or kind == instruction.opcode:  # without a suffix: a plain one
             continue
         opcode = f"async{instruction.opcode.removeprefix(kind)}"  # -start, -update or -done
         rest = instruction.rest
         if opcode == "async-start":
-            called = _spelled_out(instruction, kind)
+            called = _async_computation(instruction, kind)
             if called is None:
                 continue  # it stays abbreviated, so that it counts as not understood
             made.append(called)
             _, end_of_operands = _split(rest, 0, ")")
             metadata = instruction.attributes.get("metadata")
+            # The other attributes are now those of the instruction inside.
             rest = f"{rest[:end_of_operands]}, calls=%{called.name}"
             rest += f", metadata={metadata}" if metadata else ""
         computation.instructions[position] = instruction._replace(opcode=opcode, rest=rest)
     return made
 
 
-def _spelled_out(start: Instruction, kind: str) -> Computation | None:
-    """Returns the computation that an abbreviated start runs, with an instruction of this kind.
+def _async_computation(start: Instruction, kind: str) -> Computation | None:
+    """Returns the computation that an abbreviated start, such as a ``fusion-start``, runs.
 
-    None if its shape is not ``((operand, ...), result, context, ...)``.
+    For the example of `spell_out`, of the kind ``fusion``::
+
+        %a.async {
+          %a.operand.0 = f32[8] parameter(0)
+          ROOT %a.call = f32[8] fusion(%a.operand.0), calls=%f
+        }
+
+    None if the shape of the start is not ``((operand, ...), result, context, ...)``.
     """
+    # "((f32[8]), f32[8], u32[])" → "(f32[8])" and ["f32[8]", "u32[]"]
     (given, *others), _ = _split(start.shape_text, 1, ")")
     if not given.startswith("(") or not others:
         return None
-    shapes, _ = _split(given, 1, ")")
+    shapes, _ = _split(given, 1, ")")  # of the operands
     names = [f"{start.name}.operand.{number}" for number in range(len(shapes))]
     parameters = [
         Instruction(
             name=name,
             opcode="parameter",
             shape_text=shape.strip(),
-            rest=f"{number})",
+            rest=f"{number})",  # ``rest`` is what follows ``parameter(``
             is_root=False,
         )
         for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -394,7 +426,7 @@ def _spelled_out(start: Instruction, kind: str) -> Computation | None:
     called = Instruction(
         name=f"{start.name}.call",
         opcode=kind,
-        shape_text=others[0].strip(),
+        shape_text=others[0].strip(),  # the result
         rest=f"{operands}){start.rest[end_of_operands:]}",
         is_root=True,
     )
@@ -441,9 +473,11 @@ def nesting(text: str) -> int:
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
 _SENDS = re.compile(r'"has_communication"\s*:\s*true')
+# Pallas kernels for TPUs, and callbacks to Python.
 _LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation", "select", "scatter"}
+# ` body=%b`, or ` branch_computations={%b, %c}`
 _CALLED = re.compile(rf" ({'|'.join(sorted(_CALLS))})=(\{{[^{{}}]*\}}|[^\s,{{}}]+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
 _FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them

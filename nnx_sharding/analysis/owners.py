@@ -80,8 +80,10 @@ class Arguments:
           rows: its arguments, with their paths and roles.
         """
         rows = [row for row in rows if row.used]
-        owners = owners_of_rows(rows)
-        self.owners = {number: owners[row] for number, row in _rows_by_number(module, rows).items()}
+        owners = owners_of_rows(rows)  # in the order of the rows
+        self.owners = {
+            number: owners[index] for number, index in _row_indices(module, rows).items()
+        }
         self.parameter_modules = {
             number: owner.place.path or ""
             for number, owner in self.owners.items()
@@ -95,8 +97,10 @@ class Arguments:
                 around_states.update(enclosing_paths(row.path))
             elif owner.use == "parameters" and owner.place is not None:
                 around_parameters.update(enclosing_paths(row.path))
-                shapes = {row.shape, row.shard_shape}
-                self.gradient_shapes[owner.place.path] |= shapes | {dims[1:] for dims in shapes}
+                whole = {row.shape, row.shard_shape}
+                of_layer = {dims[1:] for dims in whole}
+                self.gradient_shapes[owner.place.path] |= whole | of_layer
+        # A train state, which is around parameters as well as their moments, is no optimizer.
         self.optimizers = around_states - around_parameters
 
     def owner(self, number: int) -> Owner:
@@ -125,7 +129,8 @@ class BufferOwners:
 
     def owner_of(self, buffer: Buffer, allocation: Allocation) -> Owner:
         """Decides what a buffer of an allocation counts as."""
-        # Rule 1: an argument.
+        # Rule 1: an argument. The memory of a result may hold other arrays before: the result is
+        # the one that is live to the end of the schedule.
         is_result = allocation.is_result and buffer.last >= len(self.places) - 1
         if is_result and allocation.parameter is not None:  # a donated argument, updated in place
             return self.arguments.owner(allocation.parameter)
@@ -136,7 +141,8 @@ class BufferOwners:
         if number is not None:
             argument = self.arguments.owner(number)
             return argument._replace(use="outputs") if is_result else argument
-        # Rule 2: the place, which is that of the instruction that computes the array.
+        # Rule 2: the place, which is that of the instruction that computes the array. A move that
+        # the user wrote belongs to the module that moves it, so this time it is not followed.
         computed = computing_value(self._module, array)
         maker = self._module.maker(computed)
         assert maker is not None  # computing_value stops before what damaged text lacks
@@ -165,7 +171,8 @@ class BufferOwners:
         """Returns the last step at which an array is live, through loops that carry it on.
 
         The compiler names it anew before, in and after a loop: as several buffers, one after
-        another in one place, that are computed by one instruction.
+        another in one place, that are computed by one instruction. Each begins right after the one
+        before, at the latest.
 
         Args:
           buffer: the array.
@@ -173,7 +180,7 @@ class BufferOwners:
           computed: the value that computes it.
         """
         last = buffer.last
-        for later in allocation.values:
+        for later in allocation.values:  # in the order of their first steps, for each offset
             is_next = buffer.first < later.first <= last + 1
             is_same_memory = (later.offset, later.size) == (buffer.offset, buffer.size)
             if is_next and is_same_memory and later.name in self._module.homes:
@@ -192,14 +199,15 @@ class BufferOwners:
         if not shape:  # numbers are everywhere
             return None
         pending, seen = [computed], {computed.name}
-        latest: Place | None = None  # of a parameter of this shape, or of a gradient
+        found: Place | None = None  # the last one that was met
         while pending and len(seen) < _MAX_VALUES:
             value = pending.pop(0)
             place = self._place_of_value(value)
             if place is not None and place.path:  # the search ends at modules
+                # A parameter, or an array of its shape that its module computes.
                 if shape in self.arguments.gradient_shapes[place.path]:
-                    latest = place
-                    if place.backward:
+                    found = place
+                    if place.backward:  # a gradient
                         break
                 continue
             instruction = self._module.maker(value)
@@ -209,10 +217,11 @@ class BufferOwners:
             for operand in self._module.operands(value):
                 source = computing_value(self._module, operand)
                 maker = self._module.maker(source)
+                # An instruction may make a tuple: the shape is that of the array in it.
                 if maker and maker.name not in seen and dims_at(maker, source.index) == shape:
                     seen.add(maker.name)
                     pending.append(source)
-        return latest
+        return found
 
     def _place_of_value(self, value: Value) -> Place | None:
         """Returns the place of an argument, or of the instruction that computes a value."""
@@ -223,11 +232,11 @@ class BufferOwners:
         return None if instruction is None else self._finder.place_of(instruction)
 
 
-def _rows_by_number(module: Module, rows: Sequence[ParameterRow]) -> dict[int, int]:
-    """Finds the row of each parameter of a program; returns its index by the parameter's number."""
+def _row_indices(module: Module, rows: Sequence[ParameterRow]) -> dict[int, int]:
+    """Finds the row of each parameter of a program: number of the parameter → index of the row."""
     if inputs_of(module, rows):  # rows are in the order of parameters
         return {number: number for number in module.parameters}
-    # The compiler may have kept paths as names of operations.
+    # Otherwise by the name that JAX gives a parameter, its path, where the compiler has kept that.
     by_path = {row.path: index for index, row in enumerate(rows)}
     return {
         number: by_path[parameter.operation]
@@ -236,7 +245,7 @@ def _rows_by_number(module: Module, rows: Sequence[ParameterRow]) -> dict[int, i
     }
 
 
-_KEY = re.compile(r"[^.\[\]'\"]+")
+_KEY = re.compile(r"[^.\[\]'\"]+")  # of `model.layers[0]['kernel']`: model, layers, 0, kernel
 
 
 def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
@@ -247,6 +256,8 @@ def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
     of several modules end so, it belongs to where it is.
     """
     paths = [tuple(_KEY.findall(row.path)) for row in rows]  # ("model", "up", "kernel")
+    # End of the path of a parameter, ("up", "kernel") or ("kernel",) or all of it → the modules of
+    # the parameters whose paths end so.
     modules_by_end: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     inside_arguments = set()  # the paths of parameters without the name of the argument
     for row, path in zip(rows, paths, strict=True):
@@ -258,17 +269,19 @@ def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
     for row, path in zip(rows, paths, strict=True):
         module = _module_around(row.path)
         ends = [path[start:] for start in range(1, len(path))]  # longest first
-        # Trees of arrays that mirror the parameters, such as Optax's own state.
-        is_mirror = row.variable is None and any(end in inside_arguments for end in ends)
+        is_array = row.variable is None  # and no Variable
+        # An array in a tree that mirrors the parameters, such as Optax's own state.
+        is_mirror = is_array and any(end in inside_arguments for end in ends)
         use: MemoryUse = "other state"
         if row.role == "parameter":
             use = "parameters"
         elif is_mirror or row.role == "optimizer state":
             use = "optimizer state"
-            modules = next((modules_by_end[end] for end in ends if end in modules_by_end), set())
+            longest_end = next((end for end in ends if end in modules_by_end), None)
+            modules = set() if longest_end is None else modules_by_end[longest_end]
             module = next(iter(modules)) if len(modules) == 1 else module
-        elif row.variable is None:
-            module, use = row.path, "inputs"
+        elif is_array:
+            module, use = row.path, "inputs"  # an input is listed by its own path
         owners.append(Owner(Place(module, False), use))
     return owners
 

@@ -12,7 +12,8 @@ From other modules:
     Transfer     what one collective sends over one kind of link: bytes, and the seconds for all
                  runs, which are None if they are unknown
     Traffic      the sum of transfers over the same links and mesh axes
-    Hardware     rates per second: ``flops`` and ``memory_bandwidth``, and those of links
+    Hardware     rates per second: ``flops`` and ``memory_bandwidth``, and those of links;
+                 ``spread`` is the error of estimates from measured rates, None for peak rates
     all_known    a list of values; None if one of them is
 """
 
@@ -59,8 +60,11 @@ class Hidden:
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
-def _hidden(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
-    """Returns the collectives that can hide behind compute; None if the time for one is unknown."""
+def _hideable(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
+    """Returns the collectives that can hide behind compute; others are left out.
+
+    None if the time for one is unknown.
+    """
     sending_seconds: defaultdict[Collective, float] = defaultdict(float)  # over all links
     for transfer in transfers:
         if transfer.seconds is None:
@@ -68,7 +72,7 @@ def _hidden(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, 
         sending_seconds[transfer.collective] += transfer.seconds
     rows = []
     for collective, seconds in sending_seconds.items():
-        # What the device does in one run while the collective is in progress, at peak rates.
+        # The seconds of what the device does while one run of the collective is in progress.
         beside = _device_seconds(collective.flops_beside, collective.bytes_beside, hardware)
         if beside:
             row = Hidden(
@@ -76,7 +80,7 @@ def _hidden(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, 
                 of=collective.of,
                 bytes_sent=collective.total_bytes_sent,
                 seconds=seconds,
-                compute_s=(collective.times or 1) * beside,
+                compute_s=(collective.times or 1) * beside,  # ``times`` is known if the seconds are
                 behind=collective.beside,
             )
             rows.append(row)
@@ -108,9 +112,11 @@ def _exposed(transfers: Iterable[Transfer], hardware: Hardware) -> float | None:
 class _Event(NamedTuple):
     """The start or the end of a collective; events sort in the order of the schedule."""
 
+    # What sorts events. Between two collectives without any work in between, the order of the
+    # program counts; a start comes before its own end, as False is less than True.
     flops: int  # done before it, in one run of the computation
     bytes: int  # accessed before it
-    number: int  # of the collective: where these are equal, the order of HLO counts
+    number: int  # of the collective, in the order of the program
     is_end: bool
     collective: Collective
 
@@ -138,12 +144,13 @@ def _waiting(scheduled: Mapping[Collective, Sequence[Transfer]], hardware: Hardw
     last_flops = last_bytes = 0  # before the last event
     arrival: dict[Collective, float] = {}  # when all of its transfers have arrived
     free_from: defaultdict[str, float] = defaultdict(float)  # when these links are free again
-    for event in sorted(events, key=lambda event: event[:4]):  # without what cannot be compared
+    for event in sorted(events, key=lambda event: event[:4]):  # all but the collective
+        # The device computes up to this event, however late it is by waiting.
         now += _device_seconds(event.flops - last_flops, event.bytes - last_bytes, hardware)
         last_flops, last_bytes = event.flops, event.bytes
         collective = event.collective
         times = collective.times or 1
-        if event.is_end:
+        if event.is_end:  # the device waits; the rest of the schedule is that much later
             waited += times * max(arrival[collective] - now, 0.0)
             now = max(arrival[collective], now)
             continue
@@ -237,6 +244,8 @@ class Roofline(Pictured):
         """
         if self.exposed_s is None or self.seconds is None:
             return self.seconds
+        # ``busy_s`` is None if only sums of flops and bytes are known, not single operations, and
+        # leaves out copies beside these. The device is busy for as long as the sums take at least.
         busy = max(self.busy_s or 0.0, self.compute_s or 0.0, self.memory_s or 0.0)
         return max(self.seconds, busy + self.exposed_s)
 
@@ -254,7 +263,7 @@ class Roofline(Pictured):
         rates = f"at peak rates of {self.hardware}"
         if self.spread is not None:
             rates = f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
-        if not self.traffic and self.busy_s is None:
+        if not self.traffic and self.busy_s is None:  # there is nothing that could overlap
             return rates
         is_scheduled = self.exposed_s is not None
         return f"{rates}, as {'scheduled' if is_scheduled else 'if all of it overlapped'}"
@@ -262,15 +271,17 @@ class Roofline(Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the times, a row for each link, and what can be hidden."""
         yield text(self)
-        rows: list[tuple[str, ...]] = []
+        links: list[tuple[str, ...]] = []
         for row in self.traffic:
             speed = UNKNOWN if row.bandwidth is None else f"{count_text(row.bandwidth)}B/s"
             figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
-            rows.append((row.links, axes_text(row.axes), *figures))
-        if rows:
-            yield from ("", table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3))
-        rows = []
+            links.append((row.links, axes_text(row.axes), *figures))
+        if links:
+            yield ""  # an empty line
+            yield table(("links", "axes", "bandwidth", "sent", "time"), links, numbers=3)
+        rows: list[tuple[str, ...]] = []
         for hidden in self.hidden or ():
+            # "jit(step)/model/up/dot_general" → "up/dot_general"
             behind = ", ".join("/".join(name.split("/")[-2:]) for name in hidden.behind)
             times = time_text(hidden.seconds), time_text(hidden.compute_s)
             rows.append((hidden.kind, hidden.of, behind, *times, f"{100 * hidden.share:.0f} %"))
@@ -280,14 +291,16 @@ class Roofline(Pictured):
             yield table(("hidden", "of", "behind", "sent in", "compute", "share"), rows, numbers=3)
 
     def __str__(self) -> str:
+        """Such as ``1.1 s, at peak rates of TPU v5e: compute 1 s, memory 0.1 s, …``."""
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
-        bound = f"bound by {self.bound_by or UNKNOWN}"
-        bounds = f"{time_text(self.seconds)} if all of it overlaps"
-        bounds += f", {time_text(self.seconds_without_overlap)} if nothing does"
+        line = f"{time_text(self.estimate)}, {self.basis}: {times}"
+        line += f"; bound by {self.bound_by or UNKNOWN}"
+        line += f"; {time_text(self.seconds)} if all of it overlaps"
+        line += f", {time_text(self.seconds_without_overlap)} if nothing does"
         if self.hidden:
-            bounds += f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide"
-        unknown = f"; unknown: {self.why}" if self.why else ""
-        line = f"{time_text(self.estimate)}, {self.basis}: {times}; {bound}; {bounds}{unknown}"
+            line += f"; {100 * (self.hidden_share or 0):.0f} % of the bytes can hide"
+        if self.why:
+            line += f"; unknown: {self.why}"
         return printable(line)
 
 
@@ -307,8 +320,8 @@ def roofline_of(
       mesh: where the devices are. If that is unknown, as for virtual CPU devices, a TPU is assumed
         to send everything over all its links, which takes the least time of any placement, and GPUs
         to be in nodes of ``Hardware.domain`` in the order of the mesh.
-      platform: that the program was compiled for. The schedule of one for CPUs is not that of
-        hardware whose peak figures are given.
+      platform: the platform that the program was compiled for, such as ``cpu``; None if it is the
+        one of the hardware.
 
     Example:
       >>> from nnx_sharding.analysis import Cost, collectives_of, roofline_of
@@ -321,6 +334,9 @@ def roofline_of(
     peak = hardware_of(hardware)  # fails here if its name is unknown
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
+    # A program for CPUs is scheduled for these, and figures that were measured are those of the
+    # platform itself. Peak figures are those of other hardware, for which it would be scheduled
+    # otherwise.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
     times: dict[Resource, float | None] = {
@@ -328,14 +344,10 @@ def roofline_of(
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
-    operations = () if cost is None else cost.operations
-    busy = [  # seconds of each operation
-        max(
-            _compute_seconds(operation, peak) or 0.0,
-            operation.bytes_accessed / peak.memory_bandwidth,
-        )
-        for operation in operations
-    ]
+    busy = []  # seconds of each operation, whose flops are always known
+    for operation in () if cost is None else cost.operations:
+        compute_s = _compute_seconds(operation, peak) or 0.0
+        busy.append(max(compute_s, operation.bytes_accessed / peak.memory_bandwidth))
     known = all_known(times.values())
     return Roofline(
         hardware=peak.name,
@@ -346,7 +358,7 @@ def roofline_of(
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
-        hidden=None if collectives is None else _hidden(transfers, peak),
+        hidden=None if collectives is None else _hideable(transfers, peak),
         busy_s=sum(busy) if has_schedule and busy else None,
         exposed_s=_exposed(transfers, peak) if has_schedule else None,
         sources=peak.sources,
@@ -358,10 +370,15 @@ def roofline_of(
 def _why_unknown(
     cost: Cost | None, collectives: Collectives | None, traffic: Sequence[Traffic]
 ) -> str:
-    """Says why one of the three times is unknown, such as ``the bandwidth of DCN``."""
+    """Says why any of the three times is unknown, such as ``the bandwidth of DCN``.
+
+    Those for compute and memory are unknown if the cost is, that for the links if a bandwidth or a
+    number of runs is.
+    """
     if cost is None or collectives is None:
         return "the cost is unknown" if cost is None else "the collectives are unknown"
     if collectives.has_unknown_times:
+        # ``cost.why`` names the loops, if anything is computed in them.
         return cost.why or "a collective is in a loop of unknown length"
     links = ", ".join(row.links for row in traffic if row.seconds is None)
     bandwidth = f"the bandwidth of {links}" if links else ""

@@ -14,6 +14,9 @@ constant or "what the loop carries there, plus a constant":
 
     while (i, x)   condition: i + 0 < 10   body returns: (i + 1, …)   → 10 runs from i = 0
 
+*Carried* is a part of the tuple of a loop, ``Value(home, loop, (0,))`` for ``i``, at the start of
+a run. It is the initial value, then what the body returns at that index.
+
 An index leads into nested tuples: of (a, (b, c)), (1, 0) is b, and () is the whole tuple. The
 *root* of a computation is the instruction whose result it returns. Text that is damaged may lack
 instructions, or have cycles; then less is known.
@@ -171,17 +174,19 @@ class Values:
         return [Value(value.computation, name) for name in maker.operand_names] if maker else []
 
     def passed(self, value: Value) -> list[Value]:
-        """Returns the values that a value is an unchanged copy of: of which it may be either.
+        """Returns the values that a value is an unchanged copy of.
 
-        They are the operand of what only passes arrays on, or what a called computation returns; of
-        what a loop carries, the initial value and what its body returns. Empty for a value that an
+        It is the operand of what only passes arrays on, or what a called computation returns. There
+        are several if the value may be a copy of either: of what a loop carries, the initial value
+        and what its body returns; of a parameter, what each caller gives. Empty for a value that an
         instruction computes.
         """
-        maker, (home, _, index) = self.maker(value), value
+        maker = self.maker(value)
+        home, index = value.computation, value.index
         if maker is None:
             return []
         if maker.opcode == "parameter":
-            number = maker.number or 0
+            number = maker.number or 0  # always there, but in damaged text
             given: list[Value] = []
             for outer, caller in self.callers.get(home, ()):
                 given += self._given(
@@ -199,8 +204,8 @@ class Values:
         if opcode == "while":
             return self._carried(maker, home=home, index=index)
         if opcode in ("call", "fusion", "conditional", "async-start"):
-            # The tuple of a start has operands, too: (operands, results, …). The last number of an
-            # index into it is that of the result.
+            # The tuple of a start has operands, too: ((x,), (a, b), …). Of the index of a result
+            # in it, (1, 0), the last number is the index in what the computation returns.
             part = index[-1:] if opcode == "async-start" else index
             return self._returned(maker.callees, part)
         return []
@@ -228,11 +233,15 @@ class Values:
         """
         if caller.opcode == "while":
             return self._carried(caller, home=home, index=index)
-        if caller.opcode == "conditional":  # operands: the predicate, then one for each branch
+        if caller.opcode == "conditional":
+            # Operands are the predicate, then one for each branch, which has one parameter. If two
+            # branches are the same computation, the operand of the first one is followed.
             number = 1 + caller.callees.index(callee)
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
-        return [Value(home, name, index) for name in caller.operand_names[number:][:1]]
+        if number >= len(caller.operand_names):  # in damaged text
+            return []
+        return [Value(home, caller.operand_names[number], index)]
 
     def _carried(self, loop: Instruction, *, home: str, index: tuple[int, ...]) -> list[Value]:
         """Lists the initial value of what a loop carries at an index, and what its body returns.
@@ -289,11 +298,18 @@ class _Counter:
             return loop.trip_count
         # Back from what the condition returns to the comparison: into a fusion, and past copies.
         test = Value(dict(loop.calls)["condition"], condition.name)
-        while (maker := self._values.maker(test)) and maker.opcode in ("fusion", *_COPIES):
-            test = [*self._values.passed(test), *self._values.operands(test), test][0]
+        for _ in range(_MAX_DEPTH):
+            maker = self._values.maker(test)
+            if maker is None or maker.opcode not in ("fusion", *_COPIES):
+                break
+            sources = self._values.passed(test) or self._values.operands(test)
+            if not sources:  # in damaged text
+                return None
+            test = sources[0]
         if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
         compared, other = map(self._number, self._values.operands(test))
+        # The counter changes, so the other one of the two numbers is the limit.
         direction, limit = maker.attributes.get("direction", ""), self._fixed(other)
         if limit is None:  # the limit is on the left: `limit > counter` is `counter < limit`
             compared, limit = other, self._fixed(compared)
@@ -301,7 +317,7 @@ class _Counter:
         if limit is None or compared is None or compared.carried is None:
             return None
         counter = compared.carried  # what is compared is `counter + compared.plus`
-        if counter[:2] != (home, loop.name):  # another loop carries it
+        if (counter.computation, counter.name) != (home, loop.name):  # another loop carries it
             return None
         initial, after = self._carried(counter)
         first = self._fixed(initial)
@@ -311,13 +327,19 @@ class _Counter:
         return _runs(limit - first - compared.plus, step=after.plus, direction=direction)
 
     def _fixed(self, number: _Number | None) -> int | None:
-        """Returns a number as an integer; None if it is unknown, or if a loop changes it."""
+        """Returns a number as an integer; None if it is unknown, or if a loop changes it.
+
+        What the body of a loop hands on unchanged is its initial value, which may be carried by a
+        loop around this one; each step leads further out.
+        """
         if number is None:
             return None
         if number.carried is None:
             return number.plus
         initial, after = self._carried(number.carried)
-        is_unchanged = after == _Number(number.carried, plus=0)
+        is_unchanged = after == _Number(
+            number.carried, plus=0
+        )  # the body returns what it was given
         first = self._fixed(initial) if is_unchanged else None
         return None if first is None else first + number.plus
 
@@ -332,7 +354,8 @@ class _Counter:
     def _number(self, value: Value, depth: int = 0) -> _Number | None:
         """Returns a value as a number, and keeps it; None if it is unknown.
 
-        ``depth`` counts the steps back to constants, because of which Python's stack may end.
+        ``depth`` counts the calls of this function within each other. A value at which the search
+        is given up, so that Python's stack does not overflow, is unknown from then on.
         """
         if value not in self._known:
             self._known[value] = None  # where text is damaged, it may be computed from itself
@@ -353,16 +376,17 @@ class _Counter:
             return _Number(carried=None, plus=int(literal)) if is_integer else None
         callers = values.callers.get(value.computation, ())
         loops = [(home, caller) for home, caller in callers if caller.opcode == "while"]
-        if maker.opcode == "parameter" and loops:  # of a body or a condition
+        if maker.opcode == "parameter" and loops:  # of a body or a condition, which one loop has
             home, loop = loops[0]
             return _Number(carried=Value(home.name, loop.name, value.index), plus=0)
-        if maker.opcode == "while":  # what is known after a loop is what it leaves as it was
+        if maker.opcode == "while":  # after a loop, what that has not changed is known
             fixed = self._fixed(_Number(carried=value, plus=0))
             return None if fixed is None else _Number(carried=None, plus=fixed)
         if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
             return _ARITHMETIC[maker.opcode](first, second) if first and second else None
-        # What it is a copy of; several values, such as those of all callers, have to agree.
+        # What it is a copy of. If there are several, such as what each of the callers gives, it is
+        # known if they are the same number.
         copied = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
         numbers = {self._number(x, depth + 1) for x in copied}
         return numbers.pop() if len(numbers) == 1 else None
@@ -386,6 +410,7 @@ def _product(a: _Number, b: _Number) -> _Number | None:
 _ARITHMETIC = {"add": _sum, "subtract": _difference, "multiply": _product}
 _COPIES = {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done"}
 _INTEGER = re.compile(r"-?\d{1,18}")
+# The direction if both sides are exchanged: `a < b` is `b > a`.
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
@@ -409,4 +434,6 @@ def _runs(distance: int, *, step: int, direction: str) -> int | None:
         return distance // step if distance >= 0 and not distance % step else None
     if direction == "LT":
         return max(0, -(-distance // step))  # rounded up
-    return max(0, distance // step + 1) if direction == "LE" else None
+    if direction == "LE":
+        return max(0, distance // step + 1)
+    return None  # `counter > limit` stays true while the counter grows
