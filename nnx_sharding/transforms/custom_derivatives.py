@@ -200,7 +200,7 @@ def _make(
         filters=tuple((x.argnum, x.filter) for x in filters),
         has_states=has_states,
     )
-    return lift(cls, fun, transform, Roles(), graph, updates)
+    return lift(cls, fun, transform, Roles(), graph, updates)  # no static or donated arguments
 
 
 class _CustomFunction(Inner[P, R]):

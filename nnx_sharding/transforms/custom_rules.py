@@ -453,7 +453,7 @@ class _CallWithVjp(_Call):
 
     def _zero_cotangent(self, slot: int) -> Any:
         """Returns zeros for the leaf in a slot of the arguments; for integers, of ``float0``."""
-        if slot not in self.types:  # not differentiated; a flag stays as it is
+        if slot not in self.types:  # not differentiated, or a flag: zeros of `float0`, too
             return without_tangent(self.fixed_leaves[slot])
         aval = self.types[slot]
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -546,8 +546,8 @@ class _CallWithJvp(_Call):
         [arrays], [array_tangents] = primals, tangents
 
         def call_rule(*args: Any) -> tuple[Any, _RuleTangents]:
-            # The tangents of the arguments, in new objects like these. What JAX does not get has a
-            # tangent of zero.
+            # The tangents of the arguments, in new objects like these. What JAX does not get has
+            # zeros of `float0`.
             arguments = flatten((args, {}))
             zeros = [without_tangent(x) for x in arguments.leaves]
             leaves = replace_slots(zeros, self.slots, array_tangents)

@@ -310,7 +310,7 @@ class PreparedCall(NamedTuple):
           gradients: those of the arrays, by slot.
         """
         structure, objects = self.flat.structure, self.flat.objects
-        # An array that is not differentiated becomes zeros of ``float0``; a flag stays as it is.
+        # What is not differentiated becomes zeros of ``float0``.
         leaves = [
             gradients.get(slot, without_tangent(x)) for slot, x in enumerate(self.flat.leaves)
         ]

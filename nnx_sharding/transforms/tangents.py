@@ -75,8 +75,8 @@ def as_array(x: object, aval: Any = None) -> Any:
 def without_tangent(x: Any) -> Any:
     """Returns what stands for the tangent of something that has none.
 
-    For an array that is zeros of dtype ``float0``, as in JAX; all else, such as a flag or a
-    ``jax.Ref``, stands for itself.
+    For an array, a number or a flag, that is zeros of dtype ``float0``, as in JAX. All else, such
+    as a ``jax.Ref``, stands for itself.
     """
     if not _compat.is_array_like(x) or _compat.is_ref(x):
         return x
@@ -86,7 +86,8 @@ def without_tangent(x: Any) -> Any:
 def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
     """Returns the slots of the arrays in a structure, by path: ``{(0, "kernel"): (3,)}``.
 
-    With ``child``, of a part of it only, such as one argument; paths start there.
+    With ``child``, of a part of the root only, such as one argument; paths start there. No array
+    that is outside of objects may come before it.
     """
     child = structure.root if child is None else child
     locations = structure.walk(child, iter(structure.root_slots))
@@ -122,11 +123,11 @@ class TangentForm:
                     self._types[slot] = aval
         self.slots = [*self._types]
         # What `build` puts into all other slots: zeros of `float0`. Not the caller's arrays, since
-        # tangents may be built when these are donated or gone.
+        # tangents may be built when these are donated or gone, as in a pullback.
         self._rest = [without_tangent(x) for x in flat.leaves]
 
     def build(self, tangents: Sequence[object]) -> Any:
-        """Builds new objects in the form of the whole structure, with these tangents."""
+        """Builds new objects in the form of all the values, with a tangent in each of ``slots``."""
         leaves = replace_slots(self._rest, self.slots, tangents)
         return unflatten(self._structure, leaves, share=True).root
 

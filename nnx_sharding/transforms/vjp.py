@@ -82,17 +82,19 @@ def vjp(
         return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
     def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
-        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
         _, pull_arrays, outputs = jax.vjp(function, arrays, has_aux=True)
         return pull_arrays, outputs
 
     modes = Modes(graph, graph_updates)
+    # What the user's function returned, and with it `pull_arrays` and the forms of tangents.
     result = _differentiate_call("vjp", f, has_aux, modes, primals, apply_jax)
 
     def pullback(cotangents: object) -> Any:
         output_arrays = result.output_form.tangents_in("vjp: cotangents", cotangents)
         # JAX's function has one argument, the list of the arrays in the primals.
-        [primal_arrays] = result.from_jax(output_arrays)
+        pull_arrays = result.from_jax
+        [primal_arrays] = pull_arrays(output_arrays)
         positional, _ = result.primal_form.build(primal_arrays)  # of (positional, keywords)
         return positional[-len(primals) :]  # without what the function is bound to
 
@@ -152,11 +154,12 @@ def jvp(
     ) -> tuple[Any, Any]:
         # Only here is the form of the primals known.
         array_tangents = primal_form.tangents_in("jvp: tangents", tuple(tangents))
-        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
         _, output_tangents, outputs = jax.jvp(function, (arrays,), (array_tangents,), has_aux=True)
         return output_tangents, outputs
 
     modes = Modes(graph, graph_updates)
+    # What the user's function returned, and with it the output's tangents and their form.
     result = _differentiate_call("jvp", f, has_aux, modes, primals, apply_jax)
     output_tangents = result.from_jax  # a list of arrays
     return result.output, result.output_form.build(output_tangents), *result.aux
@@ -198,16 +201,18 @@ def linearize(
     """
 
     def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
-        # JAX's own auxiliary data: all outputs of the call, also without the user's.
+        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
         _, push_arrays, outputs = jax.linearize(function, arrays, has_aux=True)
         return push_arrays, outputs
 
     modes = Modes(graph, graph_updates)
+    # What the user's function returned, and with it `push_arrays` and the forms of tangents.
     result = _differentiate_call("linearize", fun, has_aux, modes, primals, apply_jax)
 
     def pushforward(*tangents: object) -> Any:
         arrays = result.primal_form.tangents_in("linearize: tangents", tangents)
-        return result.output_form.build(result.from_jax(arrays))
+        push_arrays = result.from_jax
+        return result.output_form.build(push_arrays(arrays))
 
     return result.output, pushforward, *result.aux
 

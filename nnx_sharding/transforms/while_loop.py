@@ -210,7 +210,7 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
         # JAX's `scan` takes no None; 1 is its default.
         options = {"length": length, "reverse": False, "unroll": unroll or 1}
         return _Bounds(lower, upper, options)
-    if unroll not in (None, False, 1):  # the values that ask for nothing; True asks for all steps
+    if unroll not in (None, False, 1):  # as in JAX, also True passes, which equals 1
         raise ValueError(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
             "traced. Pass them as static values, or leave unroll out."
@@ -293,7 +293,7 @@ class _WhileLoop(Loop):
           step: returns the next carry, and an output without arrays: what the step did to objects.
           carry: the first carry.
           mapped: is empty, since such a loop has no slices.
-          static: the leaves that JAX does not trace, by slot.
+          static: the leaves that JAX does not trace, in pairs with their slots.
 
         Returns:
           The last carry, and the output of a step.
