@@ -10,6 +10,16 @@ which processes meet at the same points and at the end:
 
 Messages go through the service that connects the processes, not through devices: those of a process
 that failed may have a program to run first, and threads cannot run programs of several processes.
+The service, which process 0 runs, is a table of texts. Operation ``nnx_sharding/3`` has these keys:
+
+    nnx_sharding/3/0/2        what process 2 says at the first point where they meet: its facts
+    nnx_sharding/3/0/verdict  what process 0 answers there
+    nnx_sharding/3/failed/2   the error of process 2; all look there while they wait
+    nnx_sharding/3/left/2     process 2 has failed, too, and reads no more
+
+An error is raised again on the other processes, as one of the types in ``_KINDS`` or else as a
+``CheckpointError``. An error from another process is marked as *heard*, so as not to be reported
+once more.
 """
 
 from __future__ import annotations
@@ -36,7 +46,8 @@ T = TypeVar("T")
 # How long this process waits for others, which may compile, or write more than this one.
 _PATIENCE = 3600.0  # seconds
 _LAST_PATIENCE = 60.0  # seconds, after another error
-_POLL = 500  # milliseconds between two looks whether another process has failed
+# Between two looks whether another process has failed; in milliseconds, as the service counts.
+_POLL = 500
 
 # If one process raises one of these, all do. For any other error, the others raise a
 # CheckpointError.
@@ -78,9 +89,11 @@ class Operation:
         self._parent = _current.get()
         self._resources = contextlib.ExitStack()
         self._begun, self._meetings = itertools.count(), itertools.count()
+        # The key is the same in all processes, since they begin the same operations in the same
+        # order: "nnx_sharding/3", and "nnx_sharding/3/0" for the first one in its block. Those of
+        # one process alone are not counted.
         numbers = _operations if self._parent is None else self._parent._begun
         above = "nnx_sharding" if self._parent is None else self._parent._key
-        # The key is the same in all processes: operations of one process alone are not counted.
         self._key: str = f"{above}/{next(numbers)}" if self._is_shared else ""
 
     @property
@@ -101,13 +114,15 @@ class Operation:
         """Ends the operation on all processes alike: all return from the block, or all raise.
 
         An error in the block is told to the others; otherwise this waits until they have ended
-        theirs. An ``OSError`` becomes a ``CheckpointError`` that names the place.
+        theirs. An ``OSError`` becomes a ``CheckpointError`` that names the place; a
+        ``FileExistsError``, which says enough, stays one.
         """
         _current.reset(self._token)
-        with self._resources:
+        with self._resources:  # closes them at last, also after an error
             try:
                 if error is None:
-                    self._resources.close()  # so that nothing is left when the others return
+                    # Closed before the others may return, so that they find nothing left.
+                    self._resources.close()
                     self.agree()
                 elif isinstance(error, OSError) and not isinstance(error, _KINDS):
                     text = f"{self._caller}: cannot use {self._place}: {error}."
@@ -116,7 +131,7 @@ class Operation:
                     raise error
             except BaseException as raised:
                 self._leave(raised)
-                if raised is not error:
+                if raised is not error:  # the error of the block Python raises again by itself
                     raise
 
     def enter(self, resource: AbstractContextManager[T]) -> T:
@@ -126,28 +141,34 @@ class Operation:
     def _leave(self, error: BaseException) -> None:
         """Reports an error to the others; process 0 waits until they have stopped, too.
 
-        It runs the service that connects them, so the others could not read the error otherwise.
+        Process 0 runs the service that connects them. If its program ended at once, the others
+        could not read the error any more.
         """
         if not self._is_shared:
             return
         client, index = _compat.distributed_client(), jax.process_index()
-        if not hasattr(error, _HEARD):
+        if not hasattr(error, _HEARD):  # an error of this process, which no other knows
+            # An error of another type has no name: the others raise a CheckpointError.
             name = next((cls.__name__ for cls in _KINDS if type(error) is cls), "")
             report = json.dumps([name, first_line(error)])
-            client.key_value_set(f"{self._key}/failed/{index}", report, True)
-        client.key_value_set(f"{self._key}/left/{index}", "", True)
+            client.key_value_set(f"{self._key}/failed/{index}", report, allow_overwrite=True)
+        client.key_value_set(f"{self._key}/left/{index}", "", allow_overwrite=True)
         if index != 0:
             return
         end = time.monotonic() + _LAST_PATIENCE
-        for other in range(jax.process_count()):
+        for other in range(1, jax.process_count()):
             milliseconds = max(1, int(1000 * (end - time.monotonic())))
+            # A process that was killed does not come, which is an error here.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 client.blocking_key_value_get(f"{self._key}/left/{other}", milliseconds)
 
     def agree(self, value: Any = None, **facts: str | Callable[[], str]) -> Any:
-        """Waits until all processes are here, and returns what the first one gives, a JSON value.
+        """Waits until all processes are here, and returns the value that the first one gives.
 
-        Facts that take time are functions, which are called if there are other processes.
+        Args:
+          value: a JSON value. Those of other processes are ignored.
+          facts: texts that have to be the same in all processes, such as a path. One that takes
+            time is a function that returns it, and is only called if there are other processes.
 
         Raises:
           ValueError: the facts, such as paths, differ among processes.
@@ -165,12 +186,14 @@ class Operation:
                 by_process.append(json.loads(self._wait(f"{key}/{process}", process)))
             verdict = {"value": value, "differ": _differences(by_process)}
             client.key_value_set(f"{key}/verdict", json.dumps(verdict))
-            for process in range(1, jax.process_count()):  # only the short verdict stays
+            # The short verdict stays, since nothing says when all have read it.
+            for process in range(1, jax.process_count()):
                 client.key_value_delete(f"{key}/{process}")
         else:
             client.key_value_set(f"{key}/{index}", json.dumps(texts))
-            verdict = json.loads(self._wait(f"{key}/verdict", 0))
-        if verdict["differ"]:
+            verdict = json.loads(self._wait(f"{key}/verdict", process=0))
+        if verdict["differ"]:  # a text for the message; empty if all agree
+            # All processes raise this error, so none has to report it.
             raise _heard(
                 ValueError(
                     f"{self._caller}: all processes have to call it with the same arguments, but "
@@ -199,17 +222,18 @@ class Operation:
             except BaseException as error:
                 result.set_exception(error)
 
-        # Not a pool: the interpreter would wait for its threads at the end.
-        context = contextvars.copy_context()  # so that operations within this one know it
+        # Not a pool: the interpreter would wait for its threads at the end. In a copy of the
+        # context, so that operations that begin in the function know that they are within this one.
+        context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(run,), daemon=True).start()
         while True:
-            done, _ = concurrent.futures.wait([result], _POLL / 1000)
+            done, _ = concurrent.futures.wait([result], timeout=_POLL / 1000)  # in seconds
             if done:
                 # Where another process has ended already, its error says more than that of JAX.
                 if isinstance(result.exception(), jax.errors.JaxRuntimeError):
                     self._raise_errors_of_others()
-                return result.result()
-            self._raise_errors_of_others()
+                return result.result()  # or raises what the function has raised
+            self._raise_errors_of_others()  # goes on if there are none
 
     def _wait(self, key: str, process: int) -> str:
         """Returns what another process has written under a key, or raises its error."""
@@ -227,11 +251,15 @@ class Operation:
         )
 
     def _raise_errors_of_others(self) -> None:
-        """Raises the error of another process in this operation or in one around it."""
+        """Raises the error of another process in this operation or in one around it.
+
+        Returns if there is none. If several processes have failed, the first one's error is enough.
+        """
         operation: Operation | None = self
         while operation is not None:
-            found = _compat.distributed_client().key_value_dir_get(f"{operation._key}/failed/")
-            for key, report in found:
+            reports = _compat.distributed_client().key_value_dir_get(f"{operation._key}/failed/")
+            if reports:  # pairs of a key and a text
+                key, report = reports[0]
                 name, text = json.loads(report)
                 cls = next((cls for cls in _KINDS if cls.__name__ == name), CheckpointError)
                 process = key.rpartition("/")[2]
@@ -252,12 +280,13 @@ def first_line(error: BaseException) -> str:
 
 
 def _differences(by_process: Sequence[Mapping[str, str]]) -> str:
-    """Describes a fact that differs between the first process and another one; ``""`` if none does.
+    """Describes the first fact that differs between process 0 and another one; ``""`` if none does.
 
-    ``by_process`` has the facts of each process, by name.
+    ``by_process`` has the facts of each process, by name: all give the same ones, since they run
+    the same code.
     """
     first = by_process[0]
-    for process, facts in enumerate(by_process):
+    for process, facts in enumerate(by_process[1:], start=1):
         for name, text in facts.items():
             if first.get(name) != text:
                 return f"the {name} {first.get(name)} (process 0) and {text} ({process})"

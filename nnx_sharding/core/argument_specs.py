@@ -6,8 +6,13 @@ parameter; or, unlike there, a mapping from the names of parameters. Entries of 
 parameters of the function, so a call need not pass all of them. From ``signature.py``:
 
     Parameters   of the function. *Static* ones hold no arrays, so they get no spec; *bound* ones,
-                 such as ``self``, come first, and the user does not count them
-    Signature    of one call: the name of each argument, and which are static or *dynamic* (others)
+                 such as ``self``, come first, and the user does not count them. ``positional`` are
+                 the names of those that may be passed by position, ``by_keyword`` of those that may
+                 be passed by keyword; ``var_positional`` and ``var_keyword`` are those of ``*args``
+                 and ``**kwargs``, or None
+    Signature    of one call: ``names`` has the name of each positional argument, ``static`` the
+                 position or name of each static argument; ``dynamic`` and ``dynamic_keywords`` are
+                 the positions and the names of all others
     ArgTree      something for each dynamic argument: (by position, by keyword)
 """
 
@@ -47,10 +52,11 @@ def align_specs(
             for name in signature.dynamic_keywords
         }
         return tuple(args), kwargs
-    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):  # named tuples are trees
+    # A named tuple of specs is one spec: a prefix of an argument that is such a tuple.
+    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
     by_position = _specs_by_position(specs, parameters, signature, option)
-    # Of parameters that this call may pass by keyword instead.
+    # An entry belongs to a parameter, which this call may also have passed by keyword.
     by_name = {
         name: by_position.get(position, default)
         for position, name in enumerate(parameters.positional)
@@ -79,20 +85,26 @@ def _specs_by_position(
     Raises:
       ValueError: the number of specs is wrong.
     """
-    # The call may have more positional arguments (``*args``) than there are parameters, or fewer.
-    names = max(signature.names, parameters.positional, key=len)
+    # The names of all positions: the call may have more positional arguments than there are
+    # parameters (those in ``*args``), or fewer, where defaults or keywords stand in.
+    names: Sequence[str] = signature.names
+    if len(parameters.positional) > len(names):
+        names = parameters.positional
     static = _static_positions(parameters, signature)
     dynamic = [position for position in range(len(names)) if position not in static]
     # The user counts without the bound object, which gets no spec.
     entries = [None] * parameters.bound + list(specs)
+    # The user either leaves static parameters out, or gives them None. It is the latter if there
+    # are more entries than dynamic parameters, and None in all static places.
     static_entries = [entries[position] for position in static if position < len(entries)]
     if len(entries) > len(dynamic) and all(entry is None for entry in static_entries):
-        by_position = dict(enumerate(entries))  # static parameters have an entry, too
-    else:
+        by_position = dict(enumerate(entries))
+    else:  # not strict: there may be more or fewer entries, which is checked below
         by_position = dict(zip(dynamic, entries, strict=False))
     missing = [
         signature.names[position] for position in signature.dynamic if position not in by_position
     ]
+    # Entries for which there is no parameter. With ``*args``, a later call may have more arguments.
     has_surplus = len(by_position) < len(entries) and parameters.var_positional is None
     if missing or len(entries) > len(names) or has_surplus:
         static_names = [names[position] for position in sorted(static) if position < len(names)]
@@ -105,13 +117,16 @@ def _specs_by_position(
 def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
     """Returns the positions of all static parameters, with those that a call left out.
 
-    Entries of a tuple of specs are for parameters, not for arguments.
+    Entries of a tuple of specs are for parameters, not for arguments, so it matters which of all
+    parameters are static. ``signature`` knows the static arguments of one call, and ``parameters``
+    what the user declared for all calls.
     """
-    # ``signature.static`` has the static arguments of this call, by position or by name.
+    # Passed in this call: by position, or by keyword, under the name of a positional parameter.
     by_position = {key for key in signature.static if isinstance(key, int)}
     positional = enumerate(parameters.positional)
     by_keyword = {position for position, name in positional if name in signature.static}
-    # Also those that this call left out. The user declared them not counting bound parameters.
+    # Declared by position, perhaps not passed. The user counts without bound parameters. Negative
+    # positions count from the end of a call, so only ``signature`` knows which they are.
     declared = {i + parameters.bound for i in parameters.static.positions if i >= 0}
     return by_position | by_keyword | declared
 
@@ -154,7 +169,8 @@ def _spec_of_positional(
     """
     if name in specs or position < len(parameters.positional):
         return specs.get(name, default)
-    # An argument in *args: they have one spec for all, or one for each.
+    # An argument in ``*args``, which ``specs`` has under the name "args": one spec for all, or a
+    # tuple with one for each. If there is no such parameter, Python refuses the call later.
     var_specs = specs.get(parameters.var_positional or "", default)
     is_for_each = isinstance(var_specs, tuple | list)
     return var_specs[position - len(parameters.positional)] if is_for_each else var_specs
@@ -165,12 +181,18 @@ def _spec_of_keyword(
 ) -> Any:
     """Returns the spec of an argument that is passed by keyword, from specs by name.
 
-    The arguments are those of :func:`_spec_of_positional`.
+    Args:
+      specs: the user's mapping from the names of parameters.
+      parameters: those of the function.
+      name: the name of the argument, of a parameter or in ``**kwargs``.
+      default: the spec of arguments that ``specs`` does not mention.
     """
-    # **kwargs may hold an argument with the name of a parameter that takes no keyword.
+    # In ``f(x, /, **kwargs)``, the key "x" of specs is for the parameter, and an argument ``x=1``
+    # is in ``kwargs``.
     is_positional_only = name in parameters.positional and name not in parameters.by_keyword
     if not is_positional_only and (name in specs or name in parameters.by_keyword):
         return specs.get(name, default)
-    # An argument in **kwargs: they have one spec for all, or one for each.
+    # An argument in ``**kwargs``, which ``specs`` has under the name "kwargs": one spec for all, or
+    # a mapping with one for each. If there is no such parameter, Python refuses the call later.
     var_specs = specs.get(parameters.var_keyword or "", default)
     return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs

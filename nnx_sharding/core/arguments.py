@@ -4,7 +4,14 @@ A *prefix* is a pytree of specs that may end earlier than the argument that it i
 (``prefixes.py``): one spec is for all that is below. A *part* is what has one spec: a module,
 a Variable or an array. A module in an argument is a leaf of its pytree; the filters of a
 ``StateSharding`` choose a spec for each Variable in it. The *structure* is the table that describes
-all objects of a call (``structure.py``).
+all objects of a call (``structure.py``); a *child* is what it says of a part: the index of an
+object, or ``LEAF`` for an array, or of a pytree a ``Container`` with one child for each leaf.
+
+    is_single_spec     whether something is one spec, or None, not a pytree of specs
+    container_keys     the path of each leaf of a pytree: ``{"a": [*, *]}`` has ``("a", 0)`` and
+                       ``("a", 1)``
+    is_leaf_treedef    whether a treedef is that of a single leaf
+    accessor           the expression for a path: ``models[0].kernel``
 """
 
 from __future__ import annotations
@@ -67,25 +74,29 @@ def split_arguments(
       caller: the function and the option that the specs are from, in messages.
     """
     assert isinstance(structure.root, Container)
-    children = iter(structure.root.children)
     (args, kwargs), (specs_by_position, specs_by_name) = tree, specs
-    keywords = sorted(kwargs)
+    keywords = sorted(kwargs)  # the order of their leaves, as JAX flattens a dict
     values = [*args, *(kwargs[key] for key in keywords)]
     prefixes = [*specs_by_position, *(specs_by_name[key] for key in keywords)]
-    # ``**kwargs`` may have the name of a positional-only parameter.
-    labels = [*names, *(f"kwargs[{key!r}]" if key in names else key for key in keywords)]
-    return [
-        split_argument(name, prefix, value, _take(value, children), caller)
-        for name, prefix, value in zip(labels, prefixes, values, strict=True)
-    ]
+    # In messages, each has a name of its own: a keyword in ``**kwargs`` may be that of a
+    # positional-only parameter.
+    keyword_names = [f"kwargs[{key!r}]" if key in names else key for key in keywords]
+    arguments = []
+    remaining = iter(structure.root.children)  # each argument takes the children for its leaves
+    for name, prefix, value in zip([*names, *keyword_names], prefixes, values, strict=True):
+        child = _take_child(value, remaining)
+        arguments.append(split_argument(name, prefix, value, child, caller))
+    return arguments
 
 
-def _take(value: object, children: Iterator[Child]) -> Child:
+def _take_child(value: object, children: Iterator[Child]) -> Child:
     """Takes the children for the leaves of an argument, and returns one that describes it all.
 
-    The leaves of all arguments are children of the root, one after the other.
+    Args:
+      value: the argument.
+      children: those for the leaves of this and all later arguments, one after the other.
     """
-    if _compat.is_graph_object(value):
+    if _compat.is_graph_object(value):  # a leaf, which JAX would flatten further
         return next(children)
     treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
     own_children = tuple(next(children) for _ in range(treedef.num_leaves))
@@ -107,22 +118,25 @@ def split_argument(
     Raises:
       ValueError: the specs are no prefix of the pytree.
     """
-    paths: Sequence[Path] = ((),)  # from the argument to its leaves
-    children: Sequence[Child] = (child,)  # the leaves
-    skeleton: Any = 0  # the argument, with numbers in place of modules, Variables and arrays
+    paths: Sequence[Path] = ((),)  # from the argument to its leaves; here to itself
+    leaves: Sequence[Child] = (child,)
     if isinstance(child, Container):
-        paths, children = container_keys(child.treedef), child.children
+        paths, leaves = container_keys(child.treedef), child.children
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
         # One spec for all. Not by `_broadcast`: some pytrees cannot be rebuilt without arrays.
-        specs = [_SpecAt(prefix, depth=0)] * len(children)
+        specs = [_SpecAt(prefix, depth=0)] * len(leaves)
     else:
+        # The pytree, with a number in place of each module, Variable and array.
+        skeleton: Any = 0
         if isinstance(child, Container):
-            skeleton = child.treedef.unflatten(range(len(paths)))
+            skeleton = child.treedef.unflatten(range(len(leaves)))
         specs = _broadcast_or_raise(prefix, skeleton, name, caller)
     parts = []
-    for path, leaf, (spec, depth) in zip(paths, children, specs, strict=True):
-        # The first ``depth`` keys lead to the spec in the prefix; its filters see the rest.
-        parts.append(ArgumentPart(keys=path, below=path[depth:], spec=spec, child=leaf))
+    for path, leaf, spec_at in zip(paths, leaves, specs, strict=True):
+        # The first ``depth`` keys of a path lead to the spec in the prefix; its filters see the
+        # rest: in a tuple with a StateSharding for each module, not the position in the tuple.
+        below = path[spec_at.depth :]
+        parts.append(ArgumentPart(keys=path, below=below, spec=spec_at.spec, child=leaf))
     return Argument(name, tuple(parts))
 
 
@@ -167,11 +181,12 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
     Raises:
       ValueError: the specs are no prefix of the pytree.
     """
-    specs = _by_path_if_state(prefix, full)
+    specs = _with_state_by_path(prefix, full)
     if is_single_spec(specs) or isinstance(specs, StateSharding):
         yield from [_SpecAt(specs, depth)] * len(jax.tree_util.tree_leaves(full))
         return
-    # A container of specs, so the value has to be one, too: `flatten_up_to` raises otherwise.
+    # A container of specs, so the value has to be one, too: `flatten_up_to` raises otherwise. Only
+    # its own level is opened: all but itself counts as a leaf.
     parts, treedef = jax.tree_util.tree_flatten(specs, is_leaf=lambda x: x is not specs)
     if is_leaf_treedef(treedef):
         raise ValueError(f"expected a sharding spec, got {show(specs)}")
@@ -180,19 +195,25 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
         yield from _broadcast(part, subtree, depth + 1)
 
 
-def _by_path_if_state(prefix: Any, full: Any) -> Any:
-    """Returns specs in the form for this part of a pytree, if they are those of a State or dict.
+def _with_state_by_path(prefix: Any, full: Any) -> Any:
+    """Returns the user's specs, where they are an ``nnx.State`` or dict in the form that fits.
 
-    Specs by path become a ``StateSharding`` for a module, and an ``nnx.State`` for a State. Others
-    are returned unchanged.
+    For a module, such specs by path become a ``StateSharding``; for a State, an ``nnx.State``.
+    Others are returned unchanged.
+
+    Args:
+      prefix: the specs for one part of a pytree.
+      full: this part; its leaves stand for modules, Variables and arrays.
     """
-    is_leaf = jax.tree_util.all_leaves([full])
+    full_is_leaf = jax.tree_util.all_leaves([full])
     # A Variable that holds a spec, as nnx.get_named_sharding or a tree.map over Variables returns.
-    if isinstance(prefix, nnx.Variable) and is_leaf:
+    if isinstance(prefix, nnx.Variable) and full_is_leaf:
         prefix = _compat.get_value(prefix)
-    # A dict for a State, or for a module, has specs by path, as a State does.
-    if isinstance(prefix, dict) and (isinstance(full, nnx.State) or is_leaf):
+    # A dict for a State, or for a module, has specs by path, as a State does. For a dict it has one
+    # for each key.
+    if isinstance(prefix, dict) and (isinstance(full, nnx.State) or full_is_leaf):
         prefix = nnx.State(prefix)
+    # For anything but a State, its paths are tried on the Variables below.
     if isinstance(prefix, nnx.State) and not isinstance(full, nnx.State):
         return StateSharding(prefix)
     return prefix
@@ -201,12 +222,16 @@ def _by_path_if_state(prefix: Any, full: Any) -> Any:
 def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
     """Yields a text for each mismatch of specs and a pytree, such as ``batch: no spec for 'y'``.
 
-    ``place`` is the expression for both; at a level with a mismatch of types, nothing below counts.
+    Args:
+      prefix: the specs.
+      full: the pytree; its leaves stand for modules, Variables and arrays.
+      place: the expression for the pytree, such as ``batch["x"]``.
     """
-    if is_spec(prefix):
+    if is_spec(prefix):  # one for all that is below
         return
-    specs = _children(prefix)
+    specs = _children(prefix)  # by key: the index in a tuple, the name of an attribute, and so on
     values = _children(full)  # empty for a leaf
+    # Below containers of different types, nothing can be compared.
     if type(prefix) is not type(full) or not values:
         kind = type(full).__name__ if values else "module, Variable or array"
         yield f"{place}: the specs are a {type(prefix).__name__}, the value is a {kind}"

@@ -8,6 +8,17 @@ A mesh axis says by its type who decides on shardings over it, and this module d
 
 One array may be on a mesh with all three, so :func:`_constrain` does each for its axes. Arrays may
 also meet a mesh with the same axes of other types, in ``auto_axes`` for example: :func:`retype`.
+
+The *type* of an array (``jax.typeof``) has a mesh, and the part of its spec that is over Explicit
+axes. An array is *plain* unless it is a ``jax.Ref`` or a Variable that is a value of JAX (hijax);
+``ArrayImpl`` is JAX's class of arrays that are not traced. From other modules:
+
+    keep_axes      leaves only some of the axes in a spec; UNCONSTRAINED stays
+    pad_entries    fills the entries of a spec with None, up to a number of dimensions
+    with_entries   replaces the entries of a spec; ``with_reduced`` its reduced axes
+    place_arrays   moves arrays that are not traced, each to its sharding
+    finish_on_cpu  waits for new arrays on several CPU devices, where programs may deadlock
+    other_memory   the memory kind of a sharding, such as that of the host; None for main memory
 """
 
 from __future__ import annotations
@@ -42,7 +53,7 @@ def apply_shardings(
 ) -> list[Any]:
     """Returns the arrays, each with its sharding: placed outside of a trace, constrained in one.
 
-    An array stays as it is if its sharding is None or the present one.
+    An array whose sharding is None stays as it is; outside of a trace also one that has it already.
 
     Args:
       leaves: the arrays.
@@ -53,11 +64,14 @@ def apply_shardings(
     if _compat.trace_is_clean():
         return finish_on_cpu(place_arrays(leaves, shardings, donate=donate, alias=alias), leaves)
     new = [*leaves]
+    # One constraint takes all arrays on one mesh. A sharding that has none counts as its own mesh.
     slots_of_mesh: dict[object, list[int]] = {}
     for slot, sharding in enumerate(shardings):
-        if isinstance(new[slot], jax.ShapeDtypeStruct) and sharding is not None:
+        if sharding is None:
+            continue
+        if isinstance(new[slot], jax.ShapeDtypeStruct):  # abstract also within a trace
             new[slot] = new[slot].update(sharding=sharding)
-        elif sharding is not None:
+        else:
             slots_of_mesh.setdefault(getattr(sharding, "mesh", sharding), []).append(slot)
     for slots in slots_of_mesh.values():
         arrays = tuple(new[slot] for slot in slots)
@@ -70,14 +84,15 @@ def apply_shardings(
 def _constrain(arrays: tuple[Any, ...], shardings: tuple[Sharding, ...]) -> tuple[Any, ...]:
     """Returns arrays in a trace: constrained, resharded, or both, as the axis types require.
 
-    All shardings are on one mesh. In a derivative, tracing and lowering one constraint of two
-    arrays takes 0.6 of the time of two constraints.
+    All shardings are on one mesh. Arrays are taken together because in a derivative, tracing and
+    lowering one constraint of two arrays takes 0.6 of the time of two constraints.
     """
-    if not isinstance(shardings[0], NamedSharding):
+    if not isinstance(shardings[0], NamedSharding):  # without a mesh, there are no axis types
         return cast(tuple[Any, ...], _CONSTRAINT(arrays, shardings))
     mesh = shardings[0].mesh
     specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
     if axes := axes_of_type(mesh, AxisType.Explicit):
+        # The type of an array says all of its spec, so UNCONSTRAINED becomes what the array has.
         explicit_specs = [
             without_unconstrained(keep_axes(spec, axes), array, mesh)
             for array, spec in zip(arrays, specs, strict=True)
@@ -133,14 +148,17 @@ def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
 def mesh_in_trace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns a mesh with the axis types that it has in the current trace, such as Manual.
 
-    With the same types it keeps its devices, which JAX may know from nowhere else.
+    Outside of a trace, and if the mesh in context has other axes, it is returned unchanged.
     """
-    context = jax.sharding.get_abstract_mesh()
-    has_same_axes = context.axis_names == mesh.axis_names and dict(context.shape) == dict(
-        mesh.shape
-    )
-    has_other_types = has_same_axes and context != mesh.abstract_mesh
-    return context if has_other_types and not _compat.trace_is_clean() else mesh
+    context = jax.sharding.get_abstract_mesh()  # without axes if no mesh is in context
+    has_same_axes = context.axis_names == mesh.axis_names
+    has_same_sizes = dict(context.shape) == dict(mesh.shape)
+    if _compat.trace_is_clean() or not (has_same_axes and has_same_sizes):
+        return mesh
+    # With the same types, the mesh itself: it has devices, and the one in context does not. If no
+    # argument is on a mesh, JAX knows the devices of a program only from the shardings in it.
+    has_same_types = context == mesh.abstract_mesh
+    return mesh if has_same_types else context
 
 
 def sharding_of(leaf: AnyArray) -> Any:
@@ -191,12 +209,15 @@ def type_spec(x: object) -> PartitionSpec | None:
 
 def type_mesh(x: Any) -> Any:
     """Returns the mesh in the type of an array; None if that has none, and for what is no array."""
-    # Most arrays are of this kind; asking `jax.typeof` first would take much longer.
+    # An array outside of a trace that is on no mesh: most are, and `jax.typeof` takes much longer.
     if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
         return None
-    if not _compat.is_plain_array(x) and (not isinstance(x, jax.Array) or _compat.is_ref(x)):
+    # Arrays, concrete or traced. A ref counts as a `jax.Array`, too, but it cannot be resharded.
+    is_array = _compat.is_plain_array(x) or (isinstance(x, jax.Array) and not _compat.is_ref(x))
+    if not is_array:
         return None
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    sharding = getattr(jax.typeof(x), "sharding", None)  # a value of a hijax type has none
+    mesh = getattr(sharding, "mesh", None)
     return None if mesh is None or mesh.empty else mesh
 
 
@@ -216,15 +237,18 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
 def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
     """Gives arrays that are on no mesh the type (with a mesh) that ``jax.jit`` gives them.
 
-    Outside of ``jax.jit``, JAX types them without a mesh. On Explicit axes, a gradient is then
-    added up from terms with and without one, which raises an error, or has the sharding of a term.
+    Outside of ``jax.jit``, JAX types them without a mesh. The gradient for such an array is a sum:
+    on Explicit axes, some of its terms have a type with a mesh and some without one. JAX refuses to
+    add them, or gives the sum the sharding of one term. As ``jax.jit`` does, an array gets the mesh
+    in context and the spec ``P()``.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.empty or not axes_of_type(context, AxisType.Explicit):
         return leaves
     typed = []
     for x in leaves:
-        # For an array that was put on one device, JAX raises its own error: it is not on the mesh.
+        # Tracers have their type from the trace around. An array that the user put on one device
+        # (committed) stays there: JAX raises its own error that it is not on the mesh.
         is_uncommitted = type(x) is _compat.ArrayImpl and not x.committed
         is_on_no_mesh = is_uncommitted and type_mesh(x) is None
         typed.append(jax.sharding.reshard(x, PartitionSpec()) if is_on_no_mesh else x)
@@ -234,12 +258,12 @@ def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
 def type_as(x: object, target: NamedSharding) -> Any:
     """Gives an array the type that it has on the mesh of another sharding.
 
-    It is unchanged if both meshes have Auto axes only.
+    It is unchanged if it is on this mesh already, or if neither its own mesh nor that of the target
+    has Explicit axes: then no spec is in either type.
     """
-    present = type_mesh(x)
     wanted = target.mesh.abstract_mesh
-    is_untyped = type_spec(x) is None and not axes_of_type(wanted, AxisType.Explicit)
-    if present == wanted or is_untyped or _compat.is_ref(x):
+    has_spec_in_type = type_spec(x) is not None or axes_of_type(wanted, AxisType.Explicit)
+    if type_mesh(x) == wanted or not has_spec_in_type or _compat.is_ref(x):  # no ref is resharded
         return x
     return jax.sharding.reshard(x, target)
 
@@ -269,14 +293,19 @@ def retype_all(
     new = [*leaves]
     targets: dict[int, NamedSharding] = {}  # by the position of the array
     for i, spec in enumerate([None] * len(new) if specs is None else specs):
-        present = type_mesh(new[i])
+        present_mesh = type_mesh(new[i])
         if spec is None:
-            # To keep its spec, an array has to be on other types of the same axes.
-            if present is None or present == wanted or present.axis_names != mesh.axis_names:
+            # To keep its spec, an array has to be on a mesh of the same axes with other types.
+            is_on_mesh = present_mesh is not None and present_mesh.axis_names == mesh.axis_names
+            if not is_on_mesh or present_mesh == wanted:
                 continue
-            new[i], spec = _with_kept_spec(new[i], mesh)
-        elif present == wanted:
-            padded = with_entries(spec, pad_entries(spec, new[i].ndim))  # as types have their specs
+            new[i] = _without_lost_reduced(new[i], mesh)
+            spec = keep_axes(
+                jax.typeof(new[i]).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
+            )
+        elif present_mesh == wanted:
+            # The spec in a type has an entry for each dimension: P("a") is P("a", None) there.
+            padded = with_entries(spec, pad_entries(spec, new[i].ndim))
             if jax.typeof(new[i]).sharding.spec == padded:
                 continue
         targets[i] = NamedSharding(mesh, spec)
@@ -289,16 +318,18 @@ def retype_all(
     return new
 
 
-def _with_kept_spec(x: jax.Array, mesh: Mesh | AbstractMesh) -> tuple[jax.Array, PartitionSpec]:
-    """Returns an array, and its spec over the axes that are Explicit on a mesh with other types.
+def _without_lost_reduced(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """Returns an array that may go to a mesh with other axis types, which forgets Auto axes.
 
-    It is the array itself, unless it is *reduced* over axes that are Auto there: gradients of such
-    arrays are sums over these axes, and JAX counts some of them once per device. So it gets a type
-    without that before it goes to the mesh.
+    The gradient of an array that is *reduced* over an axis is a sum over this axis. If the other
+    mesh only forgot such an axis, JAX would count some gradients once per device: on an axis of
+    four devices, they would be four times too large. So the array first gets a type on its present
+    mesh that is not reduced over these axes.
     """
-    explicit = axes_of_type(mesh, AxisType.Explicit)
+    explicit = axes_of_type(mesh, AxisType.Explicit)  # what the type on the mesh can say
     present: NamedSharding = jax.typeof(x).sharding
-    if not explicit.issuperset(present.spec.reduced):
-        less_reduced = with_reduced(present.spec, present.spec.reduced & explicit)
-        x = jax.sharding.reshard(x, NamedSharding(present.mesh, less_reduced))
-    return x, keep_axes(present.spec, explicit)
+    if explicit.issuperset(present.spec.reduced):
+        return x
+    less_reduced = with_reduced(present.spec, present.spec.reduced & explicit)
+    resharded: jax.Array = jax.sharding.reshard(x, NamedSharding(present.mesh, less_reduced))
+    return resharded

@@ -14,6 +14,9 @@ output for the gradient of a kernel), with groups g, rows n, and channels i and 
 
 Each term is a strided slice and one product, with the groups as a batch dimension. The *window* is
 the spatial shape of the kernel, and its *span* the positions of the input from first to last.
+
+A *jaxpr* has equations; the parameters of an equation may hold further jaxprs, open ones or in a
+``ClosedJaxpr``, such as the body of a loop.
 """
 
 from __future__ import annotations
@@ -66,39 +69,50 @@ class Replacements:
     def of(self, eqn: Any) -> _NewEquation | None:
         """Returns the primitive and parameters that replace an equation's; None to keep them."""
         if is_grouped(eqn):
-            meshes: Any = (eqn.invars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
-            manual = frozenset().union(*(axes_of_type(mesh, AxisType.Manual) for mesh in meshes))
-            # XLA does not partition over Manual axes.
-            return _call_of_products(eqn) if self._axes - manual else None
+            # XLA does not partition over Manual axes. The mesh in the type of an operand says which
+            # they are, or where it has none, the mesh in the context of the equation.
+            type_mesh: Any = eqn.invars[0].aval.sharding.mesh
+            manual = axes_of_type(type_mesh, AxisType.Manual)
+            manual |= axes_of_type(eqn.ctx.cur_abstract_mesh, AxisType.Manual)
+            is_partitioned = bool(self._axes - manual)
+            return _call_of_products(eqn) if is_partitioned else None
         params = {key: self._in_parameter(value) for key, value in eqn.params.items()}
         is_same = all(value is eqn.params[key] for key, value in params.items())
         return None if is_same else _NewEquation(eqn.primitive, params)
 
-    def _in_parameter(self, value: object) -> Any:
-        """Returns a parameter of an equation, with replacements in the jaxprs that it holds."""
+    def _in_parameter(self, value: Any) -> Any:
+        """Returns a parameter of an equation, with replacements in all jaxprs that it holds.
+
+        If there is nothing to replace, that is ``value`` itself.
+        """
         if isinstance(value, tuple | list):
             items = [self._in_parameter(item) for item in value]
             is_same = all(item is old for item, old in zip(items, value, strict=True))
+            # A named tuple is no list of jaxprs, and its class may not take a list of items.
             is_plain = type(value) in (tuple, list)
             return value if is_same or not is_plain else type(value)(items)
-        jaxpr = getattr(value, "jaxpr", value)  # open, or in a ClosedJaxpr
-        if not hasattr(jaxpr, "eqns"):
+        jaxpr = getattr(value, "jaxpr", value)  # that in a ClosedJaxpr; an open one is itself
+        if not hasattr(jaxpr, "eqns"):  # a number, a sharding, a function, …
             return value
         if id(value) not in self._jaxprs:
-            self._jaxprs[id(value)] = _ReplacedJaxpr(value, self._in_jaxpr(value, jaxpr))
+            new = self._in_jaxpr(jaxpr)
+            if jaxpr is not value:  # in a ClosedJaxpr, which stays if its jaxpr does
+                new = value if new is jaxpr else value.replace(jaxpr=new)
+            # The old one is held, so that no other gets its id.
+            self._jaxprs[id(value)] = _ReplacedJaxpr(old=value, new=new)
         return self._jaxprs[id(value)].new
 
-    def _in_jaxpr(self, value: Any, jaxpr: Any) -> Any:
-        """Returns a jaxpr with replacements; ``value`` is the same, or what closes it."""
+    def _in_jaxpr(self, jaxpr: Any) -> Any:
+        """Returns an open jaxpr with replacements in its equations; itself if there are none."""
         replacements = [self.of(eqn) for eqn in jaxpr.eqns]
         if not any(replacements):
-            return value
+            return jaxpr
+        # The operands and results of an equation stay, so the others need not change.
         eqns = [
             eqn if new is None else eqn.replace(primitive=new.primitive, params=new.params)
             for eqn, new in zip(jaxpr.eqns, replacements, strict=True)
         ]
-        replaced = jaxpr.replace(eqns=eqns)
-        return replaced if jaxpr is value else value.replace(jaxpr=replaced)
+        return jaxpr.replace(eqns=eqns)
 
 
 def is_grouped(eqn: Any) -> bool:
@@ -111,20 +125,22 @@ def is_grouped(eqn: Any) -> bool:
 
 def _call_of_products(eqn: Any) -> _NewEquation:
     """Returns what replaces a convolution in a jaxpr: a call of ``as_products``."""
-    out = eqn.outvars[0].aval.sharding
+    out = eqn.outvars[0].aval.sharding  # on the mesh of the operands
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
-        # JAX cannot type slices and reshapes of what is sharded; XLA follows the operands.
+        # On Explicit axes, JAX has to know the sharding of each intermediate array, and cannot say
+        # it for slices and reshapes of sharded dimensions. As Auto axes, XLA chooses.
         products = jax.sharding.auto_axes(products, axes=tuple(explicit), out_sharding=out)
 
-    # The slices are not kept for a gradient of this program.
+    # A gradient of this program makes the slices again, instead of keeping all of them. It does not
+    # matter if XLA finds them equal to those of the forward pass, so no barriers are needed.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def convolution(lhs: object, rhs: object) -> Any:
         return products(lhs, rhs)
 
-    with eqn.ctx.manager:
+    with eqn.ctx.manager:  # the context in which the equation was traced, such as its mesh
         traced = jax.make_jaxpr(jax.jit(convolution))(*(x.aval for x in eqn.invars))
-    [call] = traced.jaxpr.eqns  # of the `jax.jit`
+    [call] = traced.jaxpr.eqns  # all that is in it is the call of the jitted function
     return _NewEquation(call.primitive, call.params)
 
 
@@ -151,9 +167,11 @@ def as_products(
     """
     groups = feature_group_count * batch_group_count  # JAX refuses two that are not 1
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
+    # Groups of rows, as in the gradient of a kernel, or else of channels.
     x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)
     # x: (groups, rows, channels, *spatial)
-    # Of each dimension: what to add before, after and between its positions.
+    # Of each spatial dimension: what to add before, after and between its positions. Where padding
+    # is negative, `lax.pad` cuts positions off, as the convolution does.
     edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
@@ -161,12 +179,14 @@ def as_products(
 
     features = groups * kernel.shape[1]
     window = kernel.shape[3:]
-    spans = map(_span, window, rhs_dilation)
-    sizes = zip(x.shape[3:], spans, window_strides, strict=True)
-    # There are no outputs for a kernel that is larger than its input.
-    outputs = tuple(max(0, (size - span) // stride + 1) for size, span, stride in sizes)
+    num_outputs: list[int] = []  # in each spatial dimension
+    for d, size in enumerate(x.shape[3:]):
+        span = _span(window[d], rhs_dilation[d])
+        # There are no outputs for a kernel that is larger than its input.
+        num_outputs.append(max(0, (size - span) // window_strides[d] + 1))
+    outputs = tuple(num_outputs)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
-    # A convolution rounds once, not after each term.
+    # A convolution rounds once, not after each term: 16-bit types are added up with 32 bits.
     is_half = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
     sum_type = jnp.float32 if is_half else out_type
     product = functools.partial(
@@ -182,6 +202,8 @@ def as_products(
         out = _stacked(terms.of_output, outputs)
     # (groups, rows, features, *outputs) → (rows, groups * features, *outputs)
     out = jnp.moveaxis(out, 0, 1).reshape(x.shape[1], features, *outputs).astype(out_type)
+    # ``out_spec`` says where rows, features and spatial dimensions go; `lax.transpose` takes the
+    # inverse: which of ours each dimension of the result is.
     out_spec = dimension_numbers.out_spec
     return lax.transpose(out, [out_spec.index(dimension) for dimension in range(out.ndim)])
 
@@ -197,24 +219,35 @@ class _Terms(NamedTuple):
     product: Callable[..., jax.Array]  # `lax.dot_general` in the type of the sum
 
     def of_kernel_position(self, position: Sequence[Any]) -> jax.Array:
-        """Returns what one position of the kernel adds to all outputs."""
+        """Returns what one position of the kernel adds to all outputs.
+
+        ``position`` has an index for each spatial dimension; tracers in a loop.
+        """
+        # Position k of the kernel meets the input at k * dilation + t * stride, for all outputs t.
         starts = [index * step for index, step in zip(position, self.dilation, strict=True)]
-        part = _slice(self.x, starts, self.outputs, self.strides)
+        part = _slice(self.x, starts, sizes=self.outputs, steps=self.strides)
         # part: (groups, rows, channels, *outputs)
         ones = [1] * len(position)
-        kernel = _slice(self.kernel, position, ones, ones).reshape(self.kernel.shape[:3])
-        # kernel: (groups, features, channels); result: (groups, rows, *outputs, features)
-        contracted, batched = ((2,), (2,)), ((0,), (0,))
-        return self.product(part, kernel, (contracted, batched))
+        kernel = _slice(self.kernel, position, sizes=ones, steps=ones)
+        kernel = kernel.reshape(self.kernel.shape[:3])
+        # kernel: (groups, features, channels, 1, …) → (groups, features, channels)
+        groups, channels = ((0,), (0,)), ((2,), (2,))  # the dimensions of ``part`` and ``kernel``
+        # result: (groups, rows, *outputs, features)
+        return self.product(part, kernel, dimension_numbers=(channels, groups))
 
     def of_output(self, position: Sequence[Any]) -> jax.Array:
-        """Returns one output: all of a window times all of the kernel."""
+        """Returns one output: all of a window times all of the kernel.
+
+        ``position`` has an index for each spatial dimension; tracers in a loop.
+        """
+        # Output t meets the input at t * stride + k * dilation, for all positions k of the kernel.
         starts = [index * step for index, step in zip(position, self.strides, strict=True)]
-        part = _slice(self.x, starts, self.kernel.shape[3:], self.dilation)
-        # part: (groups, rows, channels, *window); result: (groups, rows, features)
-        summed = tuple(range(2, part.ndim))
-        contracted, batched = (summed, summed), ((0,), (0,))
-        return self.product(part, self.kernel, (contracted, batched))
+        part = _slice(self.x, starts, sizes=self.kernel.shape[3:], steps=self.dilation)
+        # part: (groups, rows, channels, *window); kernel: (groups, features, channels, *window)
+        channels_and_window = tuple(range(2, part.ndim))  # these dimensions of both are summed over
+        summed, groups = (channels_and_window, channels_and_window), ((0,), (0,))
+        # result: (groups, rows, features)
+        return self.product(part, self.kernel, dimension_numbers=(summed, groups))
 
 
 def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
@@ -226,7 +259,10 @@ def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
 
 
 def _span(size: int, step: int) -> int:
-    """Returns the number of positions from the first to the last of ``size`` ones in steps."""
+    """Returns how many positions ``size`` ones reach over, from the first to the last.
+
+    Three in steps of 2 are at 0, 2 and 4, so they span 5.
+    """
     return (size - 1) * step + 1
 
 
@@ -237,14 +273,15 @@ def _slice(
 
     Args:
       x: the array.
-      starts: the first position in each of these dimensions; a tracer in a loop.
+      starts: the first position in each of these dimensions: an int, or a tracer in a loop.
       sizes: the number of positions in each.
       steps: their distances.
     """
-    spans = map(_span, sizes, steps)
     first = x.ndim - len(sizes)
-    for d, (start, span, step) in enumerate(zip(starts, spans, steps, strict=True), start=first):
-        if not isinstance(start, int):  # only the span is static
+    for d, (start, size, step) in enumerate(zip(starts, sizes, steps, strict=True), start=first):
+        span = _span(size, step)
+        if not isinstance(start, int):
+            # A slice with a traced start has no steps, so the span is taken first, which is static.
             x = lax.dynamic_slice_in_dim(x, start, span, axis=d)
             start = 0
         x = lax.slice_in_dim(x, start, start + span, step, axis=d)
@@ -273,11 +310,16 @@ def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> ja
 def _stacked(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
     """Returns the terms of all positions, in new last dimensions: (…) → (…, *sizes).
 
-    The arguments are those of :func:`_sum`.
+    Args:
+      term: returns the term of a position, one index for each dimension.
+      sizes: the number of positions in each dimension. If they are many, a loop makes the terms.
     """
+    # Both ways go through the positions in one order, with the last index the fastest.
     if math.prod(sizes) <= _MAX_UNROLLED:
-        terms = jnp.stack([*map(term, itertools.product(*map(range, sizes)))], -1)
+        positions = itertools.product(*map(range, sizes))
+        terms = jnp.stack([term(position) for position in positions], axis=-1)
     else:
-        positions = jnp.arange(math.prod(sizes))
-        terms = jnp.moveaxis(lax.map(lambda i: term(jnp.unravel_index(i, sizes)), positions), 0, -1)
-    return terms.reshape(*terms.shape[:-1], *sizes)
+        numbers = jnp.arange(math.prod(sizes))
+        terms = lax.map(lambda number: term(jnp.unravel_index(number, sizes)), numbers)
+        terms = jnp.moveaxis(terms, 0, -1)
+    return terms.reshape(*terms.shape[:-1], *sizes)  # (…, number of positions) → (…, *sizes)

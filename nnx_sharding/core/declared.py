@@ -2,7 +2,9 @@
 
 JAX itself moves uncommitted arrays to the sharding that a program declares for its inputs, in each
 call anew. So a call moves Variables itself, once, and the caller's model keeps the moved arrays.
-Committed arrays are where the user put them: they are only moved if the user asked for that.
+Committed arrays are where the user put them: they are only moved if the user asked for that, by the
+option ``on_committed``: "error" (nothing is moved), "reshard" (on the same devices), "move" (from
+any devices), or "leave" (each keeps its sharding).
 
 From other modules:
 
@@ -11,6 +13,10 @@ From other modules:
     place_arrays   moves arrays to shardings, in as few transfers as possible
     obstacle       says why an array cannot get a sharding on any path; None if it can
     fit_specs      raises an error for specs that do not fit the shapes of arrays
+    is_equivalent  whether two shardings put the same parts on each device, and give arrays the same
+                   type; ``Sharding.is_equivalent_to`` of JAX compares the parts only
+    other_memory   the memory kind of a sharding, such as that of the host; None for main memory.
+                   ``memory_of`` is that of an array
 """
 
 from __future__ import annotations
@@ -35,17 +41,20 @@ from .problems import DeclaredArray, array_line, committed_elsewhere
 from .spec_checks import fit_specs
 from .transform import OnCommitted, Sharded
 
+# Arrays and what becomes one, and with `_DATA` also abstract ones. Tracers are a `jax.Array`.
 _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
 
 def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
-    """Returns the ``jax.ShapeDtypeStruct`` of an array or of its type, with a sharding.
+    """Returns the ``jax.ShapeDtypeStruct`` of an array or of an array's type, with a sharding.
 
-    Anything else, such as one that is abstract already, is returned as it is without ``sharding``.
+    If ``sharding`` is None, what is neither, such as a ``jax.ShapeDtypeStruct``, is returned
+    unchanged.
     """
-    is_type = isinstance(leaf, jax.core.ShapedArray)
-    if sharding is None and not is_type and not isinstance(leaf, _CONCRETE):
+    is_type = isinstance(leaf, jax.core.ShapedArray)  # what `jax.typeof` returns
+    is_array = isinstance(leaf, _CONCRETE)
+    if sharding is None and not is_type and not is_array:
         return leaf
     aval = leaf if is_type else jax.typeof(leaf)
     weak_type = getattr(aval, "weak_type", False)
@@ -82,8 +91,11 @@ def decide(
         return "keep"
     if on_committed == "reshard":
         return "move" if leaf.sharding.device_set == declared.device_set else "refuse"
-    may_move = on_committed == "move" or leaf.sharding.is_equivalent_to(declared, leaf.ndim)
-    return "move" if may_move else "refuse"
+    # The second condition: if only the type differs, as on a mesh with other axis types, all data
+    # stay where they are.
+    if on_committed == "move" or leaf.sharding.is_equivalent_to(declared, leaf.ndim):
+        return "move"
+    return "refuse"
 
 
 _get_sharding = operator.attrgetter("sharding")
@@ -104,7 +116,7 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
         # Lists compare by identity first, so this is all the work from the second call on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
             return leaves, ()
-    except AttributeError:  # a NumPy array, a number, a ref
+    except AttributeError:  # a NumPy array or a number, which has no sharding yet, or a ref
         pass
     transform = plan.transform
     assert isinstance(transform, Sharded)
@@ -118,8 +130,10 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
             elsewhere[slot] = DeclaredArray(plan.names[slot], leaves[slot], sharding)
         if decision == "refuse":
             refused.append(elsewhere[slot])
+    # In a trace nothing can be moved before the program runs, of which these are constants.
     if not elsewhere or not _compat.trace_is_clean():
         return leaves, ()
+    # First what no option can change; then what the user has not allowed.
     _check_obstacles(plan, elsewhere)
     if error := committed_elsewhere(transform.name, refused):
         raise error
@@ -136,14 +150,16 @@ def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
 
     ``arrays`` are by slot: those that a call wants to move.
     """
-    # A later call may have other shapes than the one for which the plan was made.
+    # A later call may have other shapes than the one for which the plan was made. Called for its
+    # error: where specs are to be corrected, the plan has the corrected ones.
     names = [x.name for x in arrays.values()]
     shapes = [jnp.shape(x.array) for x in arrays.values()]
-    fit_specs(plan.transform, names, shapes, [plan.specs[slot] for slot in arrays], {})
+    specs = [plan.specs[slot] for slot in arrays]
+    fit_specs(plan.transform, names, shapes, specs, on_indivisible={})
     lines = []
-    for name, array, declared in arrays.values():
-        if reason := obstacle(array, declared):  # such as devices of another process
-            lines.append(f"  {name}: {reason}")
+    for x in arrays.values():
+        if reason := obstacle(x.array, x.declared):  # such as devices of another process
+            lines.append(f"  {x.name}: {reason}")
     head = f"{plan.transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
 
@@ -151,9 +167,9 @@ def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
     """Returns the arrays that a trace without a call, as by ``lower``, is made with.
 
-    An array that a call would move is abstract here, with the declared sharding. So are abstract
-    ones, if JAX does not get the declared shardings as an option, or if they have a sharding, as
-    those that ``nnx.eval_shape`` makes while a mesh is in context.
+    Nothing is moved for such a trace. Instead, an array that a call would move is replaced by an
+    abstract one with the declared sharding. The user may also pass abstract arrays: these get the
+    declared sharding here unless JAX gives it to them.
     """
     transform = plan.transform
     result = list(leaves)
@@ -161,13 +177,15 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
         return result
     placed = frozenset(plan.placed_slots)
     for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
-        # If JAX knows the declared shardings, it gives them to abstract arrays that have none.
-        needs_type = isinstance(leaf, jax.ShapeDtypeStruct) and (
-            leaf.sharding or not transform.passes_shardings
-        )
-        if sharding is None or not (slot in placed or needs_type):
+        if sharding is None:
             continue
-        if decide(leaf, sharding, transform.on_committed) == "move":
+        is_replaced = slot in placed
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            # JAX gives abstract arrays the shardings that it gets as an option, if they have none.
+            # `nnx.eval_shape` makes some that have one, while a mesh is in context.
+            is_left_to_jax = transform.passes_shardings and not leaf.sharding
+            is_replaced |= not is_left_to_jax
+        if is_replaced and decide(leaf, sharding, transform.on_committed) == "move":
             result[slot] = abstract(leaf, sharding)
     return result
 
@@ -175,7 +193,8 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
 def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
     """Names the arguments in host memory in a note to an error about kinds of memory.
 
-    Nothing is added if there are none. ``leaves`` are the arrays of the call, by slot.
+    Nothing is added if there are none. What users keep there is mostly the state of an optimizer,
+    so the note says how to update with that. ``leaves`` are the arrays of the call, by slot.
     """
     lines = []
     for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):

@@ -4,15 +4,22 @@ Nothing here runs before JAX has refused a call. If the arguments show the reaso
 error that names them; otherwise JAX's error is kept, with a note if there is more to say.
 
 A *check* gets the plan of the call and its arrays, by slot, and returns the error for one kind of
-mistake, or None. Most are functions that yield a line for each wrong argument, which the decorator
-``as_check`` (``checks.py``) makes a check.
+mistake, or None. Most are functions that yield a line for each wrong argument, of which the
+decorator ``as_check`` (``checks.py``) makes a check. It takes the section of docs/errors.md, the
+head and the end of the error, and its class. ``{name}`` in these texts is the transform, and
+``{in_name}`` its option for the specs of arguments, such as ``in_shardings``.
 
 From other modules:
 
     Plan            names, specs and declared shardings of the arrays, each in a list by slot
+    passes_shardings   of a transform: JAX gets the declared shardings as an option of ``jax.jit``.
+                    Others, such as ``shard_map``, give arrays types with these shardings
     is_committed    whether the user, or a call, put an array where it is, so that JAX keeps it
                     there
     call_and_pack   calls the user's function in a trace: errors that pass through it are the user's
+    array_line      names an array in a message, with its type
+    DeclaredArray   an array and its declared sharding; ``line()`` names both
+    keep_axes       leaves only some of the axes in a spec
 """
 
 from __future__ import annotations
@@ -53,9 +60,15 @@ def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = Non
     """Raises an error that says what is wrong with the arguments, if they show it; else returns.
 
     An error of the user's function, or of the program while it runs, is never replaced; at most it
-    gets a note. ``leaves`` are the arrays of the call, which JAX refused with ``error``; ``fun`` is
-    the user's function, None for that of the plan.
+    gets a note. If this returns, the caller raises the original error.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays of the call, by slot.
+      error: the error by which JAX refused them.
+      fun: the user's function; None for that of the plan.
     """
+    # In a lambda, because an error in the explanation itself must not hide the original one.
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
 
@@ -92,11 +105,13 @@ def _explanation(
     Adds notes to the original error, on what the function captures and what is in host memory.
     ``leaves`` are the arrays of the call that JAX refused with ``error``.
     """
+    # Notes go to errors of the user's function, too, so they come before all checks.
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
-    if _compat.is_memory_error(error) and not hasattr(error, "anchor"):
+    is_explained = hasattr(error, "anchor")  # it refers to docs/errors.md, by an inner function
+    if _compat.is_memory_error(error) and not is_explained:
         note_host_arrays(plan, leaves, error)
     # An error of the user's function is about what it computes, whatever the arguments are.
     frames = traceback.walk_tb(error.__traceback__)
@@ -107,6 +122,7 @@ def _explanation(
     if isinstance(error, TypeError):
         checks = _check_arrays, _check_abstract
     elif isinstance(error, jax.errors.JaxRuntimeError):
+        # Most are of the program while it runs; some say that an argument is deleted or donated.
         checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
     elif isinstance(error, ValueError | RuntimeError):
         checks = _CHECKS
@@ -144,7 +160,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields a line for each array whose buffers are gone."""
     for name, leaf in zip(plan.names, leaves, strict=True):
-        if _is_concrete(leaf) and leaf.is_deleted():
+        if _is_concrete(leaf) and leaf.is_deleted():  # others have no buffers
             yield array_line(name, leaf)
 
 
@@ -176,7 +192,7 @@ def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields a line for each array that has too few dimensions for its axis."""
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
-        if isinstance(spec, Axis) and spec.index is not None:
+        if isinstance(spec, Axis) and spec.index is not None:  # None: it is not mapped
             ndim = np.ndim(leaf)
             if not -ndim <= spec.index < ndim:
                 yield f"{array_line(name, leaf)}: axis {spec.index}"
@@ -208,16 +224,16 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
-        spec = getattr(declared, "spec", declared)
+        spec = getattr(declared, "spec", declared)  # of a sharding, or a spec itself
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
-        if not _has_compared_type(transform, leaf, actual.mesh):
+        if not _is_compared(transform, leaf, actual.mesh):
             continue
         explicit = _compared_axes(transform, actual.mesh)
         rank = len(aval.shape)
         if _in_type(actual.spec, explicit, rank) == _in_type(spec, explicit, rank):
             continue
-        if actual.mesh.empty:
+        if actual.mesh.empty:  # a tracer without a mesh: the trace around gave it none
             change = "declare it in the jit around, too"
         else:
             change = f"write {actual.spec!r}"
@@ -225,40 +241,45 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
         yield f"{text}jax.sharding.reshard({name}, {spec!r})"
 
 
-def _has_compared_type(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
-    """Whether JAX refuses an argument whose type differs from the declared spec.
+def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
+    """Whether JAX compares the type of an argument with the declared spec, and refuses another one.
 
-    JAX moves some to the declared sharding in place of comparing: outside of a trace those on no
-    mesh, and where a transform passes shardings to ``jax.jit``, also those that are not committed
-    to devices. ``mesh`` is the one in the type of the argument, which may be empty.
+    Some arguments it moves to the declared sharding instead. ``mesh`` is the one in the type of the
+    argument, which may be empty.
     """
-    is_on_a_mesh = not mesh.empty or isinstance(leaf, jax.core.Tracer)
-    is_moved = transform.passes_shardings and not is_committed(leaf)
-    return is_on_a_mesh and not is_moved
+    if mesh.empty and not isinstance(leaf, jax.core.Tracer):
+        return False  # an array outside of a trace, on no mesh
+    # `jax.jit` moves what is not committed to devices, if it gets shardings as an option.
+    return is_committed(leaf) or not transform.passes_shardings
 
 
 def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
     """Returns the Explicit axes over which JAX compares the type of an array with its spec.
 
-    ``mesh`` is that of the type, with which JAX compares where it gets shardings as an option;
-    otherwise it compares with the mesh that applies to the call.
+    ``mesh`` is the one in the type of the array.
     """
+    # If JAX gets shardings as an option, it compares on the mesh of the type. If not, the types are
+    # compared on the mesh that applies to the call.
     if not transform.passes_shardings and transform.context is not None:
         mesh = transform.context
-    usable = transform.usable_axes or frozenset(mesh.axis_names)
-    return axes_of_type(mesh, AxisType.Explicit) & usable
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    usable = transform.usable_axes  # the only axes that specs may name, as in `shard_map`
+    return explicit & usable if usable else explicit
 
 
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
     """Returns the part of a spec over Explicit axes, as the type of an array of this rank has it.
 
-    In a form that can be compared: the axes of each dimension, then those that are not summed up.
+    In a form that can be compared: the axes of each dimension, then the unreduced and the reduced
+    axes. For ``P("a", "b")``, the Explicit axis ``a`` and rank 3, these are ``(("a",), (), ()),
+    frozenset(), frozenset()``.
     """
     part = keep_axes(spec, explicit)
     return tuple(map(axes_of, pad_entries(part, rank))), part.unreduced, part.reduced
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
+    """Checks that arrays which must stay where they are have their declared shardings."""
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
@@ -269,6 +290,7 @@ def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
 def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
+    """Yields a line for each reference that has another sharding than declared."""
     for ref in _other_shardings(plan, leaves, _is_concrete_ref):
         yield ref.line()
 
@@ -276,14 +298,24 @@ def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _other_shardings(
     plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
 ) -> Iterator[DeclaredArray]:
-    """Yields the arrays that ``is_wanted`` selects and that have another sharding than declared."""
+    """Yields arrays that have another sharding than declared.
+
+    Those on other devices are left out: `_check_devices` says that, and what to do. A reference is
+    yielded all the same, since it cannot be moved as `_check_devices` advises.
+
+    Args:
+      plan: has the declared shardings.
+      leaves: the arrays of the call, by slot.
+      is_wanted: selects arrays with a ``sharding``.
+    """
     for slot, declared in passed_shardings(plan).items():
         leaf = leaves[slot]
-        if is_wanted(leaf):
-            # Arrays on other devices are left to _check_devices.
-            is_compared = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
-            if is_compared and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-                yield DeclaredArray(plan.names[slot], leaf, declared)
+        if not is_wanted(leaf):
+            continue
+        if not _compat.is_ref(leaf) and leaf.sharding.device_set != declared.device_set:
+            continue
+        if not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
+            yield DeclaredArray(plan.names[slot], leaf, declared)
 
 
 def passed_shardings(plan: Plan) -> dict[int, Sharding]:

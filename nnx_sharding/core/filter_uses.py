@@ -4,6 +4,19 @@ A :class:`~nnx_sharding.StateSharding`, here the *rules*, maps filters to specs.
 that matches the path of a Variable decides. The *number* of a filter is its place in the rules; the
 *subject* is the Variable or array that filters are applied to. It is an error if no filter matches,
 and a warning tells about filters that are misspelt or come too late.
+
+A :class:`FilterUse` notes the decisions of the rules of one argument. From other modules:
+
+    FilterMatch    a path, with the number and the sharding of the filter that decides about it;
+                   both are None if none does
+    NamedLocation  where a Variable or array is: ``paths`` are all paths to it in its ``part`` of an
+                   ``argument``, and ``part.below`` is the path of the part in a tuple or dict of
+                   modules that the rules are for; empty without one
+    Paths          a filter that lists paths, as a strategy makes it
+    is_opaque      whether nothing is known of a filter, such as a function of the user
+    names_paths    whether a filter looks at paths
+    spelling_hint  a suggestion if a filter names a key that is nearly one of some others, or ""
+    filter_remedy  the end of the error for subjects that no filter matches: what to do
 """
 
 from __future__ import annotations
@@ -43,16 +56,28 @@ class FilterUse:
         self.rules = rules
         self.unmatched: list[tuple[str, Any]] = []
         self.added: list[Path] = []
-        self._matched: set[int | None] = set()  # the numbers of filters that decided; None for none
-        self._shadowed: set[int] = set()  # filters that match what an earlier one matched
-        self._keys: dict[Any, None] = {}  # all keys in paths, in their order
-        self._arguments: dict[str, None] = {}  # the names of the arguments, likewise
+        # The numbers of filters that decided about anything; None if none of them did.
+        self._matched: set[int | None] = set()
+        # Those that match something about which an earlier one decided; some may also decide.
+        self._shadowed: set[int] = set()
+        # Dicts as sets that keep their order: all keys in paths, to find what a misspelt one meant,
+        # and the names of the arguments.
+        self._keys: dict[Any, None] = {}
+        self._arguments: dict[str, None] = {}
 
     def find(self, named: NamedLocation, subject: object) -> list[FilterMatch]:
         """Finds the filters that decide about a location: the first one does, others may disagree.
 
         All paths of a shared Variable are tried: a filter that names one of them has priority over
-        those that do not depend on paths. ``subject`` is the Variable or array.
+        those that do not depend on paths.
+
+        Args:
+          named: the location, with all its paths.
+          subject: the Variable or array there.
+
+        Returns:
+          Matches by path, which the caller compares. If there are none, the match for the first
+          path alone, because filters that do not depend on paths match all paths alike.
         """
         matches: list[FilterMatch] = []  # one for each path
         matches_by_path: list[FilterMatch] = []  # those whose filter depends on the path
@@ -75,14 +100,19 @@ class FilterUse:
     def _record(self, match: FilterMatch, subject: object, argument: str) -> None:
         """Records which filter decided about a subject, and which later ones match it, too.
 
-        These may be in vain (*shadowed*), about which the user is warned. ``argument`` is the name
-        of the argument with the subject.
+        A later one is *shadowed*: if it never decides, it comes too late, and `unused` says so.
+
+        Args:
+          match: the filter that decided, and the path by which it was found.
+          subject: the Variable or array.
+          argument: the name of the argument with it.
         """
         self._matched.add(match.number)
-        first_later = 0 if match.number is None else match.number + 1
+        first_later = 0 if match.number is None else match.number + 1  # None: no filter matches
         for later in range(first_later, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
-            # What is known is not asked again: models have thousands of Variables.
+            # What is known is not asked again: models have thousands of Variables. Nor are lists of
+            # paths, about which `unused` does not warn.
             if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
                 continue
             if to_predicate(filter_)(match.path, subject):
@@ -109,25 +139,36 @@ class FilterUse:
         return new
 
     def unused(self, *, strict: bool) -> Iterator[str]:
-        """Yields a line for each filter that decided nothing, with its arguments and a suggestion.
+        """Yields a line for each filter that decided nothing, and is likely a mistake.
 
-        Only those that look misspelt, or that come after filters that match the same (shadowed):
-        others may be meant for another argument or function. With ``strict``, also all others for
-        paths; a filter for a type alone, such as ``nnx.BatchStat``, fits any model.
+        That is so if it looks misspelt, or if it matches only what earlier filters decided about.
+        Any other may be meant for another argument or function. With ``strict``, those that name
+        paths are mistakes as well; one for a type alone, such as ``nnx.BatchStat``, fits any model.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            # Strategies list all paths, and a last filter for the rest may be left with nothing.
-            may_be_unused = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
-            predicate = to_predicate(filter_)
-            if index in self._matched or may_be_unused or is_opaque(predicate):
+            if index in self._matched:
                 continue
-            near = spelling_hint(filter_, self._keys)
-            if near or index in self._shadowed or (strict and names_paths(predicate)):
-                yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{near}"
+            # Strategies list all paths, and a last filter for the rest may be left with nothing. Of
+            # a function of the user, it is not known what it is for.
+            is_for_the_rest = filter_ in (..., True, nnx.Everything())
+            predicate = to_predicate(filter_)
+            if isinstance(filter_, Paths) or is_for_the_rest or is_opaque(predicate):
+                continue
+            hint = spelling_hint(filter_, self._keys)
+            if hint or index in self._shadowed or (strict and names_paths(predicate)):
+                yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{hint}"
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
-    """Warns about filters that decided nothing in any use of equal rules, or raises if strict."""
+    """Warns about filters that decided nothing and are likely mistakes, or raises if strict.
+
+    Args:
+      uses: the decisions for each argument that has rules.
+      name: that of the transform, in messages.
+      strict: whether to raise an error instead.
+    """
+    # The user may give one set of rules for several arguments, and none of these needs all filters.
+    # So uses of equal rules are taken together.
     merged: list[FilterUse] = []
     for use in uses:
         for position, other in enumerate(merged):
@@ -147,17 +188,19 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
 def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
     """Raises an error for Variables that no filter of their ``StateSharding`` matches.
 
+    The error lists all of them, and says what to do about the first set of rules.
+
     Args:
       uses: those with such Variables (``unmatched``).
-      is_inside: whether the filters are for a tuple or dict of modules, and were used for one of
-        these modules.
+      is_inside: whether the filters have paths of a tuple or dict of modules, such as ``(0,
+        "kernel")``, and were used for one of these modules, whose path is ``("kernel",)``.
     """
     if not uses:
         return
     subjects = [subject for use in uses for _, subject in use.unmatched]
     filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
     remedy = filter_remedy(uses[0].rules, subjects, uses[0].added)
-    if is_inside:
+    if is_inside:  # then the filters are right, and the argument is only a part of theirs
         remedy = (
             "Their paths begin with another key, as in a tuple or dict of modules: pass that as "
             "one argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers "

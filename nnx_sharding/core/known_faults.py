@@ -1,8 +1,20 @@
 """What JAX or XLA is known to compute wrong: dodged, warned about, or refused.
 
+    grouped convolutions     XLA partitions them wrong. They are replaced by products, at the end of
+                             a trace (``convolutions.py``)
+    *reduced* operands       of a product, on Auto axes. The spec of an array may say that it is
+                             reduced over mesh axes: its gradient is then a sum over these. XLA may
+                             count the gradient once for each device; this gives a warning
+    maps without check_vma   in an outer map that has it: JAX forgets there that results *vary*
+                             (differ between devices). Their gradients raise an error
+
 From other modules:
 
-    Replacements   writes the equations of a jaxpr again, without the convolutions of ``is_grouped``
+    is_grouped      whether an equation is a convolution with groups
+    Replacements    ``of`` returns what replaces an equation in which there are such convolutions,
+                    itself or in a jaxpr that it calls; None for any other
+    jaxprs_of       yields the jaxprs that an equation calls, such as the body of a loop
+    varying_axes    the axes over which an array in a map differs between devices
 """
 
 from __future__ import annotations
@@ -25,7 +37,8 @@ T = TypeVar("T")
 def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
     """Replaces what XLA would compute wrong in the current trace, or warns about it.
 
-    In a nested trace, too: a gradient around it would make convolutions with groups.
+    Convolutions are replaced in a nested trace, too: from an ungrouped one there, a gradient around
+    it would make one with groups, which is met when the outer trace ends.
 
     Args:
       mesh: the mesh of the arrays; None if they are on none.
@@ -42,12 +55,13 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
         return
     auto = divided & axes_of_type(mesh, AxisType.Auto)
     has_groups = False  # whether there are convolutions with groups
-    lines = list[str]()
-    for *outer, eqn in _suspects(_compat.trace_equations()):  # ``outer`` are those around it
+    lines = list[str]()  # one for each product with a reduced operand
+    # Products and grouped convolutions, each behind the equations around it: [call, loop, product].
+    for *outer, eqn in _products_and_grouped(_compat.trace_equations()):
         if is_grouped(eqn):
             has_groups = True
         elif auto and any(x.sharding.spec.reduced for x in _compat.operand_types(eqn)):
-            module_path = path_of([*outer, eqn])
+            module_path = path_of([*outer, eqn])  # such as ``blocks[0].mlp``; empty if not known
             place = f"{module_path}: {_REDUCED}" if module_path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
@@ -59,13 +73,15 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
 
 
 def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
-    """Returns what goes into a map without ``check_vma``; its gradients are an error if it varies.
+    """Returns the inputs of a map without ``check_vma``, whose gradients are refused if they vary.
 
-    That is over Manual axes around the map. JAX gives the results a type that does not vary over
-    them, so that an outer map which checks that counts gradients wrongly. Values are right.
+    An outer map with ``check_vma`` has in the type of an array over which axes it *varies*: differs
+    between devices. An inner map without it returns arrays whose types do not say so, although they
+    vary like the inputs. By these types, the outer map counts gradients wrongly. The values are
+    right, so only asking for a gradient raises an error.
 
     Args:
-      tree: a pytree of arrays.
+      tree: a pytree of arrays, the inputs of the inner map.
       name: of the function that maps, in messages.
     """
 
@@ -78,7 +94,11 @@ def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    """Returns an array; JAX asks for the derivative only where something differentiates it."""
+    """Returns an array unchanged. Its derivative is `_raise_no_gradient`, which raises an error.
+
+    JAX asks for that only where something differentiates the array. ``name`` is that of the
+    function that maps, ``axes`` are those over which the array varies.
+    """
     return x
 
 
@@ -86,6 +106,7 @@ def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Arra
 def _raise_no_gradient(
     name: str, axes: tuple[Any, ...], primals: object, tangents: object
 ) -> NoReturn:
+    """Raises the error for a gradient of ``_refuse_gradient(name, axes, x)``."""
     over = " and ".join(map(repr, axes))
     raise ValueError(
         f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. JAX "
@@ -98,27 +119,31 @@ _REDUCED = "reduced operand of a product"
 _REMEDY = "Reshard it before, to a spec that is not reduced."
 
 
-def _suspects(
-    eqns: Iterable[Any], outer: tuple[Any, ...] = (), innocent: set[int] | None = None
+def _products_and_grouped(
+    eqns: Iterable[Any], outer: tuple[Any, ...] = (), without: set[int] | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields products and grouped convolutions, each after the equations that it is in.
+    """Yields each product and grouped convolution, behind the equations that it is in.
+
+    The latter tell in which module it is: a product in a loop in a call is yielded as ``(call,
+    loop, product)``.
 
     Args:
-      eqns: the equations in which to look, and in the jaxprs of these.
-      outer: the equations that these are in.
-      innocent: the ids of jaxprs that were found to have none, which are not looked through again:
-        most layers of a model share the jaxpr of ``gelu``, for example.
+      eqns: the equations in which to look, and in the jaxprs that they call.
+      outer: the equations that these are in, the outermost first.
+      without: the ids of jaxprs in which there are none. They are not looked through again: most
+        layers of a model share the jaxpr of ``gelu``, for example.
     """
-    innocent = set() if innocent is None else innocent
+    without = set() if without is None else without
     for eqn in eqns:
         if eqn.primitive.name == "dot_general" or is_grouped(eqn):
             yield *outer, eqn
         for inner in _compat.jaxprs_of(eqn) if eqn.params else ():
-            if id(inner) not in innocent:
-                suspects = [*_suspects(inner.eqns, (*outer, eqn), innocent)]
-                yield from suspects
-                if not suspects:
-                    innocent.add(id(inner))
+            if id(inner) in without:
+                continue
+            found = [*_products_and_grouped(inner.eqns, (*outer, eqn), without)]
+            yield from found
+            if not found:
+                without.add(id(inner))
 
 
 def path_of(eqns: Iterable[Any]) -> str:

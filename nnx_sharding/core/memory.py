@@ -5,8 +5,9 @@ computes with arrays in main memory only. What computes with arrays that a user 
 moves them there (:func:`fetch`), and results to where their origin was (:func:`move`). What
 computes with NumPy joins the parts of an array in the memory of this process (:func:`joined`).
 
-What says where an array is: the memory kind of its sharding, or, in a trace, the ``MemorySpace`` of
-its type. A trace does not tell ``unpinned_host`` from main memory, and computes with both.
+What says where an array is: the memory kind of its sharding (a string), or, in a trace, the
+``MemorySpace`` of its type: ``Host`` or ``Device``. A trace does not tell ``unpinned_host`` from
+main memory, and computes with both. In this module, None stands for main memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ Memory: TypeAlias = str | enum.Enum | None
 
 @functools.lru_cache(maxsize=16)  # clients are a few for each process; a topology has one, too
 def _main_memory_kind(client: Any) -> str:
-    """Returns the kind of the main memory of a client's devices, which all have the same kinds.
+    """Returns the kind of the main memory of a client's devices.
 
-    Only devices of this process can be asked: on others, as on a TPU pod of several hosts, JAX
-    raises UNIMPLEMENTED.
+    A client has devices of one platform, so the first is asked for all. It has to be one of this
+    process: for others, as on a TPU pod of several hosts, JAX raises UNIMPLEMENTED. A process has
+    at least one.
     """
     local = (d for d in client.devices() if d.process_index == client.process_index())
     kind: str = next(local).default_memory().kind
@@ -44,7 +46,7 @@ def _main_memory_kind(client: Any) -> str:
 
 
 def main_memory(sharding: Sharding) -> Any:
-    """Returns the same sharding in the main memory of its devices."""
+    """Returns the same sharding in the main memory of its devices; itself if it is there."""
     device: Any = next(iter(sharding.device_set))
     main = _main_memory_kind(device.client)
     return sharding if sharding.memory_kind == main else sharding.with_memory_kind(main)
@@ -54,6 +56,8 @@ def other_memory(sharding: object) -> str | None:
     """Returns the memory kind of a sharding; None for main memory, and without any."""
     if not isinstance(sharding, Sharding):
         return None
+    # An abstract mesh has no devices to ask for their main memory. Its memory kind is None unless
+    # the user has given one.
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     if not is_abstract and main_memory(sharding) is sharding:
         return None
@@ -74,12 +78,20 @@ def fetch(x: AnyArray) -> Any:
 
 
 def move(x: AnyArray, memory: Memory) -> Any:
-    """Returns an array in a memory of its devices, with the sharding that it has; None for main."""
+    """Returns an array in a memory of its devices, with the sharding that it has.
+
+    Args:
+      x: the array, also a traced one.
+      memory: what ``memory_of`` returns for an array: a memory kind, which is never that of main
+        memory, ``MemorySpace.Host`` in a trace, or None for main memory.
+    """
     if memory_of(x) == memory:
         return x
     if isinstance(memory, str) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, x.sharding.with_memory_kind(memory))
-    space = jax.memory.Space.Host if memory else jax.memory.Space.Device
+    # To a space, JAX moves an array without changing its sharding. In a trace there is no other
+    # way: a tracer has no sharding with a memory kind, so the kind of host memory is left to JAX.
+    space = jax.memory.Space.Device if memory is None else jax.memory.Space.Host
     return jax.device_put(x, space)
 
 
