@@ -93,8 +93,12 @@ def attribute_values(structure: Structure, index: int) -> dict[Any, AttributeVal
 def array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAttribute]:
     """Finds the JAX arrays that are themselves attributes of modules, by slot.
 
-    Arrays in Variables, and in lists or dicts that are attributes, are left out. ``leaves`` are all
-    arrays.
+    If a call has to move such an array, it can put the moved one into the module. Arrays in lists
+    or dicts that are attributes are left out, and those in Variables are known otherwise.
+
+    Args:
+      structure: describes the modules.
+      leaves: all arrays, by slot.
     """
     attributes = {}
     for index, entry in enumerate(structure.entries):
@@ -104,7 +108,7 @@ def array_attributes(structure: Structure, leaves: Arrays) -> dict[int, ArrayAtt
         for name, (child, slots) in attribute_values(structure, index).items():
             if child is not LEAF:
                 continue
-            [slot] = slots
+            [slot] = slots  # of the one array in this attribute
             if isinstance(leaves[slot], (jax.Array, jax.ShapeDtypeStruct)):
                 attributes[slot] = ArrayAttribute(index, name)
     return attributes
@@ -123,13 +127,15 @@ def slots_before(before: Structure, after: Structure, index: int) -> dict[int, i
     """
     if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
         return {after.slots[index][0]: before.slots[index][0]}  # one array, as in nearly all
+    # What the object has in each attribute: the child that describes it, and the slots of the
+    # arrays in it. With equal children, there are equally many slots.
     old_values = attribute_values(before, index)
-    old_slots: dict[int, int] = {}
+    old_slot_of: dict[int, int] = {}
     for name, value in attribute_values(after, index).items():
         old = old_values.get(name)
         if old is not None and value.child == old.child:
-            old_slots |= zip(value.slots, old.slots, strict=True)
-    return old_slots
+            old_slot_of |= zip(value.slots, old.slots, strict=True)
+    return old_slot_of
 
 
 def node_changes(
@@ -141,10 +147,11 @@ def node_changes(
       index: the index of the module in the structure ``after`` the call.
       before: its entry before the call; None if it is new, so that all attributes count.
       after: the structure after the call.
-      fresh: the slots of new arrays, which an entry does not show.
+      fresh: the slots after the call of arrays that are new. An entry only says that there is an
+        array (``LEAF``), not which.
     """
     old_children = {} if before is None else dict(zip(before.keys, before.children, strict=True))
-    values = attribute_values(after, index)
+    values = attribute_values(after, index)  # name → the child, and the slots of the arrays in it
     changed: list[tuple[Any, AttributeValue]] = []
     for name, value in values.items():
         is_other = name not in old_children or old_children[name] != value.child
@@ -171,7 +178,7 @@ def _node_operations(
         attributes.append((name, assemble(child, arrays, objects)))
 
     def all_attributes() -> list[tuple[Any, Any]]:
-        """Returns all attributes, for a node type that has no way to set single ones."""
+        """Returns all attributes: nodes other than an ``nnx.Pytree`` can only be rewritten."""
         entry: Any = after.entries[change.node]
         arrays = (leaves[slot] for slot in after.slots[change.node])
         return assemble_attributes(entry, arrays, objects)
@@ -197,16 +204,16 @@ def update_operations(
       after: describes the new state.
       leaves: the arrays of the new state, by slot.
       objects: the existing objects, by index.
-      values: the indices of Variables that get their values.
-      metadata: the indices of those among them that get their metadata, too.
-      nodes: the changes of modules.
+      values: the indices of all Variables that change: they get their values.
+      metadata: the indices of those among ``values`` that get their metadata, too.
+      nodes: the changes of modules: for each, which attributes it gets, and which it loses.
       statics: the indices of static objects that get their content.
     """
     entries: Sequence[Any] = after.entries
     operations: list[Operation] = []
     for index in values:
         arrays = (leaves[slot] for slot in after.slots[index])
-        value = assemble(entries[index].value, arrays, objects)
+        value = assemble(entries[index].value, arrays, objects)  # from its own arrays
         new_metadata = assemble_metadata(entries[index], objects) if index in metadata else None
         operations += _compat.variable_operations(objects[index], value, new_metadata)
     for change in nodes:
@@ -231,7 +238,8 @@ def rebuild(
       leaves: the new arrays, in the order of the old ones.
       caller: the function that the user called, in messages.
       foreign: whether objects of another trace may be changed; otherwise an error is raised.
-      finish: is called when all is made, before anything changes.
+      finish: is called when all is made, before anything changes. It may raise an error, and then
+        the tree is unchanged.
 
     Returns:
       The tree: the same modules and Variables, in new lists, dicts and tuples.
@@ -256,7 +264,8 @@ def rebuild(
         elif isinstance(entry, NodeEntry):
             # Its entry is the same before and after; only arrays that it holds itself are new.
             change = node_changes(index, entry, structure, fresh)
-            changes += [] if change is None else [change]
+            assert change is not None  # it holds a new array
+            changes.append(change)
     operations = update_operations(structure, leaves, objects, variables, nodes=changes)
     finish()
     perform(operations)

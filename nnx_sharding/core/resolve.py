@@ -86,28 +86,31 @@ def resolve(
     is_inside = False  # for an error: whether rules for a tuple of modules were used for one
     for named in locations:
         index, slots = named.location.object_index, named.location.slots
+        is_in_argument = named.argument.name in decided_arguments  # not in the output
         # Step 1: the spec that the user gave for this location, perhaps by a filter, or None.
         written = named.part.spec
-        if named.argument.name in decided_arguments and decided and index in decided:
-            written = None
+        if is_in_argument and decided and index in decided:
+            written = None  # decided before the call; only what was added to an argument is not
         elif isinstance(written, StateSharding):
             # By identity, as comparing filters takes long; uses of equal rules are joined later.
             use = uses.setdefault(id(written), FilterUse(written))
-            subject = named.subject(objects, leaves)
+            subject = named.subject(objects, leaves)  # what filters see: the Variable, or array
+            # The first match decides. Those of further paths of a shared Variable have to agree.
             matches = use.find(named, subject)
             written = matches[0].sharding
             conflicts += _disagreements(named, matches, spec_of)
+            # No filter matches. That is an error, unless there is no array, or just a number.
             if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((named.name, subject))
                 is_inside |= use.is_inside(named.paths[0])
-                if named.argument.name in decided_arguments:  # the others were there before
+                if is_in_argument:  # the function has added it
                     use.added.append(named.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
         spec = None if written is None else spec_of(written)
         # Step 2: the first location with a spec decides; the others have to agree, or have none.
-        if index is None:
+        if index is None:  # a bare array, which has one slot
             decisions, key = bare_arrays, slots[0]
         else:
             decisions, key = result.variables, index
@@ -143,10 +146,12 @@ def _disagreements(
 
 def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
     """Raises an error if one Variable has different specs under different paths."""
-    # The word of the user for specs: an ``Axis`` is one of `vmap` and the like.
+    # The user's word for specs. All specs of a transform are of one kind: an `Axis` each for `vmap`
+    # and the like, else shardings.
     specs = "axes" if conflicts and isinstance(conflicts[0].first.spec, Axis) else "shardings"
     lines = []
     for first, other in conflicts:
+        # Short texts; if these are equal, longer ones that show the difference.
         text, other_text = describe_both(first.spec, other.spec)
         lines.append(f"  {first.name}: {text}\n  {other.name}: {other_text}")
     raise_listed(
@@ -164,8 +169,11 @@ def name_variables(
 ) -> dict[int, NamedSpec]:
     """Returns the first name and the final spec of each Variable or ref, by index.
 
-    ``specs`` are those of the arrays, by slot; where one is None, the Variable gets ``open_spec``,
-    which leaves the decision to the compiler. A Variable without an array has the resolved spec.
+    Args:
+      locations: where they are.
+      specs: the final spec of each array, by slot; None if nothing is declared for it.
+      open_spec: what a Variable gets for None: it leaves the decision to the compiler.
+      resolved: the specs before they were fitted to shapes.
     """
     variables: dict[int, NamedSpec] = {}
     for named in locations:
@@ -173,9 +181,9 @@ def name_variables(
         if index is None or index in variables:  # a bare array, or another path of a Variable
             continue
         if slots:
-            spec = specs[slots[0]]
+            spec = specs[slots[0]]  # all arrays of a Variable have its spec
             spec = open_spec if spec is None else spec
-        else:
+        else:  # an empty pytree, or nothing yet: what the function puts there gets this spec
             spec = resolved.variables.get(index, UNNAMED).spec
         variables[index] = NamedSpec(named.name, spec)
     return variables

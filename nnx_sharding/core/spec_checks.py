@@ -43,7 +43,9 @@ def check_mesh(
       leaves: the arrays of the inputs, by slot.
     """
     mismatches: dict[Any, Sequence[Mismatch]] = {}  # by spec
-    sizes: dict[AxisName, int] = {}  # of the axes of all meshes
+    # The size of each axis, of all meshes that specs do not fit, for the message. Usually these are
+    # one mesh; else the one of the call decides.
+    sizes: dict[AxisName, int] = {}
     for spec in (*transform.in_specs.written, *transform.out_specs.written):
         pair = spec_and_mesh(spec, transform.context)  # None for what has no PartitionSpec
         if pair is None:
@@ -57,6 +59,8 @@ def check_mesh(
     names_by_spec = _names_by_spec(mismatches, locations, objects, leaves)
     lines = []
     for spec, problems in mismatches.items():
+        # The arrays that the spec is for. If there are none, as for a spec of outputs, whose arrays
+        # are not known yet, the option that has it.
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
         names = join_paths(names_by_spec[spec] or [option])
@@ -75,14 +79,20 @@ def check_mesh(
 def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[Mismatch]:
     """Returns what is wrong with a spec on its mesh, such as an axis that the mesh does not have.
 
-    ``mesh`` is that of the spec, if it is a sharding, or the one that applies to the call.
+    Args:
+      transform: has the mesh of the call (``context``); None if there is none, and each spec is a
+        sharding with a mesh of its own.
+      spec: the spec or sharding.
+      mesh: that of the sharding; for a spec, the one of the call.
     """
     context = transform.context
-    is_other_mesh = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
-    # Without ``passes_shardings``, as in `shard_map`, a program runs on the mesh of the call: JAX
-    # gets specs, and would ignore the meshes of shardings.
+    is_other_mesh = context is None or mesh.abstract_mesh != context.abstract_mesh
+    # `jax.jit` gets shardings (``passes_shardings``), which may be on several meshes. For
+    # `shard_map`, a program runs on the mesh of the call: JAX gets specs, without their meshes.
     if is_other_mesh and not transform.passes_shardings:
         return [Mismatch(f"it is for another mesh, {mesh}; give the PartitionSpec alone")]
+    # A sharding is checked on its own mesh, a spec on that of the call. JAX takes UNCONSTRAINED
+    # entries only in constraints, not for inputs and outputs.
     return fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False).problems
 
 
@@ -91,7 +101,7 @@ def _names_by_spec(
 ) -> dict[Any, list[str]]:
     """Returns the names of the arrays that have each of some specs, for a message.
 
-    It asks all filters again, which takes long.
+    It asks all filters again, which takes long: only for an error.
 
     Args:
       specs: the specs.
@@ -101,10 +111,13 @@ def _names_by_spec(
     """
     names: dict[Any, list[str]] = {spec: [] for spec in specs}
     for named in locations:
-        spec = named.part.spec
+        spec = named.part.spec  # as the user wrote it for this part of an argument
         if isinstance(spec, StateSharding):
+            # Filters see the Variable, or the array that is in none; its path in a module; and the
+            # path of the module in a tuple, list or dict (``below``).
             subject = named.subject(objects, leaves)
             spec = spec.find_below(named.part.below, named.location.path, subject).sharding
+        # Specs of other arrays fit their mesh.
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in names:
             names[spec].append(named.name)
     return names
@@ -135,7 +148,7 @@ def fit_specs(
       ValueError: for all specs that do not fit and are not to be corrected.
     """
     result = list(specs)
-    if not isinstance(transform, Sharded):
+    if not isinstance(transform, Sharded):  # its specs are axes of `vmap` and the like
         return result
     arrays = "results" if outputs else "arrays"
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
@@ -149,9 +162,12 @@ def fit_specs(
         fit = fit_once(spec, transform.context, tuple(shape), on_indivisible=action)
         if not (fit.problems or fit.corrections):
             continue
+        # The results of `shard_map` are parts, which a spec joins and need not divide. But also
+        # there it must not have more entries than a part has dimensions.
         is_too_long = any(mismatch.kind == "rank" for mismatch in fit.problems)
         if outputs and not transform.divides_outputs and not is_too_long:
-            continue  # in `shard_map` these are shapes of parts, which need not be divided
+            continue
+        # For an update, the line also has the old shape: "model.kernel, shape (6,) (was (4,)), …".
         line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
             mismatches.append((fit, line))
@@ -172,11 +188,16 @@ def _raise_for_mismatches(
 ) -> None:
     """Raises the error for specs that do not fit, each with its line, if there are any.
 
-    ``arrays`` is the word for them in the message: ``arrays`` or ``results``.
+    Args:
+      transform: the transform, whose JAX counterpart decides on the type of the error.
+      arrays: the word for them in the message: ``arrays`` or ``results``.
+      mismatches: what does not fit: it is not divisible, or a spec is too long.
     """
     indivisible = [fit.is_indivisible for fit, _ in mismatches]
-    # `jax.jit` raises its own type of error for these, and `jax.shard_map` a plain ValueError.
+    # `jax.jit` raises its own type of error for what is not divisible, and a ValueError for specs
+    # that are too long. `jax.shard_map` raises a ValueError for both.
     is_like_jit = all(indivisible) and transform.passes_shardings
+    # With both in one list, the remedy is for the more frequent one; each line says its problem.
     if any(indivisible):
         remedy = (
             "Change the shape (pad it) or the spec; or let the spec be corrected: "

@@ -48,15 +48,18 @@ def with_static_values(
       The signature, with more static arguments, and the arguments, in which leaves of pytrees that
       are static for the same reason are ``Static`` values.
     """
-    # An argument without a spec may be a different number at each call, so it stays dynamic.
+    # The spec of each dynamic argument. One that the specs do not mention has the default P(), not
+    # None: it may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     # By key: the position of an argument, or its name if it is passed by keyword.
     spec_of: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    unspecified = [key for key, spec in spec_of.items() if spec is None]
-    plain = {key for key in unspecified if isinstance(values[key], PLAIN_TYPES)}
-    signature = signature._replace(static=signature.static | plain)
-    for key in spec_of.keys() - plain:
+    # Arguments that are static as a whole.
+    without_spec = [key for key, spec in spec_of.items() if spec is None]
+    new_static = {key for key in without_spec if isinstance(values[key], PLAIN_TYPES)}
+    signature = signature._replace(static=signature.static | new_static)
+    # Leaves in the others.
+    for key in spec_of.keys() - new_static:
         values[key] = _with_static_leaves(spec_of[key], values[key])
     args = tuple(values[i] for i in range(len(args)))
     return signature, args, {name: values[name] for name in kwargs}
@@ -67,11 +70,12 @@ def _with_static_leaves(spec: Any, value: object) -> Any:
 
     ``{"a": None, "b": P()}`` and ``{"a": 3, "b": 4}`` give ``{"a": Static(3), "b": 4}``.
     """
-    if spec is None:
+    if spec is None:  # for all leaves of the value
         return jax.tree_util.tree_map(_static_unless_array, value, is_leaf=_compat.is_graph_object)
     if is_spec(spec):
         return value
-    # One level of both trees: the specs and what each is for.
+    # One level of both trees: everything below the root is a leaf, None as well, so that the next
+    # call sees it.
     specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
     try:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]

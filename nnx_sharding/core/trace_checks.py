@@ -104,30 +104,34 @@ def check_objects(
     structure = after.structure
     num_before = len(before.entries)
     kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
-    places: dict[_Misuse, list[_Misused]] = {misuse: [] for misuse in kinds}
+    misused: dict[_Misuse, list[_Misused]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < num_before else None  # None: the object is new
-        if old is entry and old is not None:  # most entries, by the snapshot
+        # Most objects: what the function did not change has kept its entry.
+        if old is entry and old is not None:
             continue
         traced_paths = _tracers(entry, static_ids)  # in its static values
-        places[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
+        misused[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
+            # One that is new in the graph, but was not made in this trace.
             if old is None and not _compat.can_update(after.objects[index]):
-                places[_CAPTURED_OBJECT].append(_Misused(index, ()))
+                misused[_CAPTURED_OBJECT].append(_Misused(index, ()))
             elif old is not None and old.type is not entry.type:
-                places[_CLASS_CHANGED].append(_Misused(index, ()))
-        elif isinstance(entry, StaticObject) and not updates and old not in (None, entry):
-            places[_STATIC_CHANGED].append(_Misused(index, ()))
+                misused[_CLASS_CHANGED].append(_Misused(index, ()))
+        elif isinstance(entry, StaticObject) and not updates:
+            is_new = old is None
+            if not is_new and old != entry:
+                misused[_STATIC_CHANGED].append(_Misused(index, ()))
     # One kind of misuse at a time: the others may follow from it.
-    misuse = next((misuse for misuse in kinds if places[misuse]), None)
+    misuse = next((misuse for misuse in kinds if misused[misuse]), None)
     if misuse is None:
         return
     starts = named_parts(arguments)
     names = structure.names([*starts, ("output", structure.root)])
     names.update(before.names(starts))  # the user knows objects by the names of the arguments
     lines = []
-    for index, path in places[misuse]:
-        expression = accessor(names.get(index, "an object"), path)
+    for index, path in misused[misuse]:
+        expression = accessor(names.get(index, "an object"), path)  # "model.config" + ["scale"]
         lines.append(f"  {expression}: {type(after.objects[index]).__name__}")
     raise_listed(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
 
@@ -145,15 +149,16 @@ def check_output(
     """
     lines = []
     structure = after.structure
+    # Each Variable and array of the output; ``root_slots`` are those of arrays outside of objects.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        # An array needs no check: it is a new one outside of the trace in any case.
         index = location.object_index
         path = accessor("output", location.path)
+        # A bare array has no index. The caller gets a new one from JAX in any case.
         if index is None or index in carried:
             continue
         if index in variables:
             lines.append(f"  {path}: the input {variables[index].name}")
-        elif not _compat.can_update(after.objects[index]):
+        elif not _compat.can_update(after.objects[index]):  # it was not made in this trace
             lines.append(f"  {path}: captured")
     raise_listed(
         ValueError,
@@ -175,7 +180,7 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
       name: of the transform, in messages.
       strict: whether the warning is an error.
     """
-    # By type: isinstance loads the target of a lazy proxy.
+    # Not by `isinstance`, which asks a lazy proxy for the class of its target, and so loads that.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
     argument_ids = set(map(id, leaves))  # JAX's checkify makes arguments constants as well
     sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in argument_ids]
@@ -183,6 +188,7 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
         return
     operations = _compat.operations_on_constants()  # by id of the array, the primitives' names
     lines = []
+    # Each array with the user's expression for it, such as ``table`` or ``model.kernel``.
     for expression, array in captured_shards(fun, sharded):
         names = operations.get(id(array), set())
         is_only_indexed = bool(names) and names <= _INDEXING
@@ -190,13 +196,15 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
         if not (is_only_indexed and is_on_explicit_axes):
             lines.append(f"{array_line(expression, array)}, {describe(array.sharding)}")
     if lines:
-        head = f"{name}: the function captures sharded arrays, which become constants of the"
-        remedy = "Pass them as arguments."
-        text = message(f"{head} program, copied to every device:", lines, remedy)
+        head = (
+            f"{name}: the function captures sharded arrays, which become constants of the program, "
+            "copied to every device:"
+        )
+        text = message(head, lines, "Pass them as arguments.")
         warn_or_raise(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
 
 
-_INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
+_INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})  # primitives of JAX
 
 
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
@@ -209,13 +217,16 @@ def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
       entry: describes the object.
       static_ids: the ids of static values that were there before the call, and are left out.
     """
-    # Nearly all objects have none, which is much faster to see than with the paths.
+    # Nearly all objects have none, which is much faster to see than with the paths: this looks at
+    # the same static values, at any depth.
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
     pending = list(parts_of(entry).items())  # no recursion: statics may be nested deeply
     while pending:
         path, child = pending.pop()
-        if isinstance(child, Container):  # its leaves are data; only its node data is static
+        if isinstance(child, Container):
+            # The leaves of a pytree are data, and arrays may be there. What is static is its node
+            # data, such as the settings of a registered class. It has no path of its own.
             pending += [(path, aux) for aux in child.aux]
         elif isinstance(child, StaticObject):
             pending += [(path + key, part) for key, part in parts_of(child).items()]
@@ -232,7 +243,10 @@ def _is_traced(child: Child) -> TypeGuard[Static]:
 def check_donated(
     donated: Mapping[int, tuple[str, Any]], outputs: Iterable[AnyArray], *, name: str, fun: str
 ) -> None:
-    """Raises a ``StrictError`` if no output can reuse the buffer of a donated array.
+    """Raises a ``StrictError`` if outputs cannot reuse the buffers of all donated arrays.
+
+    If there are fewer outputs of a shape and dtype than donated arrays, all of the latter are
+    listed: which of them is not reused is up to XLA.
 
     Args:
       donated: the name and the array of each donated argument, by slot.
@@ -261,5 +275,6 @@ def check_donated(
 
 
 def _shape_and_dtype(leaf: AnyArray) -> tuple[Any, Any]:
-    aval = jax.typeof(leaf)
-    return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
+    """Returns the shape and dtype of an array; of another value of JAX its type."""
+    array_type = jax.typeof(leaf)
+    return getattr(array_type, "shape", None), getattr(array_type, "dtype", array_type)

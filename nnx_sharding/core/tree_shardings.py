@@ -68,9 +68,11 @@ def assign_shardings(
     mesh = given_mesh(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
+    # The tree as one argument, whose parts have the user's specs; ``root`` describes all of it.
     argument = split_argument(name, specs.tree, tree, flat.structure.root, caller)
-    locations = locate(flat.structure, [argument])
-    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
+    locations = locate(flat.structure, [argument])  # of each Variable and array in it
+    # A spec stays as it is written: the mesh is added when it has been fitted to a shape.
+    resolved = resolve(locations, flat.objects, flat.leaves, spec_of=lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
     return names, fit_shardings(caller, names, flat.leaves, resolved, mesh, places=True, **options)
 
@@ -122,12 +124,16 @@ class _Fitter:
       mesh: the mesh of each ``PartitionSpec``.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
         decides.
-      explicit: whether specs may only name Explicit axes.
+      explicit: whether specs may only name Explicit axes, as those of ``reshard``.
       places: whether arrays get the shardings now; outside of a trace, by moving them.
-      whole: whether a spec has to decide about all dimensions, and only arrays and numbers may have
-        one.
+      whole: whether arrays are placed outside of a trace, as by ``place``. No compiler is there, so
+        a spec has to decide about all dimensions. Numbers become arrays, and anything else with a
+        spec is an error.
       lenient: whether specs are corrected, not refused, and ignored without a mesh.
       adapt: changes the spec of an array first.
+
+    Attributes:
+      corrected: a line for each array whose spec was corrected, for the caller's warning.
     """
 
     caller: str
@@ -143,10 +149,14 @@ class _Fitter:
     def __post_init__(self) -> None:
         """Starts with no problems."""
         self._moves = self.places and _compat.trace_is_clean()  # inside a trace, nothing is moved
+        # UNCONSTRAINED leaves a dimension to the compiler: types have none (``explicit``), and
+        # outside of a trace there is none (``whole``).
+        fit = functools.partial(
+            fit_sharding, unconstrained=not (self.explicit or self.whole), lenient=self.lenient
+        )
         # Cached, since the many arrays of a model have few different shapes and specs.
-        options: Any = {"unconstrained": not (self.explicit or self.whole), "lenient": self.lenient}
-        self._fit_once = functools.cache(functools.partial(fit_sharding, **options))
-        # Lines of messages, one for each array.
+        self._fit_once = functools.cache(fit)
+        # Lines of messages, one for each array. Those of errors are read in `raise_for_mismatches`.
         self.corrected: list[str] = []
         self._refused: list[str] = []
         self._not_arrays: list[str] = []
@@ -157,6 +167,8 @@ class _Fitter:
         """Returns the sharding of one array; None to leave it as it is.
 
         What is wrong is noted for the errors and the warning of all arrays; then it is None, too.
+        For a spec, the result is a ``NamedSharding`` on its mesh. Anything else that the user may
+        have written, such as a ``SingleDeviceSharding`` or a ``Format``, is returned as it is.
 
         Args:
           slot: the position of the array.
@@ -165,17 +177,19 @@ class _Fitter:
           spec: its spec, sharding or format; None without one.
         """
         spec = self.adapt(spec, leaf)
-        # `place` (`whole`) makes arrays of numbers; for other callers they stay unchanged.
+        # 1. What is no array. `place` (``whole``) makes arrays of numbers.
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_shardable(leaf) and not (self.whole and is_number):
             if self.whole and spec is not None:
                 self._not_arrays.append(f"  {name}: a {type(leaf).__name__}")
             return None
+        # 2. The spec and its mesh: None for a sharding that has no spec, or a spec without a mesh.
         sharding = spec.sharding if isinstance(spec, Format) else spec
-        pair = spec_and_mesh(sharding, self.mesh)  # None for a sharding that has no spec
+        pair = spec_and_mesh(sharding, self.mesh)
         if pair is None and isinstance(spec, PartitionSpec):
             self._without_mesh.append(f"  {name}: {spec}")
             return None
+        # 3. Whether it fits the array.
         fit, mesh = self._fit_array(slot, leaf, sharding, pair)
         if fit.problems:
             self._refused.append(fit.line(name))
@@ -185,7 +199,8 @@ class _Fitter:
             return None
         if fit.corrections:
             self.corrected.append(fit.line(name))
-        if pair is None or sharding is not spec:  # not a spec, or a Format, which has a layout
+        # 4. The result. A Format keeps its layout.
+        if pair is None or isinstance(spec, Format):
             return spec
         # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
         may_be_unconstrained = (
@@ -199,29 +214,30 @@ class _Fitter:
     def _fit_array(
         self, slot: int, leaf: AnyArray, sharding: Spec, pair: tuple[PartitionSpec, Any] | None
     ) -> tuple[Fit, Any]:
-        """Returns how the sharding of an array fits, and its mesh.
+        """Returns how the sharding of an array fits, and the mesh of its spec.
 
         Args:
           slot: the position of the array.
           leaf: the array.
-          sharding: its spec or sharding.
+          sharding: its spec or sharding; None to leave it as it is, which fits.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """
         default = "drop" if self.lenient else self.on_indivisible
         action = self.resolved.on_indivisible.get(slot, default)
         shape = np.shape(leaf)
         mesh: Any
-        target: Any  # to which the array is moved
+        target: Any  # a sharding on the devices to which the array goes
         if pair is None:
-            mesh, target = self.mesh, sharding
+            mesh, target = self.mesh, sharding  # the mesh is not used: `sharding` has no spec
             fit = self._fit_once(sharding, mesh, shape, on_indivisible=action)
         else:
             spec, mesh = pair
             if self.places:
-                mesh = mesh_in_trace(mesh)
+                mesh = mesh_in_trace(mesh)  # with the axis types that it has in a trace
             # Whether an array can be moved depends on the devices, not on the spec.
             target = NamedSharding(mesh, PartitionSpec())
             fit = self._fit_once(spec, mesh, shape, on_indivisible=action)
+            # `refuse` adds a problem, unless its text is None.
             if self.explicit and not fit.problems:
                 fit = fit.refuse(_not_explicit(spec, mesh))  # None if all axes are Explicit
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
@@ -230,7 +246,9 @@ class _Fitter:
         return fit, mesh
 
     def raise_for_mismatches(self) -> None:
-        """Raises the errors for what was wrong, if anything."""
+        """Raises the errors for what was wrong, if anything: one kind at a time."""
+        # Without a mesh, the specs of a lenient caller are ignored. What cannot be corrected is an
+        # error for it, too.
         if self._without_mesh and not self.lenient:
             raise no_mesh(self.caller, self._without_mesh)
         raise_listed(
