@@ -74,13 +74,15 @@ class PlanningResult(Pictured):
     @property
     def best(self) -> Candidate | None:
         """The best candidate that fits, of those whose figures are known; None if none does."""
-        figures, fitting = self.comparison.figures, self.comparison.fitting
-        times: tuple[Column, ...] = ("measured", "roofline")
-        timed = (x for x in times if any(figures[name][x] is not None for name in fitting))
-        needed: Column = next(timed, "bytes_sent")
-        # `fitting` is ranked; candidates whose figures are unknown cannot be the best.
-        known = (name for name in fitting if figures[name][needed] is not None)
-        return next((self.candidates[name] for name in known), None)
+        figures, fitting = self.comparison.figures, self.comparison.fitting  # ranked, best first
+        # If any was measured, only these can be the best; if none was, those with an estimate.
+        # Without either, on unknown hardware, bytes decide.
+        columns: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
+        for column in columns:
+            for name in fitting:
+                if figures[name][column] is not None:
+                    return self.candidates[name]
+        return None
 
     @property
     def gap(self) -> float | None:
@@ -98,7 +100,7 @@ class PlanningResult(Pictured):
 
     def summary(self) -> Iterator[str]:
         """Yields the best candidate, how much faster others may be, and its recipe, as lines."""
-        if not self.comparison.reports:
+        if not self.comparison.reports:  # the time_limit was over before the first was compiled
             fastest = min(self.predicted, key=self.predicted.__getitem__, default="unknown")
             yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
             return
@@ -110,13 +112,13 @@ class PlanningResult(Pictured):
         if (seconds := self.comparison.measured.get(self.best.name)) is not None:
             estimate = self.comparison.figures[self.best.name]["roofline"]
             other = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
-            least_of = f"the least of {len(self.comparison.measured)}"
-            yield f"measured: {time_text(seconds)}, {least_of}{other}"
+            count = len(self.comparison.measured)
+            yield f"measured: {time_text(seconds)}, the least of {count}{other}"
         if self.gap == 0:
             yield "bound: no other candidate can be faster"
         elif self.gap is not None:
-            least = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
-            yield f"bound: no other candidate takes less than {least}, for its products alone"
+            bound = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
+            yield f"bound: no other candidate takes less than {bound}, for its products alone"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
 
     def explained(self) -> Iterator[str]:
@@ -134,9 +136,11 @@ class PlanningResult(Pictured):
             elif not self.comparison.fits(name):
                 why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
             else:
+                # Without a best candidate, there are no figures to compare with.
                 why = _slower(figures[name], figures.get(best, {}))
-                bound = getattr(report.roofline, "bound_by", None)
-                why = f"{why}, bound by {bound}" if bound else why
+                # The resource that takes most of its time, such as "memory".
+                bound_by = getattr(report.roofline, "bound_by", None)
+                why = f"{why}, bound by {bound_by}" if bound_by else why
             yield f"  {name}: {why}"
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -155,17 +159,26 @@ def _seconds(figures: Mapping[Column, float | None]) -> float | None:
 def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
     """Says by how much a candidate is worse than the best, by the first figure that differs.
 
-    Such as ``takes 12 ms, not 10 ms (+20.0 %)``. Figures are those of ``Comparison.figures``.
+    Such as ``takes 12 ms, not 10 ms (+20.0 %)``.
+
+    Args:
+      figures: those of the candidate, from ``Comparison.figures``.
+      best: those of the best; empty if there is none.
     """
     if figures["measured"] is None and best.get("measured") is not None:
         return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
-    verbs: dict[Column, str] = {"bytes_sent": "sends", "peak": "needs"}
-    for column in _RANKED_BY:
+    verbs: dict[Column, str] = {
+        "measured": "takes",
+        "roofline": "takes",
+        "bytes_sent": "sends",
+        "peak": "needs",
+    }
+    for column in _RANKED_BY:  # in which candidates are compared
         own, other = figures[column], best.get(column)
         if own is not None and other is not None and own != other:
             more = f" ({100 * (own / other - 1):+.1f} %)" if other else ""
-            show = bytes_text if column in verbs else time_text
-            return f"{verbs.get(column, 'takes')} {show(own)}, not {show(other)}{more}"
+            show = bytes_text if column in ("bytes_sent", "peak") else time_text
+            return f"{verbs[column]} {show(own)}, not {show(other)}{more}"
     return "its figures are not better, or not known"
 
 
@@ -302,7 +315,7 @@ def plan(
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
     """
     start = time.monotonic()
-    # All candidates, predicted; and the devices that other processes compile for.
+    # 1. Predict all candidates. `compile_on` are the devices that other processes compile for.
     search, compile_on = prepare(
         step,
         args,
@@ -321,6 +334,7 @@ def plan(
         measure=measure,
         quiet=quiet,
     )
+    # 2. Compile those that the search picks, with what is left of the time.
     compile_programs = partial(  # returns a `Comparison`
         compile_all,
         memory_limit=search.limit,
@@ -341,14 +355,17 @@ def plan(
         )
     except SearchInterrupted as interrupt:
         raise SearchInterrupted(_result(search, interrupt.result, INTERRUPTED)) from None
-    search.rule_out_failing(compiled.reports)  # which may have ended after the last choice
+    # Again, since programs may have failed after the search picked the last one.
+    search.rule_out_failing(compiled.reports)
     failures = _failures_to_trace(compiled.reports)
     if len(failures) == len(compiled.reports) > 0:
         raise _error_of_step(failures, search)
+    # Why the others were not compiled: if there are not as many as may be, time was over.
     count = len(compiled.reports) - len(failures)
     why_left = f"the {count} compiled are predicted to be better"
     if time_limit and count != most:
         why_left = f"not compiled within {time_limit} s"
+    # 3. Measure the best, and report the best of these by module.
     found = compiled
     try:
         if measure:
@@ -397,29 +414,32 @@ def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueErro
     """Makes the error for a step that no candidate could be traced for: it is at fault itself.
 
     Args:
-      failures: what each candidate raised that was to be compiled.
+      failures: what each candidate raised that was to be compiled; at least one.
       search: says why the others were ruled out.
     """
-    # Candidates that were left out because others failed have their reason, and which of these
-    # ended first is a matter of time: so a message without them is always the same.
+    # `FAILS_ALIKE` is left out. It says nothing new, and how many candidates have it depends on
+    # which ended first, so the message would not always be the same.
     others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
     reasons = {name: failure.error for name, failure in failures.items()} | others
     error = ValueError(listed_once("plan: no candidate can be lowered:", reasons))
-    error.__cause__ = next(iter(failures.values())).exception
+    first, *_ = failures.values()
+    error.__cause__ = first.exception  # whose traceback leads into the step
     return error
 
 
 def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
-    """Returns the sort key of a candidate: whether it does not fit, then its figures.
+    """Returns the sort key of a candidate; the smallest is best. Unknown figures come last.
 
-    Unknown figures come last.
+    Those that fit have ``(False, -rows, measured, roofline, bytes sent, peak)``; the rows only
+    count if the largest batch is sought. Those that do not fit have ``(True, peak)``, so they come
+    after all others, and the one that nearly fits is the first of them.
     """
     figures = found.figures.get(name, {})
     if not found.fits(name):
-        return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
-    rows = -search.entries[name].candidate.rows if search.maximize else 0
+        return (True, figures.get("peak") or math.inf)
+    rows = search.entries[name].candidate.rows if search.maximize else 0
     known = (figures[column] for column in _RANKED_BY)
-    return (False, rows, *(math.inf if figure is None else figure for figure in known))
+    return (False, -rows, *(math.inf if figure is None else figure for figure in known))
 
 
 _RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")
@@ -435,15 +455,14 @@ def _result(search: Search, found: Comparison, why_left: str) -> PlanningResult:
     """
     reports, entries = found.reports, search.entries
     left = [name for name in entries if name not in reports and name not in search.ruled_out]
-    comparison = _ranked(found, search)
-    comparison = dataclasses.replace(
-        comparison, ruled_out=search.ruled_out | dict.fromkeys(left, why_left)
-    )
-    predicted = {  # if all communication is hidden, and if none is
-        name: (max(entry.seconds.values()), float(sum(entry.seconds.values())))
-        for name, entry in entries.items()
-        if entry.least is not None  # the products and the hardware are known
-    }
+    ruled_out = search.ruled_out | dict.fromkeys(left, why_left)
+    comparison = dataclasses.replace(_ranked(found, search), ruled_out=ruled_out)
+    predicted = {}
+    for name, entry in entries.items():
+        if entry.least is not None:  # the products and the hardware are known
+            seconds = entry.seconds.values()  # of compute, memory and interconnect, each alone
+            # If all communication is hidden behind compute, and if none is.
+            predicted[name] = (max(seconds), float(sum(seconds)))
     return PlanningResult(
         comparison=comparison,
         candidates={name: entries[name].candidate for name in comparison.reports},
@@ -460,17 +479,25 @@ def _least_of_others(search: Search, found: Comparison, left: Sequence[str]) -> 
       search: all candidates, each with a bound: its products at the peak rate of all devices.
       found: the reports of those that were compiled.
       left: the names of those that may fit, but were not compiled.
+
+    Returns:
+      The bound in seconds; infinity if all times are known; None if no bound can be given.
     """
-    # Who fits most rows is no matter of time, and without hardware there are no rates.
+    # The largest batch is not sought by time, and without hardware there are no rates.
     if search.maximize or search.hardware is None:
         return None
     # A measured time and an estimate cannot be compared: once some were measured, these count.
-    timed = {*found.measured} or {
-        name
-        for name, report in found.compiled.items()
-        if getattr(report.roofline, "seconds", None) is not None
-    }
+    timed = {*found.measured}
+    if not timed:
+        for name, report in found.compiled.items():
+            if getattr(report.roofline, "seconds", None) is not None:
+                timed.add(name)
+    # `fits` is None if the memory of a program is unknown: then it may fit.
     untimed = [x for x in found.compiled if found.fits(x) is not False and x not in timed]
-    bounds = [search.entries[name].least for name in (*left, *untimed)]
-    known = [bound for bound in bounds if bound is not None]
-    return min(known, default=math.inf) if len(known) == len(bounds) else None
+    bounds: list[float] = []
+    for name in (*left, *untimed):
+        least = search.entries[name].least
+        if least is None:
+            return None
+        bounds.append(least)
+    return min(bounds, default=math.inf)

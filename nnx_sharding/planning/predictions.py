@@ -59,7 +59,7 @@ class Products(NamedTuple):
     flops: float = 0.0  # a conditional counts its largest branch
     accessed: float = 0.0  # the bytes of their operands and results, likewise
     least: float = 0.0  # the flops; a conditional counts its smallest branch
-    is_narrow: bool = False  # whether some are of 8-bit numbers
+    is_narrow: bool = False  # whether any is of 8-bit numbers, which may have a higher peak rate
 
     def times(self, count: float) -> Products:
         """Returns the products of so many runs."""
@@ -69,8 +69,10 @@ class Products(NamedTuple):
 
     def least_seconds(self, devices: int, hardware: Hardware) -> float:
         """Returns a lower bound of a step's time: its products at the peak rate of all devices."""
-        narrow = [hardware.int8_flops, hardware.fp8_flops] if self.is_narrow else []
-        return self.least / devices / max(filter(None, [hardware.flops, *narrow]))
+        rates: list[float | None] = [hardware.flops]
+        if self.is_narrow:  # for a bound, all products count as narrow if some are
+            rates += [hardware.int8_flops, hardware.fp8_flops]
+        return self.least / devices / max(filter(None, rates))
 
 
 def products_of(
@@ -82,17 +84,18 @@ def products_of(
       fun: the step.
       args: its arguments.
       options: those of jit.
-      axes: the mesh axes that the step may name.
+      axes: the names of mesh axes by their roles, all of which the step may name.
 
     Returns:
       The products; None if the step cannot be traced for one device.
     """
+    sizes = {name: 1 for names in axes for name in names}  # one device along each axis
     for kind in (AxisType.Auto, AxisType.Explicit):  # the step may only be written for one
-        sizes = {name: 1 for names in axes for name in names}
         mesh = make_mesh(sizes, kind, devices=jax.devices()[:1])
         try:
             with jax.set_mesh(mesh):
                 traced = jit(fun, mesh=mesh, **options).trace(*args)
+                # The compiler drops equations whose results are not used, too.
                 return products_in(_compat.used_equations(traced._stage.jaxpr))
         except Exception:  # it may need several devices; each candidate says what fails for it
             continue
@@ -100,9 +103,11 @@ def products_of(
 
 
 def products_in(equations: Iterable[JaxprEqn]) -> Products:
-    """Sums the products of equations and of what they call, with loops of known length.
+    """Sums the products of equations and of the jaxprs in them.
 
-    All else is left out, as products dominate the time of a model.
+    The body of a ``scan`` counts for each iteration, that of a ``while`` loop once, because the
+    number of its iterations is unknown. All other operations are left out, as products dominate
+    the time of a model.
     """
     parts = list[Products]()
     for equation in equations:
@@ -115,15 +120,17 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
                     flops=flops,
                     accessed=sum(_size(array) for array in (*operands, *results)),
                     least=flops,
+                    # Both factors; more operands are sizes of groups.
                     is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
                 )
             )
             continue
         called = [products_in(jaxpr.eqns) for jaxpr in _compat.jaxprs_of(equation)]
-        if called and name == "cond":
+        if called and name == "cond":  # one of the branches runs
             largest = max(called, key=lambda branch: branch.flops)
             called = [largest._replace(least=min(branch.least for branch in called))]
-        parts += [part.times(params.get("length", 1)) for part in called]  # of a scan
+        num_runs = params.get("length", 1)  # only a scan has this parameter
+        parts += [part.times(num_runs) for part in called]
     return Products(
         flops=sum(part.flops for part in parts),
         accessed=sum(part.accessed for part in parts),
@@ -147,18 +154,22 @@ def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) 
     """
     if name == "dot_general":
         lhs, *_, result = arrays
-        (summed, _), _ = params["dimension_numbers"]  # of lhs
-        return float(2 * math.prod(result.shape) * math.prod(lhs.shape[d] for d in summed))
+        (contracting, _), _ = params["dimension_numbers"]  # the dimensions of lhs
+        contracted = float(math.prod(lhs.shape[dimension] for dimension in contracting))
+        return float(2 * math.prod(result.shape) * contracted)
     if name == "conv_general_dilated":
         return _convolution_flops(params, *(array.shape for array in arrays))
     if name.startswith("ragged_dot"):
         lhs, _, group_sizes, *_, result = arrays
         numbers = params["ragged_dot_dimension_numbers"]
-        (summed, _), _ = numbers.dot_dimension_numbers
-        # Groups of a dimension that is summed over divide it; other groups divide the result.
-        groups = group_sizes.shape[-1] if {*numbers.lhs_ragged_dimensions} <= {*summed} else 1
-        contracted = math.prod(lhs.shape[d] for d in summed)
-        return float(2 * math.prod(result.shape) * contracted / groups)
+        (contracting, _), _ = numbers.dot_dimension_numbers  # the dimensions of lhs
+        contracted = float(math.prod(lhs.shape[dimension] for dimension in contracting))
+        # If groups divide rows, each row of the result is one product with a matrix of its group,
+        # as in `dot_general`. If they divide the dimension that is summed over, the result has one
+        # matrix for each group, and each sums only over its own part.
+        if {*numbers.lhs_ragged_dimensions} <= {*contracting}:
+            contracted /= group_sizes.shape[-1]
+        return float(2 * math.prod(result.shape) * contracted)
     return 0.0
 
 
@@ -169,12 +180,14 @@ def _convolution_flops(
 
     Products with padding, and with the zeros of a dilated input, do not count.
     """
-    # Each spec has the dimension of the batch (of outputs, for the kernel), of features, and then
-    # of each spatial axis.
+    # The specs list dimensions: of the input (batch, features, *spatial), of the kernel
+    # (outputs, inputs, *spatial), of the result (batch, features, *spatial).
     numbers = params["dimension_numbers"]
     batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
+    # The kernel's inputs are those of one group, unlike the input's features.
     products = batch * features * rhs[numbers.rhs_spec[1]]
     for i, stride in enumerate(params["window_strides"]):
+        # For each output along this axis, how many elements of the input are in its window.
         in_window = elements_in_windows(
             size=lhs[numbers.lhs_spec[i + 2]],
             kernel=rhs[numbers.rhs_spec[i + 2]],
@@ -191,8 +204,8 @@ def _convolution_flops(
 class BytesSent(NamedTuple):
     """The bytes that one device sends in a step."""
 
-    within_slices: float
-    between_slices: float
+    within_slices: float = 0.0
+    between_slices: float = 0.0
 
 
 class Prediction(NamedTuple):
@@ -200,7 +213,7 @@ class Prediction(NamedTuple):
 
     arguments: int  # bytes, without the padding of tiles
     sent: BytesSent
-    idle: float  # the time of a step compared with one in which no stage of a pipeline waits
+    slowdown: float  # by stages of a pipeline that wait: 1.5 if a step takes 1.5 times as long
     key: Any  # equal for candidates that shard everything alike
 
     def seconds(
@@ -220,8 +233,9 @@ class Prediction(NamedTuple):
         # Arguments are read and written once.
         accessed = 2 * self.arguments + products.accessed / devices
         return {
-            "compute": products.flops / devices * self.idle / hardware.flops,
+            "compute": products.flops / devices * self.slowdown / hardware.flops,
             "memory": accessed / hardware.memory_bandwidth,
+            # Two networks, which can be used at the same time.
             "interconnect": max(within, self.seconds_between_slices(hardware)),
         }
 
@@ -248,8 +262,10 @@ def predict(
     sums = _Sums(candidate, arguments, axes, num_slices)
 
     def is_single(sharding: Any) -> bool:
+        """Whether it is the sharding of a whole argument, although it is a pytree to JAX."""
         return sharding is None or isinstance(sharding, StateSharding)
 
+    # Each sharding is added with its argument, or with the part of an argument that it is for.
     jax.tree.map(sums.add, candidate.in_shardings, arguments.args, is_leaf=is_single)
     return Prediction(
         arguments=sums.bytes,
@@ -257,7 +273,7 @@ def predict(
             within_slices=sum((sent.within_slices for sent in sums.sent), 0.0),
             between_slices=sum((sent.between_slices for sent in sums.sent), 0.0),
         ),
-        idle=1.0 if sums.schedule is None else _time_ratio(sums.schedule),
+        slowdown=1.0 if sums.schedule is None else _slowdown(sums.schedule),
         key=tuple(sums.key),
     )
 
@@ -273,13 +289,14 @@ class _Sums:
       axes: the names of mesh axes by their roles.
       styles: those of the candidate's strategy for layers, such as ``tensor``.
       mesh: a mesh of the candidate's sizes, without devices.
-      bytes: of the arguments on one device.
-      sent: the bytes that one device sends, for each of the formulas and arrays.
-      key: what the shardings are, for comparisons.
+      bytes: of the arguments on one device, so far.
+      sent: the bytes that one device sends, so far: an entry for each formula and array.
+      key: the sizes of the mesh, and then which axes shard each array that was added, with its
+        memory. Candidates with equal keys compile to equal programs, so one of them is enough.
       sizes: of the mesh axes with more than one device.
       crossing: the mesh axes along which there are different slices.
       tokens: of the batch, on one device.
-      schedule: that of a pipeline, if there is one.
+      schedule: that of the pipeline of a model that was added, if it has one.
     """
 
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
@@ -293,6 +310,7 @@ class _Sums:
         self.bytes, self.sent = 0, list[BytesSent]()
         self.schedule: Schedule | None = None
         self.key: list[Any] = [tuple(self.sizes.items())]
+        # All of these axes divide the batch, by rows or by positions.
         self.tokens = arguments.tokens / self._num_devices("replica", *SHARDING)
 
     def _num_devices(self, *roles: str) -> int:
@@ -319,14 +337,14 @@ class _Sums:
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))
         self.key += [tuple((*self._axes_of_row(row), row.memory_kind) for row in rows)]
         self.key.append(sharding.activations)  # candidates may differ in these only
-        if isinstance(part, nnx.Optimizer):  # its state is updated where it is
+        if isinstance(part, nnx.Optimizer):  # its state is updated where it is: nothing is sent
             return
-        self._add_layers(sharding, rows)  # before parameters, which are sent in each tick
+        self._add_layers(sharding, rows)  # first, as it sets the schedule that parameters need
         for row in rows:
             self._add_parameter(row)
 
     def _add_arrays(self, sharding: Sharding | PartitionSpec | None, part: Any) -> None:
-        """Adds arrays outside of modules, such as the batch, which are not sent."""
+        """Adds the arrays of a pytree outside of modules, such as the batch, which are not sent."""
         spec, mesh = spec_and_mesh(sharding, self.mesh) or (PartitionSpec(), self.mesh)
         for array in jax.tree.leaves(part):
             if hasattr(array, "shape"):
@@ -339,28 +357,33 @@ class _Sums:
         """Adds what goes from layer to layer in a pipeline, and for attention over a sequence.
 
         Args:
-          sharding: that of a model, which declares how its modules run.
+          sharding: that of a model, which declares how its modules run: the ``schedule`` of a
+            declaration is a pipeline's, or how attention exchanges positions, or None.
           rows: those of its parameters.
         """
         declared = sharding.activations.shardings if sharding.activations else ()
         schedules = [x.schedule for x in declared]
         pipeline = next((x for x in schedules if isinstance(x, Schedule)), None)
+        # The bytes of each parameter in one layer, and of all that moves to other stages.
         in_stacks = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
-        parameters = [row.bytes_total / row.shape[0] for row in in_stacks]  # bytes in a layer
-        moved: list[float] = []  # of blocks of a list, from where they are to their stages
+        bytes_in_layer = [row.bytes_total / row.shape[0] for row in in_stacks]
+        moved = 0.0
         if pipeline is not None and not in_stacks:
+            # The layers are blocks of a list, each with parameters of its own, which are those that
+            # the pipeline shards over stages. Before a step, blocks move to the stages that run
+            # them; layers of a stack are there already.
             stages = {*self.axes.in_mesh(self.sizes, "stage")}
-            of_blocks = [
-                row
-                for row in rows
-                if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row)))
-            ]
-            moved = parameters = [row.bytes_total for row in of_blocks]
-        # The bytes of a token between two layers: as many as the smallest parameter of a layer.
-        per_token = min(parameters, default=0.0)
+            for row in rows:
+                if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row))):
+                    bytes_in_layer.append(row.bytes_total)
+            moved = sum(bytes_in_layer)
+        # The bytes of a token between two layers: as many as the smallest parameter of a layer,
+        # such as the scale of a norm, has.
+        per_token = min(bytes_in_layer, default=0.0)
         if pipeline is not None:
             self.schedule = pipeline
-            self._add_stages(pipeline, per_token, sum(moved))
+            self._add_stages(pipeline, per_token, moved)
+        # Without a declared method, positions that are sharded are taken to go around a ring.
         method = next((x.method for x in schedules if isinstance(x, OverSequence)), "ring")
         self._add_contexts(method, per_token)
 
@@ -372,11 +395,17 @@ class _Sums:
           per_token: the bytes of a token between two layers.
           moved: the bytes of parameters that move to their stages, and whose gradients move back.
         """
-        sent = 2 * moved / schedule.stages * (1 - 1 / schedule.stages)
-        # In each tick forward and backward; and what leaves the stages, and its gradient.
-        sent += 2 * self.tokens * per_token * (_time_ratio(schedule) + 1)
-        is_between_slices = bool({*self.axes.in_mesh(self.sizes, "stage")} & self.crossing)
-        self.sent.append(BytesSent(0.0, sent) if is_between_slices else BytesSent(sent, 0.0))
+        # The blocks of one stage are divided over the devices of all stages, of which all others
+        # send their parts; and the gradients go back, so it is twice.
+        blocks = 2 * moved / schedule.stages * (1 - 1 / schedule.stages)
+        # A stage sends one microbatch in each tick, so in all `slowdown` times the batch; what
+        # leaves the last stage is the batch once more. Gradients go back, so it is twice.
+        activations = 2 * self.tokens * per_token * (_slowdown(schedule) + 1)
+        sent = blocks + activations
+        if {*self.axes.in_mesh(self.sizes, "stage")} & self.crossing:
+            self.sent.append(BytesSent(between_slices=sent))
+        else:
+            self.sent.append(BytesSent(within_slices=sent))
 
     def _add_contexts(self, method: str, per_token: float) -> None:
         """Adds what attention over a sharded sequence sends.
@@ -388,11 +417,13 @@ class _Sums:
         devices = self._num_devices("context")
         if devices == 1:
             return
-        layers = sum(self.arguments.layers[-1:])  # of the longest stack, if there is one
-        # All-to-all may be within one axis, and a ring over another.
+        layers = max(self.arguments.layers, default=0)  # of the longest stack
         rounds = CONTEXT_ROUNDS[method](devices)
+        # All-to-all may be within one axis, with a ring over another: no rounds for one device.
         rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
-        self.sent.append(BytesSent(2 * self.tokens * per_token * rounds * layers, 0.0))
+        # In a round, keys and values of all tokens are sent: two arrays.
+        keys_and_values = 2 * self.tokens * per_token
+        self.sent.append(BytesSent(within_slices=keys_and_values * rounds * layers))
 
     def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
@@ -416,30 +447,33 @@ class _Sums:
             return
         axes_of_dims = self._axes_of_row(row)
         over = {axis for axes in axes_of_dims for axis in axes}  # all axes that shard it
-        # Those that shard it during the whole step. An axis for experts may also be one for data.
-        expert = {
-            axis
-            for axes, size in zip(axes_of_dims, row.shape, strict=True)
-            for axis in axes
-            if "expert" in self.styles
-            and size == self.arguments.experts
-            and axis in self.axes.expert
-        }
+        # The axes that shard it during the whole step. An axis for experts is one of these only for
+        # the dimension of experts: it shards other parameters as an axis for data.
+        expert: set[str] = set()
+        if "expert" in self.styles:
+            for axes, size in zip(axes_of_dims, row.shape, strict=True):
+                if size == self.arguments.experts:
+                    expert |= {*axes} & {*self.axes.expert}
         stage, model = {*self.axes.stage} & over, {*self.axes.model} & over
         held: float = row.bytes_total / self._product(expert | stage | model)
-        # The axes along which devices use the same parameter for different tokens, and so reduce
-        # its gradient.
+        # The axes along which devices use the same parameter for different tokens: these gather it
+        # and reduce its gradient, first within slices, then what that leaves between them.
         data = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
         sent = []
-        for axes in (data - self.crossing, data & self.crossing):  # within slices, then between
-            shards, devices = self._product(axes & over), self._product(axes)
-            sent.append(3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices))
+        for level in (data - self.crossing, data & self.crossing):
+            shards, devices = self._product(level & over), self._product(level)
+            gathers_and_scatter = 3 * held * (1 - 1 / shards)
+            all_reduce = 2 * held / shards * (1 - shards / devices)
+            sent.append(gathers_and_scatter + all_reduce)
             held /= shards
+        within, between = sent
         times = 1
-        if self.schedule is not None and stage:  # in each tick, for the layers of a stage
+        if self.schedule is not None and stage:
+            # The layers of a stage are used in each tick. But 1F1B, which interleaves forward and
+            # backward, adds up the gradients of what is not sharded over data, to reduce them once.
             is_reduced_once = self.schedule.interleaves and data.isdisjoint(over)
             times = 1 if is_reduced_once else self.schedule.ticks
-        self.sent.append(BytesSent(times * sent[0], times * sent[1]))
+        self.sent.append(BytesSent(within_slices=times * within, between_slices=times * between))
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(row, axes_of_dims, expert=expert, model=model, stage=stage)
 
@@ -463,24 +497,27 @@ class _Sums:
         """
         layers = 1.0
         dims = [*zip(row.shape, axes_of_dims, strict=True)]  # (size, axes)
+        # A stack has its layers in the first dimension, of which each stage runs its part.
         if row.shape[0] in self.arguments.layers:
             layers = row.shape[0] / self._product(stage)
             dims = dims[1:]
         element_bytes = row.bytes_total / math.prod(row.shape)
         if expert:
-            # A token goes to two experts and back, forward and backward, which is eight times; an
-            # expert has three kernels, of which each counts a third.
+            # The kernel is (experts, in, out), and the smaller of these are the features of a token
+            # outside of experts. It goes to two experts and back, forward and backward: eight
+            # times. An expert has three kernels, so each counts a third of that.
             elements = 8 / 3 * min(size for size, _ in dims[-2:])
         else:
-            # The features that are not sharded, in an all-reduce, which sends twice its bytes.
+            # Of a kernel (in, out), the model axes shard one dimension. The activations of the
+            # other one are summed in an all-reduce, which sends twice its bytes.
             elements = 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
         per_token = layers * element_bytes * elements
         sent = self.tokens * per_token * (1 - 1 / self._product(expert or model))
-        self.sent.append(BytesSent(sent, 0.0))
+        self.sent.append(BytesSent(within_slices=sent))
 
 
-def _time_ratio(schedule: Schedule) -> float:
-    """Returns the time of a step compared with one in which no stage waits."""
+def _slowdown(schedule: Schedule) -> float:
+    """Returns the time of a step with a pipeline, divided by that if no stage waited."""
     return schedule.ticks / schedule.microbatches
 
 

@@ -73,21 +73,26 @@ def prepare(
     Raises:
       ValueError: no candidate can fit, or an argument of the search is wrong.
     """
+    # 1. What the user asks for.
     _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
     if maximize not in (None, "batch"):
         raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
     step_variants = variants_of(step, args, variants or {}, options)
     named_axes, functions = Axes.of(axes), _read_strategies(strategies)
     arguments = step_variants[0].arguments
+
+    # 2. Pairs of a strategy and a mesh.
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
         available = len(topology_devices(*target)) if target else jax.device_count()
         count = devices or available
+        # Without strategies of the user, all chains of this library that suit the models.
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
             pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
         else:
             pairs = _given_pairs(functions, [*meshes], devices, named_axes)
+    # Which axes a function of the user needs is not known, so it is tried on all meshes.
     pairs = [
         (strategy, mesh)
         for strategy, mesh in pairs
@@ -100,14 +105,21 @@ def prepare(
         )
     if measure:
         check_devices(measure, [mesh for _, mesh in pairs])
-    kind = pairs[0][1].devices.flat[0].device_kind
+
+    # 3. Rates and the limit of memory, which are None for devices that `HARDWARE` does not have.
+    _, first_mesh = pairs[0]  # the devices of all meshes are of one kind
+    kind = first_mesh.devices.flat[0].device_kind
     peak = HARDWARE.get(kind) if hardware is None else hardware_of(hardware)
-    limit = None if peak is None else peak.memory_bytes  # of a device that is not known, none
-    limit = limit if memory_limit is None else read_bytes(memory_limit)
+    if memory_limit is not None:
+        limit: int | None = read_bytes(memory_limit)
+    else:
+        limit = None if peak is None else peak.memory_bytes
     if maximize and (limit is None or not arguments.rows):
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
+
+    # 4. Predictions.
     search = Search(
         variants=step_variants,
         functions=functions,
@@ -187,16 +199,18 @@ def _all_pairs(
 def _given_pairs(
     functions: Strategies, meshes: Sequence[AnyMesh], devices: int | None, axes: Axes
 ) -> list[tuple[str, Mesh]]:
-    """Pairs each strategy with each mesh of the user.
+    """Pairs each strategy, by its name, with each mesh of the user.
 
     Args:
       functions: as for :func:`_all_pairs`.
       meshes: the meshes, or the sizes of their axes.
-      devices: how many the user named, which each mesh must have; None for any number.
+      devices: the number of devices that each mesh must have; None for any number.
       axes: the names of the axes that strategies of this library use.
     """
     sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
-    check_meshes(sizes, devices, axes, are_ours=None in functions.values())
+    # Meshes may have other axes if all strategies are functions of the user.
+    has_chains = any(function is None for function in functions.values())
+    check_meshes(sizes, devices, axes, are_ours=has_chains)
     return [*itertools.product(functions, map(planning_mesh, meshes))]
 
 
@@ -207,26 +221,35 @@ def _add_all(search: Search, pairs: Sequence[tuple[str, Mesh]], *, quiet: bool) 
       ValueError: none can fit; the reasons are listed, and what would.
     """
     predicting = progress("plan: predicting", len(pairs), quiet=quiet)
-    # Strategies look at the models once, as nothing changes these in between.
+    # Strategies list the parameters of a model once for all calls in `models_unchanged`.
     with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:
             for variant in search.variants:
                 search.add(strategy, mesh, variant)
             advance(strategy)
     if not search.programs:
-        ways = "; or ".join(remedies(search, {}))
+        # Nothing was compiled, so there are no reports: only the bytes of arguments are known.
+        ways = "; or ".join(remedies(search, reports={}))
         remedy = f"By the arguments alone, one of these would fit: {ways}." if ways else ""
         raise ValueError(listed_once("plan: no candidate can fit:", search.ruled_out, remedy))
 
 
 def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Devices | None:
-    """Returns the devices for processes that compile: of a topology, or so many CPU devices.
+    """Returns what other processes compile for, as they cannot share the devices of this one.
 
-    None for other devices of this machine, which only this process has.
+    Args:
+      meshes: those of all candidates.
+      target: the topology that the user named, and its slices.
+
+    Returns:
+      The topology; or else the number of virtual CPU devices that the largest mesh needs; or None
+      for other devices of this machine, for which only this process can compile.
     """
-    if target is None and all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes):
+    if target is not None:
+        return target
+    if all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes):
         return max(mesh.size for mesh in meshes)
-    return target
+    return None
 
 
 def listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:

@@ -23,37 +23,48 @@ from ..report.comparison import Failure
 from .candidates import split_name
 from .search import Needs, Search
 
-_MOST_TIMES = 64  # as many devices, or microbatches; and a batch that is as small a part
+# The powers of two that are tried: as many times the devices, as many microbatches, or as small a
+# part of the batch.
+_FACTORS = (2, 4, 8, 16, 32, 64)
 
 
 def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Iterator[str]:
     """Yields what would fit, as lines: memory, devices, remat, microbatches, offload, batch."""
-    limit, smallest = search.limit, _smallest(search, reports)
+    limit, smallest = search.limit, _candidate_with_least(search, reports)
     if limit is None or smallest is None:
         return
     candidate, variant = smallest.candidate, smallest.variant
     arguments, rest, rows = smallest.arguments, smallest.rest, candidate.rows
+    # More memory.
     yield f"{bytes_text(arguments + rest)} on each device, for {candidate.name}"
+    # More devices.
     yield from _more_devices(search, smallest, limit)
-    if rest and "remat" not in variant.chosen:  # that of a Stack was tried
+    # Recomputed activations. If the user chose `remat` of the stacks, or the search tried it, this
+    # is what needs least with it. The rest is 0 if nothing was compiled, and so unknown.
+    if rest and "remat" not in variant.chosen:
         yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
-    # The powers of two into which the batch can be divided.
-    divisors = [2**i for i in range(1, _MOST_TIMES.bit_length()) if rows and rows % 2**i == 0]
-    count = next((n for n in divisors if arguments + rest / n <= limit), None)
-    if rest and count and "microbatches" not in variant.chosen:
-        yield f"{count} microbatches of accumulate_gradients: {_about(arguments + rest / count)}"
+    # Microbatches: the whole batch is still an argument, but activations are those of a part.
+    divisors = [n for n in _FACTORS if rows and rows % n == 0]
+    enough = [n for n in divisors if arguments + rest / n <= limit]
+    if rest and enough and "microbatches" not in variant.chosen:
+        needs = arguments + rest / enough[0]
+        yield f"{enough[0]} microbatches of accumulate_gradients: {_about_on_each(needs)}"
+    # The state of the optimizer on the host.
     if not variant.offload:
         held = search.arguments_of(candidate, variant, offload=True)
         if held < arguments and held + rest <= limit:
-            yield f"offload of the optimizer's state: {_about(held + rest)}"
+            yield f"offload of the optimizer's state: {_about_on_each(held + rest)}"
+    # The largest batch that fits.
     for n in divisors:
-        held = search.arguments_of(candidate, variant, rows=rows // n)
-        if held + rest / n <= limit:
-            yield f"a batch of {rows // n} rows: {_about(held + rest / n)}"
-            return
+        needs = search.arguments_of(candidate, variant, rows=rows // n) + rest / n
+        if needs <= limit:
+            yield f"a batch of {rows // n} rows: {_about_on_each(needs)}"
+            break
 
 
-def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Needs | None:
+def _candidate_with_least(
+    search: Search, reports: Mapping[str, ProgramReport | Failure]
+) -> Needs | None:
     """Finds the candidate that needs least: by its program if any was compiled, else by shapes."""
     compiled = []
     for name, report in reports.items():
@@ -71,9 +82,11 @@ def _smallest(search: Search, reports: Mapping[str, ProgramReport | Failure]) ->
 
 
 def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
-    """Yields the least power of two times as many devices, with parameters sharded over data.
+    """Yields a line with the smallest mesh of more devices that fits, if there is one.
 
-    Nothing if none is enough, or if the strategy is a function of the user.
+    Parameters are sharded over data there, by ``fsdp``, and the new devices are along the axis
+    ``data``, so that each has a smaller part of the parameters and fewer rows of the batch. Nothing
+    is known of a function of the user.
 
     Args:
       search: predicts the arguments.
@@ -85,16 +98,18 @@ def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
         return
     _, styles = split_name(candidate.strategy)
     strategy = " + ".join(("fsdp", *styles))
-    [axis] = search.axes.data
-    for i in range(1, _MOST_TIMES.bit_length()):
-        sizes = {**candidate.sizes, axis: candidate.sizes.get(axis, 1) * 2**i}
+    [axis] = search.axes.data  # only the role "model" may have two axes
+    for factor in _FACTORS:
+        sizes = {**candidate.sizes, axis: candidate.sizes.get(axis, 1) * factor}
         larger = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
-        needs = search.arguments_of(larger, smallest.variant) + smallest.rest / 2**i
+        needs = search.arguments_of(larger, smallest.variant) + smallest.rest / factor
         if needs <= limit:
             text = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {_about(needs)}"
-            return
+            num_devices = math.prod(sizes.values())
+            yield f"{num_devices} devices, {strategy}, {text}: {_about_on_each(needs)}"
+            break
 
 
-def _about(size: float) -> str:
+def _about_on_each(size: float) -> str:
+    """Returns the text of what an estimate says that each device needs: "about 3 GiB on each"."""
     return f"about {bytes_text(int(size))} on each"

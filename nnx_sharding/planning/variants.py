@@ -39,7 +39,8 @@ class Variant:
       text: the expression for the function in a recipe.
       lines: the statements of a recipe before that.
       chosen: the values of options, chosen by the user or by the search.
-      vary: makes the variant with other values of options.
+      vary: makes a variant of the same function with other values of options (``chosen``), as the
+        search does.
     """
 
     name: str
@@ -85,15 +86,18 @@ def variants_of(
     if wrong := [name for name, values in grid.items() if isinstance(values, str) or not [*values]]:
         raise ValueError(f"plan: variants: expected lists of values for {', '.join(wrong)}.")
     variants = []
-    for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
+    steps = step if isinstance(step, Mapping) else {"": step}  # one function needs no name
+    for name, entry in steps.items():
         fun, *own_args = entry if isinstance(entry, tuple) else (entry, *args)
-        fun, kept_options = unwrapped("plan", fun, options)  # without those of a `jit` around it
-        # A recipe has to be Python.
-        text = getattr(fun, "__name__", "step").replace("<lambda>", "step")
-        text = f"steps[{name!r}]" if isinstance(step, Mapping) else text
+        # The function in a `jit`, without its mesh and shardings, and its other options with these.
+        fun, jit_options = unwrapped("plan", fun, options)
+        if isinstance(step, Mapping):
+            expression = f"steps[{name!r}]"
+        else:  # a name of Python, which "<lambda>" is not
+            expression = getattr(fun, "__name__", "step").replace("<lambda>", "step")
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
-            variants.append(_variant(str(name), fun, text, own_args, kept_options, chosen))
+            variants.append(_variant(str(name), fun, expression, own_args, jit_options, chosen))
     if not variants:
         raise ValueError("plan: expected at least one variant of the step, got none.")
     return variants
@@ -154,7 +158,7 @@ def _variant(
       options: those of jit.
       chosen: the value of each option.
     """
-    vary = partial(_variant, name, fun, text, args, options)  # a function of ``chosen``
+    vary = partial(_variant, name, fun, text, args, options)  # which `with_prefetch` calls
     words = [name] if name else []
     words += [f"{option}={value}" for option, value in chosen.items()]
     # All but the options of this library are keyword arguments of the step.
@@ -175,27 +179,30 @@ def _variant(
         chosen=chosen,
         vary=vary,
     )
-    if "remat" in chosen:
-        lines = tuple(_set_remat(variant, chosen["remat"]))
-        variant = dataclasses.replace(variant, lines=lines)
-    return variant
+    if "remat" not in chosen:
+        return variant
+    # Only the variant knows how the recipe names the stacks in its arguments.
+    lines = _set_remat(variant, chosen["remat"])
+    return dataclasses.replace(variant, lines=lines)
 
 
-def _set_remat(variant: Variant, policy: Any) -> Iterator[str]:
-    """Sets the policy of all stacks in the arguments; yields the statements that do so."""
+def _set_remat(variant: Variant, policy: Any) -> tuple[str, ...]:
+    """Sets the policy of all stacks in the arguments; returns the statements that do so."""
     stacks = [*_stacks(variant)]
-    for name, module in stacks:
-        module.remat = policy
-        yield f"{name}.remat = {policy!r}"
     if not stacks:
         raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
+    for _, module in stacks:
+        module.remat = policy
+    return tuple(f"{expression}.remat = {policy!r}" for expression, _ in stacks)
 
 
 def _stacks(variant: Variant) -> Iterator[tuple[str, Any]]:
-    """Yields each stack in the arguments once, after the expression that names it."""
+    """Yields each stack in the arguments once, after the expression for it: ``model.layers``."""
     seen = set()
-    for name, part in variant.arguments.parts.items():
-        for path, module in modules_in(part) if isinstance(part, nnx.Module) else ():
+    for name, part in variant.arguments.parts.items():  # by their expressions: ``model``
+        if not isinstance(part, nnx.Module):  # an array: in pytrees, all modules are parts
+            continue
+        for path, module in modules_in(part):
             if isinstance(module, Stack) and id(module) not in seen:
                 seen.add(id(module))
                 yield accessor(name, path), module
