@@ -24,7 +24,7 @@ from .._version import __version__
 from ..analysis.meshes import MeshDescription
 from ..core.declared import abstract, is_committed
 from ..core.failures import call_with_explained_errors
-from ..core.outcome import Outcome
+from ..core.outcome import INPUT, Outcome
 from ..core.plan import Plan
 from ..core.structure import LEAF, Child, Container, RefEntry, Structure, VariableEntry, parts_of
 from ..diagnostics.differences import differences, show_child
@@ -89,17 +89,23 @@ def export(
         """Traces and lowers the function for these arguments."""
         plan, flat = fun._plan_without_running(args, kwargs)
         _check_refs(plan, flat.leaves)
+        # One type for each array of the arguments, with its sharding.
         types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
-        with _compat.no_source_locations(), fun._tracing(flat):  # equal functions make equal files
+        # Without the lines of sources, so that equal functions make equal files.
+        with _compat.no_source_locations(), fun._tracing(flat):
             lowered = call_with_explained_errors(plan, types, lower)
-        # Unflattened with numbers in place of arrays: the position of each output.
-        count = lowered.out_tree.num_leaves
-        *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))
-        # Only arrays go into the file; the manifest says what they mean.
-        out_tree = jax.tree_util.tree_structure((0,) * count)
+        # The traced function returns groups of outputs, one for each sharding, and the outcome,
+        # which holds no arrays. Unflattened with numbers in place of arrays, the groups have the
+        # positions of the outputs.
+        num_outputs = lowered.out_tree.num_leaves
+        positions = range(num_outputs)
+        *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, positions)
+        # A file can hold no outcome: its program returns a tuple of arrays, and the manifest says
+        # what they mean.
+        out_tree = jax.tree_util.tree_structure((0,) * num_outputs)
         program = dataclasses.replace(lowered, out_tree=out_tree)
         return Exported(_manifest(plan, outcome, groups, program), program)
 
@@ -144,15 +150,19 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     ``arguments`` is their structure after the call, to list the differences.
     """
     before, after = plan.structure, outcome.structure
-    is_expressible = not outcome.metadata and not outcome.statics
-    for node in outcome.nodes:
-        old_parts = parts_of(before.entries[node.node])
-        is_expressible &= not node.removed and all(
-            key == _compat.STATUSES
-            or _is_expressible(old_parts.get((key,)), part.child, before, after)
-            for key, part in node.changed
-        )
-    if is_expressible:
+    # Changed metadata of Variables, static objects that were changed, and removed attributes are
+    # nothing that a file can say. New values of Variables are not among these changes.
+    can_be_said = not outcome.metadata and not outcome.statics
+    for change in outcome.nodes:
+        if change.removed:
+            can_be_said = False
+        old_attributes = parts_of(before.entries[change.node])
+        for name, value in change.changed:
+            # Flax notes in `STATUSES` which attributes are data: it changes with each new one.
+            if name != _compat.STATUSES:
+                old = old_attributes.get((name,))
+                can_be_said &= _can_be_said(old, value.child, before, after)
+    if can_be_said:
         return
     lines = differences((plan.signature, before), (plan.signature, arguments))
     text = message(
@@ -164,11 +174,12 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     raise ValueError(text)
 
 
-def _is_expressible(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
-    """Whether the arrays of an attribute that became ``new`` express the change.
+def _can_be_said(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
+    """Whether a changed attribute of a module is the same as new arrays at paths below it.
 
-    An attribute is described by the index of an object among the ``entries`` of a structure, by
-    ``LEAF`` for an array, by a ``Container``, or by a static value.
+    That is all that a file can say: ``model.up.kernel`` is now output 3. An attribute is described
+    by the index of an object among the ``entries`` of a structure, by ``LEAF`` for an array, by a
+    ``Container``, or by a static value.
 
     Args:
       old: the attribute before the call; None if the module did not have it.
@@ -177,15 +188,18 @@ def _is_expressible(old: Child | None, new: Child, before: Structure, after: Str
       after: the same after it; objects that the function made come after those of ``before``.
     """
     if old is not None:
-        if old == new or not (isinstance(old, int) and isinstance(new, int)):
-            return old == new
-        # Another Variable like the old one: the file has its value as that of the old one.
-        entry = before.entries[old]
-        return isinstance(entry, VariableEntry) and entry == after.entries[new]
+        if isinstance(old, int) and isinstance(new, int) and old != new:
+            # Another Variable in its place, of the same kind and metadata: at this path, there is
+            # only another value.
+            entry = before.entries[old]
+            return isinstance(entry, VariableEntry) and entry == after.entries[new]
+        return old == new  # with other arrays, if any
+    # A new attribute.
     if isinstance(new, Container):
-        return all(_is_expressible(None, child, before, after) for child in new.children)
-    is_new_object = isinstance(new, int) and new >= len(before.entries)
-    return new is LEAF or is_new_object
+        return all(_can_be_said(None, child, before, after) for child in new.children)
+    # An object of the arguments would be shared now, and a static value is no array.
+    is_made_by_function = isinstance(new, int) and new >= len(before.entries)
+    return new is LEAF or is_made_by_function
 
 
 def _manifest(
@@ -193,22 +207,31 @@ def _manifest(
 ) -> Manifest:
     """Describes the arguments, the result and the changes of a program as data.
 
-    ``groups`` are the outputs of the traced function in its own groups, as positions in the
-    program.
+    A *tree* is such data for a pytree, in which arrays are ``{"input": 3}`` or ``{"output": 0}``.
+
+    Args:
+      plan: that of the call.
+      outcome: what the function returned and changed.
+      groups: the outputs of the traced function in its own groups, as positions in the program.
+      program: the program.
     """
 
-    def source(slot: int) -> Tree:
+    def tree_of_slot(slot: int) -> Tree:
         """Returns the tree of an array after the call: an output, or an unchanged input."""
-        if slot < 0:  # of an unchanged object; see _arguments_after
+        if slot < 0:  # `_arguments_after` has inverted the slots of unchanged objects
             return {"input": ~slot}
         group, position = outcome.sources[slot]
-        return {"input": position} if group < 0 else {"output": groups[group].arrays[position]}
+        if group == INPUT:  # an array that is unchanged, in an object that is not
+            return {"input": position}
+        return {"output": groups[group].arrays[position]}
 
+    # The arguments, before and after the call.
     before = tree_of(plan.structure, lambda slot: {"input": slot})
-    after = _arguments_after(plan, outcome)
-    _check_expressible(plan, outcome, after)
+    arguments_after = _arguments_after(plan, outcome)
+    _check_expressible(plan, outcome, arguments_after)
     updates = {}
-    for argument in _arguments(plan, tree_of(after, source)):
+    for argument in _arguments(plan, tree_of(arguments_after, tree_of_slot)):
+        # An argument is updated by those of its arrays that are outputs.
         changed = [
             (path, {"output": position})
             for path, kind, position in leaves_of(argument.tree)
@@ -216,7 +239,8 @@ def _manifest(
         ]
         if changed:
             updates[argument.name] = tree_from("state", changed)
-    result = tree_of(outcome.structure, source)
+    # The result, and the types and shardings of the program.
+    result = tree_of(outcome.structure, tree_of_slot)
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
     output_names = [f"output {i}" for i in range(len(outputs))]
@@ -240,13 +264,19 @@ def _manifest(
 
 
 def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
-    """Yields the arguments; the tree of all is a tuple of positional ones and a dict of others."""
+    """Yields the arguments of a call.
+
+    ``tree`` is that of all of them, a tuple and a dict, in which parts come after their paths:
+    ``{"tuple": [[[0], {"tuple": positional}], [[1], {"dict": keywords}]]}``.
+    """
     signature = plan.signature
     (_, positional), (_, keywords) = tree["tuple"]
-    for index, (_, tree) in zip(signature.dynamic, positional["tuple"], strict=True):
-        yield Argument(signature.names[index], False, index in signature.donated, tree)
-    for (name,), tree in keywords["dict"]:
-        yield Argument(name, True, name in signature.donated, tree)
+    # Static arguments are not in the tree, so the indices skip them.
+    for index, (_, argument) in zip(signature.dynamic, positional["tuple"], strict=True):
+        name, is_donated = signature.names[index], index in signature.donated
+        yield Argument(name, keyword=False, donated=is_donated, tree=argument)
+    for (name,), argument in keywords["dict"]:
+        yield Argument(name, keyword=True, donated=name in signature.donated, tree=argument)
 
 
 def _statics(plan: Plan) -> dict[str, str]:

@@ -6,6 +6,9 @@ the outputs make up the result. A call goes from arguments to a list of arrays (
 devices (``_mesh_for``, ``_placed``), through the program, and from arrays to the result. A program
 is compiled once for each mesh that is in context. All that is known of the arguments is in the
 manifest, so a mistake in them is reported by path, before JAX would report it by position.
+
+A *tree* of the manifest describes the result, or the updates of an argument: a pytree in which
+arrays are ``{"input": 3}`` or ``{"output": 0}``, by their kind and position in the program.
 """
 
 from __future__ import annotations
@@ -107,7 +110,8 @@ class Exported(Pictured):
         updates = {}
         for name, tree in self.manifest.updates.items():
             new_arrays = {path: known[kind][position] for path, kind, position in leaves_of(tree)}
-            updates[name] = forms[name](new_arrays)
+            in_form_of_argument = forms[name]  # such as a flat mapping, if that was passed
+            updates[name] = in_form_of_argument(new_arrays)
         return Result(build(self.manifest.result, known), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
@@ -134,12 +138,15 @@ class Exported(Pictured):
 
     def _compile(self, mesh: Mesh | None) -> tuple[Callable[..., Any], Shardings]:
         """Returns the program on the devices of a mesh, and the shardings of its inputs there."""
-        sides = _compat.exported_shardings(self.jax_exported)
-        inputs, outputs = (tuple(_on_devices(mesh, x) for x in side) for side in sides)
-        if mesh is not None and not any((*inputs, *outputs)):
-            # No sharding names the devices of the program, and yet all arrays have to be on them.
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            inputs, outputs = (everywhere,) * len(inputs), (everywhere,) * len(outputs)
+        abstract_inputs, abstract_outputs = _compat.exported_shardings(self.jax_exported)
+        # None where the program leaves a sharding open, and all of them without a mesh.
+        inputs = tuple(_on_devices(mesh, sharding) for sharding in abstract_inputs)
+        outputs = tuple(_on_devices(mesh, sharding) for sharding in abstract_outputs)
+        if mesh is not None and all(sharding is None for sharding in (*inputs, *outputs)):
+            # JAX learns from shardings on which devices a program runs. Here none says so, and the
+            # program has several: replicated arrays are on all of them.
+            replicated = NamedSharding(mesh, PartitionSpec())
+            inputs, outputs = (replicated,) * len(inputs), (replicated,) * len(outputs)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
         options: Any = {"in_shardings": inputs, "out_shardings": outputs}
@@ -182,20 +189,19 @@ def load(path: str | os.PathLike[str]) -> Exported:
             f"that wrote it, or export it again: {manifest.versions}."
         )
     try:
-        program = jax.export.deserialize(bytearray(content))
-    except ImportError as error:
+        program = jax.export.deserialize(bytearray(content))  # the type that JAX declares
+    except ImportError as error:  # without flatbuffers
         raise _no_flatbuffers("export.load") from error
     except Exception as error:  # JAX checks nothing, so it may be of any kind
         raise ExportError(
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
             f"written by {manifest.versions}."
         ) from None
-    # The manifest may be of another program.
-    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
-    has_types = all(
-        [info.type for info in infos] == [ArrayInfo.of("", aval, None).type for aval in avals]
-        for infos, avals in sides
-    )
+    # The manifest may be of another program. Types are compared as text: "float32[4,16]".
+    described = [info.type for info in (*manifest.inputs, *manifest.outputs)]
+    avals = (*program.in_avals, *program.out_avals)
+    actual = [ArrayInfo.of("", aval, None).type for aval in avals]
+    has_types = described == actual and len(manifest.inputs) == len(program.in_avals)
     if not has_types or manifest.devices != program.nr_devices:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
@@ -220,14 +226,16 @@ def _bind(
       TypeError: lists all that does not fit.
     """
     arguments = _arguments_by_name(manifest, args, kwargs)
-    passed: dict[int, tuple[LeafInfo, Any]] = {}  # arrays by position, and what they are passed for
+    # Position of an input → where in the arguments it was met first, and the array there.
+    passed: dict[int, tuple[LeafInfo, Any]] = {}
     forms: dict[str, Form] = {}
     # The lines of the message.
     missing, unknown, wrong_type, not_shared = list[str](), list[str](), list[str](), list[str]()
     for argument in manifest.arguments:
-        has_joined_paths = False  # as in {"up/kernel": array}
-        # `by_path` has the arrays that the program takes of this argument.
+        has_joined_paths = False
         for path, array in _arrays_by_path(arguments[argument.name]):
+            # `by_path` knows a path as ("up", "kernel"), and as "up/kernel" if a flat mapping has
+            # such keys.
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
@@ -237,17 +245,18 @@ def _bind(
                 hint = suggestion(name, [other.name for other in argument.leaves])
                 unknown.append(f"  {name}{hint}")
                 continue
-            first, same_array = passed.setdefault(leaf.position, (leaf, array))
-            if same_array is not array:
-                not_shared.append(f"  {leaf.name}: is {first.name}, passed as another array")
+            # What was one array in the exported function is one input: another array is a mistake.
+            first_leaf, first_array = passed.setdefault(leaf.position, (leaf, array))
+            if first_array is not array:
+                not_shared.append(f"  {leaf.name}: is {first_leaf.name}, passed as another array")
         forms[argument.name] = _form_of(arguments[argument.name], has_joined_paths=has_joined_paths)
     for position, info in enumerate(manifest.inputs):
         if position not in passed:
             missing.append(f"  {info.name}, {info}")
             continue
-        leaf, array = passed[position]
+        first_leaf, array = passed[position]
         if fault := _type_fault(array, info):
-            wrong_type.append(f"  {leaf.name}: {fault}")
+            wrong_type.append(f"  {first_leaf.name}: {fault}")
     faults = {
         "Missing": missing,
         "Unknown": unknown,
@@ -289,6 +298,7 @@ def _arrays_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
     ``path`` is that of ``value`` in the argument.
     """
+    # A State has Variables, whose arrays count. A Variable of anything else is flattened below.
     leaf = _compat.get_value(value) if _compat.is_variable(value) else value
     if isinstance(leaf, jax.Array | np.ndarray):  # the usual case
         yield path, leaf
@@ -298,10 +308,11 @@ def _arrays_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             keys = key if isinstance(key, tuple) else (key,)  # a flat mapping has paths as keys
             yield from _arrays_by_path(part, (*path, *keys))
     else:  # a module, or a pytree of any other class
+        # The same tree as the manifest has for an argument, here with the index of each array.
         flat = flatten(value)
-        tree = tree_of(flat.structure, lambda slot: {"input": slot})
-        for inner, _, slot in leaves_of(tree):
-            yield path + inner, flat.leaves[slot]
+        tree = tree_of(flat.structure, lambda index: {"input": index})
+        for path_in_value, _kind, index in leaves_of(tree):
+            yield path + path_in_value, flat.leaves[index]
 
 
 def _form_of(value: Any, *, has_joined_paths: bool) -> Form:
@@ -311,13 +322,15 @@ def _form_of(value: Any, *, has_joined_paths: bool) -> Form:
       value: the argument: a module or a State, nested dicts, or a flat mapping by paths.
       has_joined_paths: whether it is flat with keys such as ``"up/kernel"``.
     """
+    # The new arrays come by paths, ``{("up", "kernel"): array}``.
     if not isinstance(value, Mapping) or isinstance(value, nnx.State):
+        # The path is empty if the argument is an array itself, in a Variable for example.
         return lambda arrays: arrays[()] if () in arrays else nnx.from_flat_state(arrays)
     if any(isinstance(key, tuple) for key in value):
-        return dict
+        return dict  # the same paths are the keys
     if has_joined_paths:
         return lambda arrays: {path_string(path): array for path, array in arrays.items()}
-    return unflatten_dict
+    return unflatten_dict  # {"up": {"kernel": array}}
 
 
 def _fits(size: int | str, exported: int | str) -> bool:
@@ -329,13 +342,16 @@ def _fits(size: int | str, exported: int | str) -> bool:
 
 
 def _type_fault(leaf: Any, info: ArrayInfo) -> str:
-    """Says why what was passed for an input cannot be; nothing if it can."""
+    """Says why what was passed cannot be the input that ``info`` describes; nothing if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, which has no values"
     try:
-        actual = ArrayInfo.of("", leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
+        # The type that JAX gives a NumPy array or a number, such as float32 to one of float64.
+        aval = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
+        actual = ArrayInfo.of(name="", aval=aval, sharding=None)
     except (AttributeError, TypeError):
         return f"a {type(leaf).__name__}, not {info}"
+    # An exported size may be symbolic, such as "2*batch".
     has_rank = len(actual.shape) == len(info.shape)
     has_shape = has_rank and all(map(_fits, actual.shape, info.shape))
     if has_shape and actual.dtype == info.dtype:
@@ -354,10 +370,11 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     if manifest.devices == 1:
         return None
     context = _compat.context_mesh()
-    mesh = context if isinstance(context, Mesh) else None
+    mesh = context if isinstance(context, Mesh) else None  # an AbstractMesh has no devices
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
-    # A program without shardings runs on any mesh of so many devices.
+    # Meshes of one program have the same devices: the first says how these are arranged. A program
+    # without shardings runs on any mesh of so many devices.
     like = meshes[0] if meshes else AbstractMesh((manifest.devices,), ("devices",))
     exported = f"{manifest.function} was exported for {manifest.devices} devices (mesh "
     exported += f"{MeshDescription.of(like)})"
@@ -375,31 +392,46 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
             "jax.set_mesh(mesh):` for one like it, or without, or export it again for this one."
         )
     else:
+        # It has this shape already, unless the program has no shardings: then any shape will do.
         grid = mesh.devices.reshape(like.axis_sizes)
     return Mesh(grid, like.axis_names, axis_types=like.axis_types)
 
 
 def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedSharding | None:
-    """Returns an exported sharding, whose mesh is abstract, on the devices of a mesh."""
+    """Returns an exported sharding, whose mesh is abstract, on the devices of a mesh.
+
+    Args:
+      mesh: the mesh from `_mesh_for`; None for a program of one device.
+      sharding: the sharding of an input or an output; None if it was left open.
+
+    Returns:
+      The sharding, with the same devices in the same order; or None, which leaves it open, if there
+      is no mesh on either side.
+    """
     if mesh is None or sharding is None or sharding.mesh.empty:
         return None
-    like = sharding.mesh
-    devices = mesh.devices.reshape(like.axis_sizes)
-    same = Mesh(devices, like.axis_names, axis_types=like.axis_types)
-    return NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
+    # Programs may use several meshes of the same devices, with other axes.
+    own_mesh = sharding.mesh
+    devices = mesh.devices.reshape(own_mesh.axis_sizes)
+    on_devices = Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types)
+    return NamedSharding(on_devices, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> list[Any]:
-    """Places the inputs of a program on its mesh; for one of a single device, nothing is moved.
+    """Places the inputs of a program on its mesh.
 
-    Where the program leaves a sharding open (None), an array only has to be on the same devices.
+    Args:
+      arrays: the inputs.
+      shardings: where each has to be. Where it is open (None), an array only has to be on the same
+        devices as the others, in any sharding.
+      mesh: the mesh; None for a program of one device, for which nothing is moved.
     """
     if mesh is None:
         return list(arrays)
-    devices, everywhere = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
+    devices, replicated = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
     targets = list(shardings)
     for i, array in enumerate(arrays):
-        # JAX itself moves an array that is not committed to its device.
+        # JAX refuses arrays that are committed to other devices. It moves all others itself.
         if targets[i] is None and is_committed(array) and array.sharding.device_set != devices:
-            targets[i] = everywhere
+            targets[i] = replicated
     return place_arrays(arrays, targets)

@@ -51,7 +51,8 @@ def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
       ExportError: the file is of another kind, or was damaged or changed.
     """
     data = file_path(path).read_bytes()
-    # A file that was cut within these four bytes is damaged, not a file of another kind.
+    # A file that was cut within its first four bytes is damaged, not a file of another kind. So the
+    # start is compared with as many bytes as there are.
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
     if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:
@@ -63,7 +64,7 @@ def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
-            if len(names) > len(set(names)):  # of which each reader of archives takes another one
+            if len(names) > len(set(names)):  # readers of archives differ in which one they take
                 raise ValueError("it has a file twice")
             return archive.read(_MANIFEST), archive.read(_PROGRAM)
     except Exception as error:  # zipfile raises errors of many kinds

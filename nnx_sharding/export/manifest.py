@@ -7,7 +7,10 @@ A pytree is described by a tree, which is JSON, one of ::
     {kind: [[path, tree], ...]}      a container with its parts
 
 where the kind is "tuple", "list", "dict", "state" (a module, or an nnx.State) or "object" (any
-other class, which becomes a dict), and a path is a list of keys: one, except in a "state".
+other class, which becomes a dict), and a path is a list of keys: one, except in a "state". So a
+module with an ``nnx.Linear`` called ``up`` is ::
+
+    {"state": [[["up", "bias"], {"input": 0}], [["up", "kernel"], {"input": 1}]]}
 """
 
 from __future__ import annotations
@@ -114,12 +117,14 @@ class Argument:
     @functools.cached_property
     def by_path(self) -> dict[tuple[str, ...] | str, LeafInfo]:
         """Its arrays by paths such as ``("up", "kernel")`` and, if unambiguous, ``up/kernel``."""
-        joined = Counter(path_string(leaf.path) for leaf in self.leaves)
-        unique = (x for x in self.leaves if joined[path_string(x.path)] == 1)  # of a/b and a, b
-        return {
-            **{tuple(map(str, leaf.path)): leaf for leaf in self.leaves},
-            **{path_string(leaf.path): leaf for leaf in unique},
-        }
+        result: dict[tuple[str, ...] | str, LeafInfo] = {}
+        # The text "a/b" is ambiguous if there are paths with the key "a/b" and the keys "a", "b".
+        texts = Counter(path_string(leaf.path) for leaf in self.leaves)
+        for leaf in self.leaves:
+            result[tuple(map(str, leaf.path))] = leaf
+            if texts[path_string(leaf.path)] == 1:
+                result[path_string(leaf.path)] = leaf
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,33 +206,45 @@ class Manifest(JsonForm):
 
 
 def tree_of(structure: Structure, array: Callable[[int], Tree]) -> Tree:
-    """Returns the tree of a structure's root; ``array`` returns the tree of a slot."""
+    """Returns the tree of the pytree that a structure describes.
+
+    Args:
+      structure: the structure. Its arrays are numbered by *slots*.
+      array: returns the tree of the array in a slot, such as ``{"input": slot}``.
+    """
     return _tree(structure, structure.root, iter(structure.root_slots), array)
 
 
 def _tree(
     structure: Structure, child: Child, slots: Iterator[int], array: Callable[[int], Tree]
 ) -> Tree:
-    """Returns the tree of a part of a structure, and takes the slots of its arrays from ``slots``.
+    """Returns the tree of a part of a structure.
 
-    The part is an array (``LEAF``), a pytree (``Container``), the index of a module or Variable, or
-    a static value. A Variable has the tree of its value, a module that of an ``nnx.State``, with
-    a tree for each path in it.
+    A Variable has the tree of its value, a module that of an ``nnx.State``.
+
+    Args:
+      structure: the structure.
+      child: the part: an array (``LEAF``), a pytree (``Container``), the index of a module or
+        Variable in ``structure.entries``, or a static value.
+      slots: the slots of the arrays in the part, outside of modules and Variables. Each array takes
+        the next one.
+      array: returns the tree of the array in a slot.
     """
     if child is LEAF:
         return array(next(slots))
     if isinstance(child, Container):
         parts = [_tree(structure, part, slots, array) for part in child.children]
         return _container(child.treedef, iter(parts))
-    if not isinstance(child, int):  # a static value
+    if not isinstance(child, int):  # a static value is part of the program, and no array
         return None
     items = []  # the path of each Variable and array below, and its tree
-    for location in structure.walk(child, iter(())):
+    # A module or Variable has the slots of its arrays itself, so none are passed.
+    for location in structure.walk(child, slots=iter(())):
         entry = None if location.object_index is None else structure.entries[location.object_index]
         value = entry.value if isinstance(entry, VariableEntry) else LEAF
         items.append((location.path, _tree(structure, value, iter(location.slots), array)))
     if isinstance(structure.entries[child], VariableEntry) and items:
-        _, value_tree = items[0]  # a Variable is the tree of its value
+        [(_, value_tree), *_] = items  # the walk from a Variable begins with itself
         return value_tree
     return tree_from("state", items)
 
@@ -238,13 +255,15 @@ def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
         return next(parts)
     type_, data = treedef.node_data()
     children = [_container(child, parts) for child in treedef.children()]
-    if type_ is type(None):
+    if type_ is type(None):  # to JAX, None is a node without children
         return None
     kind = _KINDS.get(type_, "object")
+    # JAX has the keys of a dict as the data of the node, of other classes only as paths of leaves.
     keys = data if kind == "dict" else _keys(treedef)
     return tree_from(kind, (((key,), child) for key, child in zip(keys, children, strict=True)))
 
 
+# The kinds of containers; those of all other classes are "object".
 _KINDS = {tuple: "tuple", list: "list", dict: "dict", nnx.State: "state"}
 
 
@@ -257,12 +276,19 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
 
 
 def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
-    """Returns the tree of a container of these items; a State in a State becomes part of it."""
+    """Returns the tree of a container from the paths of its parts and their trees.
+
+    A "state" in a "state" becomes part of it: of the item ``(("up",), {"state": [[["w"], t]]})``,
+    the result has ``[["up", "w"], t]``.
+    """
     parts = []
     for path, tree in items:
-        is_state = kind == "state" and isinstance(tree, dict) and "state" in tree
-        inner = tree["state"] if is_state else [[[], tree]]
-        parts += [[[*map(_plain, path), *more], below] for more, below in inner]
+        keys = [_plain(key) for key in path]
+        if kind == "state" and isinstance(tree, dict) and "state" in tree:
+            for keys_below, part in tree["state"]:
+                parts.append([[*keys, *keys_below], part])
+        else:
+            parts.append([keys, tree])
     return {kind: parts}
 
 
@@ -275,13 +301,16 @@ def _plain(key: Any) -> str | int:
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
     """Yields each array in a tree: its path, ``"input"`` or ``"output"``, and its position.
 
-    A ValueError if data that was read has another form.
+    ``path`` is that of the tree itself, which those of its arrays continue.
+
+    Raises:
+      ValueError: the tree, which may be from a file of anyone, has another form.
     """
     if tree is None:
         return
     if not isinstance(tree, dict) or len(tree) != 1:
         raise ValueError(f"expected an array or a container, got {tree!r:.100}")
-    [(kind, content)] = tree.items()
+    [(kind, content)] = tree.items()  # {"input": 3}, or {"list": [[[0], …], [[1], …]]}
     if kind in ("input", "output"):
         yield path, kind, content
         return
