@@ -54,7 +54,11 @@ class Draft:
       sweep: is called with a draft before it is deleted, also with those of killed writers.
 
     Attributes:
-      folder: the folder. ``_was`` is the identity of what was at the path when it was begun.
+      folder: the folder.
+
+    ``_was`` is the identity of what was at the path when the draft was begun; it is set on entering
+    the context. ``_cleanup`` has what is to be done at its end: the draft is deleted, the path
+    unlocked, and empty folders above it are deleted.
 
     Raises:
       FileExistsError: another process is writing to this path.
@@ -68,21 +72,26 @@ class Draft:
     ):
         """Chooses the name of the draft's folder; it is made on entering the context."""
         self.path, self._is_ours, self._sweep = path, is_ours, sweep
-        self._prefix = f".{path.name[:50]}{_MARK}"  # names of files have at most 255 bytes
+        # Names of files have at most 255 bytes, and a character has at most 4. Names that begin
+        # with the same 50 characters share their lock and drafts.
+        self._prefix = f".{path.name[:50]}{_MARK}"
         self.folder = path.with_name(self._prefix + secrets.token_hex(8))
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Draft:
         """Locks the path, deletes what killed writers left, and makes the draft's own folder."""
+        # The callbacks run in reverse order: at once if a line of the block raises, else when the
+        # context of the draft ends.
         with contextlib.ExitStack() as stack:
             missing = [folder for folder in self.path.parents if not folder.exists()]
             for folder in reversed(missing):  # the highest one first
                 folder.mkdir(exist_ok=True)
                 stack.callback(_remove_empty, folder)
+            # False if the file system has no locks. Other drafts may then be of busy writers.
             is_locked = stack.enter_context(_locked(self.path, self._prefix + "lock"))
             self._was = identity(self.path)
             if is_locked:
-                for folder in drafts(self.path):
+                for folder in drafts(self.path):  # all of killed writers; ours is not made yet
                     self._delete(folder)
             stack.callback(self._delete, self.folder)
             self.folder.mkdir()
@@ -95,22 +104,31 @@ class Draft:
     def publish(self, new: Path) -> None:
         """Puts a file or a folder of the draft at the path; what was there is then in the draft.
 
+        Args:
+          new: the file or folder, in the draft's folder. If nothing is at the path, it is moved
+            there; else the two are exchanged.
+
         Raises:
           FileExistsError: somebody else has made or replaced the path since the draft was begun.
         """
-        sync(new)
+        sync(new)  # before it can be seen, or a crash could leave an incomplete file there
+        # Only the lock keeps others from a change between these two lines. Without locks, this
+        # finds those that were made before.
         check_unchanged(self.path, self._was)
         exchange(new, self.path)
         sync(self.path.parent, deep=False)
 
     def _delete(self, draft: Path) -> None:
-        """Deletes a draft, but no file in it that no writer could have made, nor its folder."""
+        """Deletes the files in a draft that a writer could have made, and folders without others.
+
+        A folder with a file of somebody else stays, and so does the draft that it is in.
+        """
         self._sweep(draft)
-        for root, _, names in os.walk(draft, topdown=False):
+        for root, _, names in os.walk(draft, topdown=False):  # the lowest folders first
             for path in (Path(root, name) for name in names):
                 if self._is_ours(path.relative_to(draft).as_posix()):
                     path.unlink(missing_ok=True)
-            _remove_empty(Path(root))
+            _remove_empty(Path(root))  # does nothing if there is something in it
 
 
 def drafts(path: Path) -> list[Path]:
@@ -125,19 +143,23 @@ def drafts(path: Path) -> list[Path]:
 def write_file(path: Path, content: bytes, check: Callable[[Path], object] | None = None) -> None:
     """Writes a file: after an error, the old one is there; a link still names the same file.
 
-    ``check`` may raise an error for the new file before it is published.
+    Args:
+      path: the file, or a symbolic link to it.
+      content: its new content.
+      check: may raise an error for the new file before it is published; it gets its path.
     """
     path = path.expanduser()
     if (path.exists() and not path.is_file()) or path.is_relative_to("/dev"):
         path.write_bytes(content)  # a pipe or a terminal, which nothing can replace
         return
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
+    target = Path(os.path.realpath(path))  # the file itself, so that a link is not replaced
+    if not target.parent.is_dir():  # a draft would make it
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    with Draft(target, target.name.__eq__) as draft:
+    # The only file that a writer puts into a draft has the name of the target.
+    with Draft(target, is_ours=lambda name: name == target.name) as draft:
         new = draft.folder / target.name
         new.write_bytes(content)
-        if target.exists():
+        if target.exists():  # else the new file has the mode that the system gives it
             shutil.copymode(target, new)
         if check is not None:
             check(new)
@@ -246,7 +268,9 @@ def _locked(path: Path, name: str) -> Iterator[bool]:
     try:
         yield is_locked
     finally:
-        # Unlinked while it is locked; one who waits to open it gets another file.
+        # Deleted first, while it is locked. A process that has opened it before gets the lock of a
+        # deleted file next, and `_lock` there tries again with a new one. In the other order, that
+        # process would have the lock, and its file would be deleted.
         file.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -254,25 +278,30 @@ def _locked(path: Path, name: str) -> Iterator[bool]:
 def _lock(path: Path, file: Path) -> tuple[int, bool]:
     """Opens and locks a file; returns its descriptor, and whether it is locked.
 
-    It is not on file systems without locks. Another process may delete the file between opening and
-    locking; then this is repeated. A ``FileExistsError`` for ``path`` if another process holds it.
+    Where there are no locks, as on Windows and some file systems, it is only opened. Another
+    process may delete the file between opening and locking; then this is repeated.
+
+    Raises:
+      FileExistsError: another process has locked it: it writes to ``path``.
     """
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if sys.platform == "win32":
+            if sys.platform == "win32":  # Python has no `flock` there
                 return descriptor, False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if identity(file) is not None and os.path.samestat(file.stat(), os.fstat(descriptor)):
+            # Whether the file that was locked is still the one at this path.
+            if os.path.samestat(file.stat(), os.fstat(descriptor)):
                 return descriptor, True
         except BlockingIOError:
             os.close(descriptor)
             raise FileExistsError(
                 f"{path} is being written by another job. Nothing of this job has been written."
             ) from None
-        except FileNotFoundError:  # deleted between two of these lines
+        except FileNotFoundError:  # it was deleted after it was opened
             pass
         except OSError as error:
+            # The codes by which file systems say that they have no locks.
             if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 return descriptor, False
             os.close(descriptor)
