@@ -20,6 +20,12 @@ From other modules:
     Recorder      traces a call once more, when a report asks
     Caller        what a trace needs of its call; ``called_by`` sets it for this thread
     Observer      is told of traces: logs them, and checks ``max_traces``
+    guarded       makes a method in C that tries guards first, and the given method if none holds
+    key_traces_by_tags   a context in which JAX uses only traces of modules with the same tags. A
+                  tag says what is declared for a module's activations, which changes the trace
+    leave_static_cache   discards what ``nnx.cached_partial`` has prepared for a call of `nnx.jit`,
+                  which would stay for the next one
+    as_declared   the arrays of a call, abstract ones in place of those that a call would move
 """
 
 from __future__ import annotations
@@ -69,7 +75,19 @@ class Modes(NamedTuple):
 
 
 class LiftedFunction(Generic[P, R]):
-    """A function, a transform, and the plans of its calls. As a method it binds to its object."""
+    """A function, a transform, and the plans of its calls. As a method it binds to its object.
+
+    Its private attributes:
+
+        _fun, _transform   the user's function, and what is to be done with it
+        _modes             how graphs are treated: ``graph`` and ``updates``
+        _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
+        _origin            of a bound form, the function that was bound; else None
+        _bound             the objects that it is bound to: the first arguments of each call
+        _parameters        the parameters of the function, with their roles (static, donated)
+        _cache, _plans     what all wrappers of the function share; the plans for these options
+        _guards            find the plans of earlier calls
+    """
 
     def __init__(
         self,
@@ -89,7 +107,8 @@ class LiftedFunction(Generic[P, R]):
           roles: which arguments are static or donated.
           graph: whether shared references are kept.
           updates: whether changes of structure are written back.
-          implicit: how many leading parameters the user's positions do not count, such as ``self``.
+          implicit: how many leading parameters the user's positions do not count, such as ``self``:
+            in ``jit(model.loss, static_argnums=0)``, the first argument has position 0.
         """
         # The __dict__ of a class has methods, which would hide the methods of this class.
         attributes = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
@@ -97,17 +116,18 @@ class LiftedFunction(Generic[P, R]):
         self._fun = fun
         self._transform = transform
         self._modes = {"graph": graph, "updates": updates}
-        self._implicit = implicit  # the number of leading parameters that positions skip
+        self._implicit = implicit
         self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
-        self._origin: Self | None = None  # of a bound form, the function that was bound
-        self._bound: tuple[Any, ...] = ()  # the objects that it is bound to: its first arguments
+        self._origin: Self | None = None
+        self._bound: tuple[Any, ...] = ()
+        # As in `jax.checkpoint`, negative positions may count from the end of each call.
         from_call = transform.counts_from_call
         self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
         # All wrappers of one function share its cache, with its log of traces. Those with equal
-        # options share plans, and the guards that find these.
+        # options share plans, and the guards that find these: new ones for options that are new.
         self._cache = cache_of(fun, make_log=TraceLog)
-        options = (transform.options_key, roles, graph, updates, implicit)
-        self._plans = self._cache.plans(options, guards=Guards(transform))
+        options_key = (transform.options_key, roles, graph, updates, implicit)
+        self._plans = self._cache.plans(options_key, guards=Guards(transform))
         self._guards = self._plans.guards
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
@@ -144,10 +164,10 @@ class LiftedFunction(Generic[P, R]):
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
         flat = flatten(
-            call.tree,
+            call.tree,  # all arguments but static ones: ``(positional, keywords)``
             graph=self._modes["graph"],
             statics=call.statics,
-            keeps_alive=False,
+            keeps_alive=False,  # plans keep the structure, longer than the user keeps the objects
             recorder=recorder_of(call, args, kwargs) if record else None,
         )
         return call, flat
@@ -164,16 +184,19 @@ class LiftedFunction(Generic[P, R]):
 
         A guard knows both if an earlier call had the same objects, unchanged but for their arrays.
         """
-        # In a trace, objects hold its tracers, and no later call is given them again.
-        is_top = _compat.trace_is_clean()
+        # In a trace, the objects in the arguments hold its tracers, and no later call is given them
+        # again. So a guard for them would never hold.
+        is_top_level = _compat.trace_is_clean()
         guards = self._guards
-        known = guards.find(args, kwargs) if is_top else None
+        known = guards.find(args, kwargs) if is_top_level else None
         if known is not None:
-            _compat.leave_static_cache()
+            _compat.leave_static_cache()  # as `_split` does for all other calls
             return known
-        call, flat = self._split(args, kwargs, record=is_top)
+        call, flat = self._split(args, kwargs, record=is_top_level)
         plan, is_new = self._plan(call, flat)
-        if is_top:
+        if is_top_level:
+            # A call with a new plan compiles, which takes far longer than to make a guard at once.
+            # For others, one is made when the same arguments come again.
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
 
@@ -181,10 +204,18 @@ class LiftedFunction(Generic[P, R]):
         """Returns a key for what the function can reach now: globals, closures and arguments.
 
         None if that holds something without a key, such as an array: then it is traced each time.
+
+        Args:
+          plan: the plan of the call.
+          flat: its arguments, flattened.
         """
         fun = self._fun
+        # Transforms of several functions, such as `cond`, put them into one group.
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
-        return fingerprint_of([*functions, *plan.reached_from(flat.objects)])
+        # Static values in the arguments, such as an activation function in an attribute, have
+        # globals and closures of their own.
+        statics = plan.reached_from(flat.objects)
+        return fingerprint_of([*functions, *statics])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
         """Returns the program of a plan in which the function was traced with what it reaches."""
@@ -197,13 +228,14 @@ class LiftedFunction(Generic[P, R]):
         function can reach has a fingerprint, which an earlier call may have had.
         """
         fingerprint = self._fingerprint(plan, flat)
-        # A function that counts its calls reaches another number in each of them: each would
-        # compile a program that no later call uses.
-        is_traced_anew = bool(plan.programs) and fingerprint not in plan.programs
+        # Asked first, as `program_for` adds a program for this fingerprint. A function that counts
+        # its calls reaches another number in each of them: each would compile a program that no
+        # later call uses.
+        is_changed_since = bool(plan.programs) and fingerprint not in plan.programs
         program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
             return program.inline
-        if fingerprint is None or is_traced_anew:
+        if fingerprint is None or is_changed_since:
             return program.traced_each_time
         return program.top_level
 
@@ -252,21 +284,28 @@ class LiftedFunction(Generic[P, R]):
         return new_origin.__get__(new_object)
 
     def __reduce__(self) -> Any:
-        """Pickles the name of a decorated function, or how to wrap the function again."""
+        """Returns how pickle makes this again: a name, or a function and its arguments.
+
+        There are three forms:
+
+        * a bound method: ``origin.__get__(obj)``, as Python evaluates ``obj.method``;
+        * a decorated function: its name, as Python pickles functions;
+        * ``g = jit(f)``: the wrapper of ``f`` with the same options. The name of ``f`` is that of
+          the user's function, not of ``g``.
+        """
         if self._origin is not None:
             return self._origin.__get__, (self._bound[-1],)
-        # Python pickles a function as its name. So is this if it has taken the function's place,
-        # as a decorator does. Otherwise the name leads to the unwrapped function, or nowhere.
+        # Whether this has taken the function's place under its name, as a decorator does.
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
             under_name: Any = functools.reduce(getattr, name.split("."), module)
-        except AttributeError:
+        except AttributeError:  # of a function in another function, or without a name
             under_name = None
         if under_name is self:
-            return name  # pickle looks it up
+            return name
         wrap_again = functools.partial(type(self), self._fun, self._transform, **self._options)
-        return wrap_again, ()  # what unpickling calls, and its arguments
+        return wrap_again, ()
 
 
 class Lifted(LiftedFunction[P, R]):
@@ -275,6 +314,9 @@ class Lifted(LiftedFunction[P, R]):
     Made by :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`; call it like the
     function itself. As a method of a class it binds to its object; the bound form has all the
     methods below.
+
+    Most calls never reach Python code of this class: ``__call__`` is in C (`guarded`), and calls
+    `_flattened` only if no guard knows the arguments.
 
     Example:
       >>> import jax.numpy as jnp
@@ -302,11 +344,12 @@ class Lifted(LiftedFunction[P, R]):
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, option="max_traces", least=1)
         self._observer = Observer(self._cache.log, self._trace_limit)
-        # `guarded`, written in C, makes a call from this tuple if a guard knows the arguments:
-        # guards, bound objects, function and observer.
-        self._direct = (self._guards.recent, (), self._fun, self._observer)
-        # What trainers ask for the number of compiled programs, as an attribute of what `nnx.jit`
-        # returns. An entry of the __dict__, which `functools.wraps` copies, as for cached_partial.
+        # What a call in C reads, by position: the guards that held last, the bound objects (one for
+        # a method), the function that JAX may trace, and who is told of that.
+        no_bound_objects: tuple[Any, ...] = ()
+        self._direct = (self._guards.recent, no_bound_objects, self._fun, self._observer)
+        # Trainers count compiled programs by ``jitted_fn._cache_size()`` of what `nnx.jit` returns.
+        # In the __dict__, not a property: `functools.wraps`, as in `nnx.cached_partial`, copies it.
         self.jitted_fn = self._plans
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
@@ -318,12 +361,13 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def _flattened(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function, with flattened arguments unless a guard knows them.
+        """Calls the function for arguments that the call in C does not know.
 
-        Its changes are made to the caller's own objects. Errors of memory are explained at top
-        level only: in a trace nothing runs.
+        They are flattened, unless a guard knows them here. The function's changes are made to the
+        caller's own objects. Errors of memory are explained at top level only: in a trace nothing
+        runs.
         """
-        if self._bound:  # most calls are of functions, and need no new tuple
+        if self._bound:  # else `args` is passed on as it is, which saves a new tuple
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._find_plan(args, kwargs)
         execute = self._choose_program(plan, flat)
@@ -365,6 +409,8 @@ class Lifted(LiftedFunction[P, R]):
     ) -> None:
         """Raises an error that says what holds the memory, if a call ran out of it.
 
+        For any other error it returns, and the caller raises that.
+
         Args:
           plan: the plan of the call.
           leaves: its arrays.
@@ -372,12 +418,12 @@ class Lifted(LiftedFunction[P, R]):
           objects: the caller's objects.
         """
 
-        # To explain it, the function is traced and compiled once more. Nothing is done before.
+        # Passed as functions: only for an error of memory is the program traced and compiled again.
         def make_recorder() -> Recorder:
             return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
 
         def compile_with(stage: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
-            return stage.compile(dict(options))
+            return stage.compile(dict(options))  # a call is compiled with no options besides these
 
         explain_memory(error, plan, make_recorder, compile_with)
 
@@ -412,7 +458,9 @@ class Lifted(LiftedFunction[P, R]):
         plan, _ = self._plan(call, flat)
         leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         staged = self._program(plan, flat).staged
-        # JAX may make a program for arrays that no call was made with.
+        # A program that is marked as direct runs no Python code in calls (``core/call.py``), so
+        # these defer no signals. A call with the types of this trace has to compile, and makes no
+        # trace of its own that would notice it.
         unmark_direct(staged)
         with self._tracing(flat, plan):
             traced = call_with_explained_errors(plan, leaves, staged.trace)
@@ -430,7 +478,8 @@ class Lifted(LiftedFunction[P, R]):
         leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
-            # Types of the output arrays, in groups of one sharding each; and what the call did.
+            # Types of the output arrays, in groups of one sharding each; and what the call did,
+            # which has no arrays: it is a part of the treedef of JAX's result.
             *groups, outcome = call_with_explained_errors(plan, leaves, staged.eval_shape)
         # The type of each array after the call, by slot: an output, or an input left unchanged.
         types = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
@@ -443,10 +492,12 @@ class Lifted(LiftedFunction[P, R]):
         the jaxpr of a stage, such as ``jit(f).trace(x).jaxpr``, they are inputs.
         """
         plan, flat = self._plan_without_running(args, kwargs)
-        # The same one as in a call, so that JAX finds its trace: one for each fingerprint, the key
-        # for what the user's function can reach.
+        # JAX finds a trace by the identity of the function. So this is the function that a call
+        # traces, while what the user's function can reach (the fingerprint) is the same.
         pure_function = plan.pure_function(self._fingerprint(plan, flat))
-        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
+        # Abstract where a call would move the array to its declared sharding: nothing is moved for
+        # a jaxpr, but its types are those of the call.
+        leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
             return call_with_explained_errors(plan, leaves, jax.make_jaxpr(pure_function))
 
@@ -462,7 +513,10 @@ class Lifted(LiftedFunction[P, R]):
     def _tracing(self, flat: Flat, plan: Plan | None = None) -> Iterator[None]:
         """Attributes traces within the block to a call with these arguments.
 
-        With a ``plan``, it also gets the times that JAX reports for them.
+        Args:
+          flat: the arguments.
+          plan: the plan for which the times that JAX reports in the block are recorded; None if
+            they are not.
         """
         caller = Caller(
             fun=self._fun,
@@ -488,8 +542,8 @@ class Lifted(LiftedFunction[P, R]):
 
         Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have recorded.
         """
-        self._plans.clear()
-        self._cache.log.clear()
+        self._plans.clear()  # with their guards
+        self._cache.log.clear()  # of all wrappers of this function: they share one log
         if self._trace_limit is not None:
             self._trace_limit.reset()
 
@@ -497,8 +551,9 @@ class Lifted(LiftedFunction[P, R]):
 def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> Any:
     """Builds what ``eval_shape`` returns: the output of a call, with types in place of arrays.
 
-    A call would change the caller's objects. Here it must not, so new objects are made for all that
-    the call can change. The rest of the output are the caller's own objects.
+    A call would change the caller's objects. Here it must not, so new objects are made for modules
+    and Variables, with types in place of arrays. Two kinds of objects are the caller's own: those
+    that no call can change, and static ones, such as functions, that this call has not changed.
 
     Args:
       outcome: what the call did. The objects of the arguments have the same indices in its
@@ -508,14 +563,14 @@ def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> A
     """
     structure = outcome.structure
     static_indices = {*structure.static_indices()}
-    unchanged: dict[int, object] = {}  # the caller's objects that are used as they are, by index
+    callers_own: dict[int, object] = {}  # by index
     for index, obj in enumerate(flat.objects):
-        # A structure after a call has None for an object that no call changes.
+        # The structure after a call describes only what a call can change: others have None.
         is_fixed = structure.entries[index] is None
         is_unchanged_static = index in static_indices and index not in outcome.statics
         if is_fixed or is_unchanged_static:
-            unchanged[index] = obj
-    return unflatten(structure, types, existing=unchanged).root
+            callers_own[index] = obj
+    return unflatten(structure, types, existing=callers_own).root
 
 
 def lift(
@@ -544,10 +599,11 @@ def lift(
       jax_options: options of ``jax.jit`` about which JAX may raise or warn already here.
       **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """
+    no_roles = Roles()
     for option in ("static_argnames", "donate_argnames"):
         if names := getattr(roles, option):
-            Parameters(fun, Roles()).check_names(f"{transform.name}: {option}", names)
-    # JAX knows best what it can transform: this raises its own errors for what it cannot.
+            Parameters(fun, no_roles).check_names(f"{transform.name}: {option}", names)
+    # Only for its errors and warnings: JAX knows best what it can transform, with which options.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))
     unbound, bound = unbind(fun)  # for a method: the function in its class, and the object
     # As in Flax, the global flags count where a function is decorated, not where it is called.
@@ -558,7 +614,7 @@ def lift(
         roles,
         graph=graph,
         updates=updates,
-        implicit=len(bound),
+        implicit=len(bound),  # the user counts positions of the bound method
         **options,
     )
     for obj in bound:
@@ -574,8 +630,11 @@ def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
     # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
+    # A decorated method, such as `model.step` of a class with `@jit def step(self, …)`.
     if isinstance(fun, LiftedFunction) and fun._origin is not None:
         return fun._origin, fun._bound
+    # A partial of a method, whose object has to become an argument as well. A partial of a plain
+    # function is left as it is: `inspect.signature` and JAX understand it.
     if isinstance(fun, functools.partial):
         method, bound = unbind(fun.func)
         if bound:

@@ -8,9 +8,16 @@ run it operation by operation; within a trace it becomes part of that.
 Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
 the user gave (:meth:`_ShardMap._inline`).
 
+A map is *manual* over its ``axis_names`` (all axes of the mesh if there are none). Over other axes,
+arrays stay whole for the function, and keep their axis types: on Explicit axes, the type of an
+array says how it is sharded; on Auto axes, the compiler chooses it.
+
 From other modules:
 
-    type_as               gives an array the type that it has with a sharding
+    type_as               gives an array on another mesh the type that it has with a sharding
+    explicit_part         a sharding without Auto axes; None if it has no Explicit ones
+    compiled_by_content   a `jax.jit` for functions that capture arrays: it traces at each call, and
+                          compiles once for all traces with equal operations
     sharded_activations   applies declared shardings of activations while the function is traced
     with_static_values    makes what is not an array static where its spec is None
 """
@@ -94,7 +101,8 @@ class _ShardMap(Sharded):
         """
         if not self.in_specs.may_hold_none:
             return super().sort_call(parameters, signature, args, kwargs)
-        # Static parts of arguments become arguments of their own, in another signature.
+        # A number with the spec None becomes a static argument in the signature. In a pytree it
+        # becomes a `Static` value there, which is compared like a static argument.
         specs, option = self.in_specs.tree, self.in_name
         signature, args, kwargs = with_static_values(
             specs, option, parameters, signature, args, kwargs
@@ -145,14 +153,14 @@ class _ShardMap(Sharded):
         """
         if not self.check_vma or self.context is None:
             return
-        mesh = self.context
-        # An outer `shard_map` checks its own axes.
+        mesh = self.context  # within a trace, that of the trace
+        # Axes that are Manual there are those of an outer `shard_map`, which checks them itself.
         own_axes = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
         unproven: dict[AxisName, None] = {}  # the axes of all lines, each once, in order
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
-                continue  # refs are not returned, only updated in place
+                continue  # a `jax.Ref` is no result: the function updates it in place
             omitted = own_axes.difference(spec_axes(spec))
             if axes := sorted(_compat.varying_axes(leaf) & omitted, key=str):
                 along = ", ".join(map(repr, axes))
@@ -177,11 +185,13 @@ class _ShardMap(Sharded):
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def input_specs(self, specs: list[object], leaves: Sequence[object]) -> list[Any]:
-        """Returns a spec for each array: the user's, or the one in its type if he gave no specs.
+        """Returns a spec for each array.
 
-        An array for which the user gave none is replicated.
+        Args:
+          specs: the user's, with None for an array that he gave none for: that is replicated.
+          leaves: the arrays. If the user gave no ``in_specs`` at all, their types say the specs.
         """
-        if self.infers_specs and self.context is not None:
+        if self.infers_specs and self.context is not None:  # no mesh is an error elsewhere
             return list(_specs_in_types(leaves, self.context, self.axis_names))
         return [PartitionSpec() if spec is None else spec for spec in specs]
 
@@ -194,7 +204,21 @@ class _ShardMap(Sharded):
         return sharded_activations(plan, caller, unflattened, leaves)
 
     def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
-        """Maps the pure function over shards, and wraps that in ``jax.jit`` for top level."""
+        """Maps the pure function over shards, and wraps that in ``jax.jit`` for top level.
+
+        Calls at top level go through three functions, each around the one before::
+
+            mapped     `jax.shard_map` of the pure function
+            typed      the same for arrays that have no sharding in their types yet
+            jitted     compiled
+
+        Args:
+          plan: has a spec for each array, and one for each group of results.
+          function: the pure function.
+
+        Returns:
+          What calls run; see `Program`.
+        """
         function = self._with_typed_residuals(function)
         # Takes ``mesh`` and ``axis_names``; returns the mapped function.
         map_over = functools.partial(
@@ -206,60 +230,77 @@ class _ShardMap(Sharded):
         )
         # With the mesh that the user gave. If he gave none, JAX takes the one in context, which
         # may have Manual axes in a trace.
-        typed = mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
-        mesh = self.context
+        mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
+        typed = mapped
+        mesh = self.context  # the user's, or the one in context when the plan was made
         options: dict[str, Any] = {}  # of `jax.jit`
         if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in plan.specs)
             typed = _with_types(mapped, inputs)
-            if self.usable_axes == frozenset(mesh.axis_names):
+            is_manual_over_all_axes = self.usable_axes == frozenset(mesh.axis_names)
+            # Otherwise specs do not say how other axes shard the arrays, which may be in any way.
+            if is_manual_over_all_axes:
                 # Over Auto axes `jax.shard_map` reshards its inputs itself.
                 if AxisType.Auto not in mesh.axis_types:
                     options["in_shardings"] = inputs
-                # Redundant, but gives results a NamedSharding, as shard_map does.
+                # Moves nothing. But without it, results of a compiled program may have a sharding
+                # of another class; those of `jax.shard_map` have a NamedSharding.
                 outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
-                options["out_shardings"] = (*outputs, None)
+                options["out_shardings"] = (*outputs, None)  # None for the outcome
         jitted = jax.jit(typed, **options)
-        top_level: Callable[..., Any] = jitted if self.compiled else typed
-        # For functions that capture arrays, which are traced at each call.
-        per_call = compiled_by_content(typed, **options) if self.compiled else typed
+        top_level: Callable[..., Any] = typed
+        traced_each_time: Callable[..., Any] = typed  # for functions that capture arrays
+        if self.compiled:  # the user's option ``jit``
+            top_level = jitted
+            traced_each_time = compiled_by_content(typed, **options)
         if isinstance(mesh, AbstractMesh):
+            # It has no devices: they have to be those of the arrays, or an error says so.
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
-            per_call = self.needing_devices(mesh, per_call, from_arrays=True)
+            traced_each_time = self.needing_devices(mesh, traced_each_time, from_arrays=True)
         return Program(
             staged=jitted,
             top_level=top_level,
             inline=self._inline(map_over),
-            traced_each_time=per_call,
+            traced_each_time=traced_each_time,
         )
 
     def _with_typed_residuals(self, function: Callable[..., object]) -> Callable[..., object]:
-        """Makes a function that JAX can differentiate in a map over other axes than Explicit ones.
+        """Returns the function in a form that JAX can differentiate though its axis types change.
 
-        Modules under a strategy run with Auto axes in place of Explicit ones. JAX gives what they
-        save for the backward pass the types outside, and then refuses to read it there.
-        `jax.checkpoint` reads it with its own types. It saves what the function computes, so that
-        no sine or matrix product is computed again. The backward pass takes some more additions and
-        products of elements, and what such a module saves is gathered over its axes.
+        In a map over some axes, others may be Explicit. A module under a strategy runs with these
+        as Auto axes, and saves arrays of Auto axes for its backward pass. `jax.shard_map` gives
+        what is saved the Explicit axes of the map, so that the backward pass of the module, on Auto
+        axes again, refuses it.
+
+        `jax.checkpoint` reads what it has saved with its own types. With `everything_saveable` it
+        saves what the function computes, so that no sine or matrix product is computed again. The
+        backward pass takes some more additions and products of elements, and what such a module
+        saves is gathered over its axes.
         """
-        if self.context is None or not self.axis_names:
+        if self.context is None or not self.axis_names:  # all axes are manual, none is Explicit
             return function
         explicit = axes_of_type(self.context, AxisType.Explicit) - self.axis_names
         if not explicit:
             return function
 
         def run(*leaves: object) -> Any:
+            # Traced first, since only the operations say whether a module makes the axes Auto.
             program, results = jax.make_jaxpr(function, return_shape=True)(*leaves)
             call = jaxpr_as_fun(program)
-            if _makes_auto(program, explicit):  # others need not pay for it
+            if _makes_auto(program, explicit):  # others need not pay for the checkpoint
                 everything = jax.checkpoint_policies.everything_saveable
+                # Hardly anything is computed twice, so the compiler may merge it: `prevent_cse`.
                 call = jax.checkpoint(call, policy=everything, prevent_cse=False)
             return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
 
         return run
 
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
-        """Returns the mapped function for calls in a trace, on the mesh with its axis types there.
+        """Returns the mapped function for calls in a trace, whose mesh may have other axis types.
+
+        The user's function may call a module under a strategy, which calls the map: then all axes
+        are Auto that are Explicit in the mesh that the user gave for the map, and JAX refuses a map
+        over a mesh of other types. Without a mesh of the user's, JAX takes that of the trace.
 
         Args:
           map_over: ``jax.shard_map`` of the pure function, without a mesh and axis names.
@@ -267,15 +308,16 @@ class _ShardMap(Sharded):
 
         def inline(*leaves: object) -> Any:
             if not self.check_vma:
+                # Within a map that does check, JAX would give wrong gradients: these are an error.
                 leaves = refuse_gradients_of_varying(leaves, name=self.name)
             # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
             # An empty set stays empty: it means all axes.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
-            current = None if mesh is None else mesh_in_trace(mesh)  # with the axis types there
+            current = None if mesh is None else mesh_in_trace(mesh)  # with the types of the trace
             if current is not None and frozenset(current.axis_types) == {AxisType.Auto}:
-                # While a module runs, axes may be Auto that are Explicit in the given mesh. Its
-                # devices are kept, because JAX may know them from nowhere else.
+                # The mesh of a trace is abstract. The devices of the user's mesh are kept, because
+                # arrays of the trace may be on none.
                 if isinstance(mesh, Mesh):
                     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=current.axis_types)
                 else:
@@ -292,10 +334,11 @@ _SPEC_TYPES = (PartitionSpec, NamedSharding)
 def _with_types(
     mapped: Callable[..., object], shardings: Sequence[NamedSharding]
 ) -> Callable[..., Any]:
-    """Returns the mapped function, called with arrays that have ``shardings`` in their types.
+    """Returns the mapped function for arrays whose types do not say their shardings.
 
-    On Explicit axes, `jax.shard_map` compares the types of its arguments with the specs. The type
-    of an array that the user did not shard has no sharding yet.
+    On Explicit axes, `jax.shard_map` raises an error if the type of an argument, such as
+    ``float32[8@data]``, differs from its spec. The type of an array that the user did not shard is
+    only ``float32[8]``.
 
     Args:
       mapped: the result of ``jax.shard_map``, a function of all arrays.
@@ -303,12 +346,16 @@ def _with_types(
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:
-        # A committed array has its own sharding, which JAX compares with the specs.
+        # The user has placed a committed array. If its type differs from the spec, that is an error
+        # of JAX, and nothing is moved silently.
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
-        explicit = explicit_part(sharding)  # without Auto axes; None if no axis remains
-        if explicit is not None and not any(spec_axes(_type_spec(leaf))):
+        explicit = explicit_part(sharding)
+        is_unsharded = not any(spec_axes(_type_spec(leaf)))
+        if explicit is not None and is_unsharded:
             return jax.sharding.reshard(leaf, explicit)
+        # What has axes in its type keeps them for JAX to compare, and only comes to this mesh, if
+        # it is on one with other axis types.
         return type_as(leaf, explicit or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
@@ -353,7 +400,11 @@ def _type_spec(leaf: object) -> PartitionSpec:
 
 
 class _Mapped(Lifted[P, R]):
-    """What ``shard_map`` makes: without the route in C, which does not ask what can be reached."""
+    """What ``shard_map`` makes: a :class:`Lifted` whose calls are in Python.
+
+    A map traces again if what the function can reach has changed, such as a global. The call in C,
+    which ``jit`` has, does not ask that.
+    """
 
     __call__ = Lifted._flattened
 
@@ -433,9 +484,9 @@ def shard_map(
     Raises:
       TypeError: ``f`` is not callable, or the mesh or a spec has another type; at a call, no
         ``in_specs`` on a mesh that is not Explicit.
-      ValueError: both names of one option are given, or an option has a value other than those
-        above; at a call, no mesh is in context, the specs do not fit the mesh or the arguments, or
-        JAX cannot prove that a result is as replicated as its spec declares.
+      ValueError: an option has a value other than those above; at a call, no mesh is in context,
+        the specs do not fit the mesh or the arguments, or JAX cannot prove that a result is as
+        replicated as its spec declares.
       StrictError: at a call, with ``strict``.
       RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
 
@@ -457,7 +508,7 @@ def shard_map(
       >>> mlp(model, jnp.ones((4, 2))).shape
       (4, 2)
     """
-    # A set of its letters would be made of it.
+    # `frozenset("model")` would be the set of its letters.
     if isinstance(axis_names, str):
         raise TypeError("axis_names is a set of names, such as {'model'}, not a string.")
     check_options(
@@ -487,8 +538,10 @@ def shard_map(
             raise TypeError(
                 f"shard_map: expected a callable, got {show(f)} of type {type(f).__name__}."
             )
+        # No argument is static or donated by an option, unlike in `jit`.
+        no_roles = Roles()
         modes = Modes(graph, graph_updates)
-        return lift(_Mapped, f, transform, Roles(), *modes, max_traces=max_traces)
+        return lift(_Mapped, f, transform, no_roles, *modes, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)
 

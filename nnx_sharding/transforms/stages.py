@@ -5,7 +5,9 @@ and those of the results, in groups of one sharding each. Each class here holds 
 and translates both into the user's pytrees (:func:`user_tree`). For that it has the *plan*, with
 the `Structure` of the arguments, which describes modules as a treedef describes pytrees, and the
 *outcome*, which says for each array after the call whether it is an output or an argument. A
-*guard* recognizes the arguments of an earlier call, so that they need not be flattened again.
+*guard* recognizes the arguments of an earlier call, so that they need not be flattened again. Calls
+begin in C (`guarded`), which tries the guards. One that none knows goes on in ``_flattened``, and
+an error of a call in C is given to ``_failed``.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -77,6 +79,16 @@ class Stage:
 
     Methods and attributes that are not listed here, such as ``cost_analysis()``, are those of JAX's
     stage.
+
+    Its private attributes:
+
+        _stage      the stage of JAX, whose results are groups of arrays, then the outcome
+        _outcome    what the call does to objects
+        _lifted     the function that it was made from; its ``_bound`` are the objects of a method
+        _plan       the plan for the arguments
+        _statics    the static arguments for which it was made
+        _recorder   traces the function again when a report asks
+        _guards     find the flattened arguments of earlier calls of this stage
     """
 
     def __init__(
@@ -101,14 +113,17 @@ class Stage:
         self._plan = plan
         self._statics = statics
         self._recorder = recorder
-        # A guard asks the transform what a plan depends on. That of a stage is fixed.
-        fixed = Transform(name="stage", in_name="")
-        self._guards = Guards(fixed, lambda _: _compat.direct_form(stage))
-        # `guarded`, in C, makes a call from: guards, bound objects, function and observer. The
-        # latter two are for traces, which a stage makes no more. With static arguments there are no
-        # guards for it: it takes the arguments as they are, and these may be left out.
-        guards = [] if statics else self._guards.recent
-        self._direct = (guards, lifted._bound, None, None)
+        # Guards ask a transform on what else a plan depends, such as the mesh in context, and what
+        # to execute. This one depends on nothing: the plan of a stage is fixed.
+        depends_on_nothing = Transform(name="stage", in_name="")
+        self._guards = Guards(depends_on_nothing, execute=lambda _: _compat.direct_form(stage))
+        # What a call in C reads, by position: guards, bound objects, and two for traces, which a
+        # stage makes no more: the user's function, and who is told of traces.
+        # The user may leave out static arguments, which only Python code adds (`_with_statics`), so
+        # a stage with some has no guards for C.
+        guards_for_c = [] if statics else self._guards.recent
+        function = observer = None
+        self._direct = (guards_for_c, lifted._bound, function, observer)
         # The pure function returns (*groups of arrays, outcome). The outcome has no arrays, so JAX
         # keeps it in the tree structure of the results.
         no_arrays = [None] * stage.out_tree.num_leaves
@@ -157,16 +172,24 @@ class Stage:
         It has only changed Variables, not the objects that the call adds.
         """
         before, outcome = self._plan.structure, self._outcome
-        *groups, _ = self._stage.out_info  # the last of JAX's outputs is the outcome
-        # The shape and dtype in each slot after the call; None where an input is unchanged.
-        infos = outcome.arrays([None] * before.num_leaves, groups)
+        *groups, _outcome = self._stage.out_info
+        # The shape and dtype in each slot after the call: of an output, or None in place of an
+        # input, which the call leaves unchanged.
+        unchanged = [None] * before.num_leaves
+        infos = outcome.arrays(unchanged, groups)
         written: dict[int, Any] = {}  # by slot before the call
         for index in (*outcome.values, *outcome.metadata):  # the changed Variables
-            # Not strict: a Variable may hold another number of arrays after the call.
+            # Nearly every Variable holds one array before and after. A pytree in one may have more
+            # or fewer leaves after the call; then the first ones are paired.
             slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
             written |= {old: infos[new] for old, new in slots if infos[new] is not None}
+
+        def is_written(slots: tuple[int, ...]) -> bool:
+            """Whether a Variable with arrays in these slots, or one of its arrays, is shown."""
+            return not written.keys().isdisjoint(slots)
+
         values = [written.get(slot) for slot in range(before.num_leaves)]
-        return user_tree(before, values, keep=lambda slots: not written.keys().isdisjoint(slots))
+        return user_tree(before, values, keep=is_written)
 
     def activations(self) -> ActivationTable:
         """Lists how what modules return is sharded, in the order in which they return it.
@@ -213,24 +236,26 @@ class Stage:
         """
         plan = self._plan
         stage = self._stage
-        is_top = _compat.trace_is_clean()
         args, kwargs = self._with_statics(args, kwargs)
-        # The plan and the flattened arguments, if an earlier call had the same objects.
-        known = self._guards.find(args, kwargs) if is_top else None
-        if known is None:
-            call, flat = self._lifted._split(args, kwargs, record=is_top)
+        if not _compat.trace_is_clean():
+            # The call is part of a trace. Its arguments hold tracers, and no later call has the
+            # same ones, so there is no guard for them.
+            call, flat = self._lifted._split(args, kwargs)
             self._check_structure(done, call, flat)
-            if is_top:
-                self._guards.add(plan, flat, args, kwargs, is_new=True)
-        else:
-            _, flat = known
-        if not is_top:
             return run(plan, flat, stage)
+        known = self._guards.find(args, kwargs)  # if an earlier call had the same objects
+        if known is not None:
+            _, flat = known  # the plan of a stage is always the same
+        else:
+            call, flat = self._lifted._split(args, kwargs, record=True)
+            self._check_structure(done, call, flat)
+            # Who makes a stage calls it again, so a guard is made at once, as for a new plan.
+            self._guards.add(plan, flat, args, kwargs, is_new=True)
         try:
             # The form in C is faster, but takes arrays only, no tracers.
             return run(plan, flat, _compat.direct_form(stage))
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-            self._explain(plan, flat.leaves, error)
+            self._raise_explained(plan, flat.leaves, error)
             raise
 
     @_compat.api_boundary
@@ -241,12 +266,30 @@ class Stage:
         error: BaseException,
         objects: Sequence[object],
     ) -> None:
-        """Is called for an error of a call in C, with its arrays and the caller's objects."""
-        failed(plan, leaves, error)  # raises an explained error for what `run` explains, too
-        self._explain(plan, leaves, error)
+        """Explains an error that a program has raised in a guarded call, which is in C.
 
-    def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
-        """Raises an error that names the arguments that differ, if some do."""
+        Like `_run`, it raises another error that explains it. If it returns, there is no
+        explanation, and the call in C raises the error as it is.
+
+        Args:
+          plan: the plan of the call.
+          leaves: its arrays.
+          error: what JAX raised.
+          objects: the caller's objects. Only functions that trace (`Lifted._failed`) need them.
+        """
+        failed(plan, leaves, error)  # for what `run` explains of any program
+        self._raise_explained(plan, leaves, error)  # for what is particular to a stage
+
+    def _raise_explained(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
+        """Raises an error that names the arguments that differ from those of the stage, if some do.
+
+        Returns if none do. `Compiled` extends this: a program may also be too large for the memory.
+
+        Args:
+          plan: the plan of the call.
+          leaves: its arrays.
+          error: what JAX raised.
+        """
         raise_mismatch(plan, leaves, self._stage, error)
 
     def _with_statics(
@@ -254,18 +297,24 @@ class Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns all arguments of a call, with bound objects, and static ones that were left out.
 
-        A stage was made for certain static arguments, so that callers need not pass them again.
+        A stage was made for certain static arguments, so callers need not pass them again, as in
+        JAX: a stage of ``f(x, mode, y)`` with a static ``mode`` takes ``(x, mode, y)`` and
+        ``(x, y)``. Of several static ones by position, all are passed or none: with some of them,
+        the number of arguments would not say which.
         """
         signature, bound = self._plan.signature, self._lifted._bound
+        # By how they were passed when the stage was made: the position, bound objects included, or
+        # the name.
         by_key = dict(zip(signature.static_keys, self._statics, strict=True))
-        # The keys say how they were passed when the stage was made: by name or by position.
         keywords = {key: value for key, value in by_key.items() if isinstance(key, str)}
         by_position = {key: value for key, value in by_key.items() if isinstance(key, int)}
+        # A bound object, as the class of a classmethod, may be static, and is always there.
         positions = [position for position in sorted(by_position) if position >= len(bound)]
         args = (*bound, *args)
-        # All positional ones are left out or none: otherwise it is unclear which.
-        if positions and len(args) == len(signature.names) - len(positions):
-            for position in positions:
+        num_positional = len(signature.names)  # when the stage was made, with bound objects
+        are_left_out = len(args) == num_positional - len(positions)
+        if are_left_out:
+            for position in positions:  # ascending, so that the later positions are right
                 args = (*args[:position], by_position[position], *args[position:])
         return args, {**keywords, **kwargs}
 
@@ -302,11 +351,15 @@ class Stage:
         """Puts what JAX reports for each output array into the form of the user's result.
 
         Args:
-          per_output: what is reported for the results of the pure function, the outcome last.
-          per_argument: what is reported for ``(positional, …)`` arguments. What a call returns
-            unchanged is not an output of JAX's program, so the result has this for it.
+          per_output: what is reported for the results of the pure function: ``(*groups, outcome)``,
+            where a group has one item for each of its arrays. An item may be anything.
+          per_argument: what is reported for its arguments: ``(positional, …)``, with one item for
+            each array. An array that a call returns unchanged is not an output of JAX's program, so
+            the result has this item for it.
         """
-        values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
+        *groups, _outcome = per_output
+        by_slot, *_keywords = per_argument
+        values = self._outcome.arrays([*by_slot], groups)  # by slot after the call
         return user_tree(self._outcome.structure, values)
 
     def __getattr__(self, name: str) -> Any:
@@ -389,10 +442,12 @@ class Traced(Stage):
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
 
-        def lower(*_: object) -> Any:
+        # `call_with_explained_errors` calls it with the leaves, as it would call a program with
+        # arrays. JAX's stage has been traced for them, and needs none.
+        def lower(*_leaves: object) -> Any:
             return self._stage.lower(**options)
 
-        with self._attribute_reports():
+        with self._attribute_reports():  # JAX reports how long it takes
             lowered = call_with_explained_errors(self._plan, leaves, lower)
         return self._make_next(Lowered, lowered)
 
@@ -442,12 +497,19 @@ class Lowered(Stage):
         try:
             program = compile_with(self._stage, {})
         except jax.errors.JaxRuntimeError as error:
+            # Raises another error if the program does not fit into memory. It asks for the recorder
+            # only then; a call in a `Lifted` has to make one first.
             explain_memory(error, self._plan, lambda: self._recorder, compile_with)
             raise
         return self._compiled_to(program, compile_with)
 
     def _compiled_to(self, program: jax.stages.Compiled, compile_with: CompileWith) -> Compiled:
-        """Makes the compiled function from a program of JAX, and what compiles it for reports."""
+        """Makes the compiled function.
+
+        Args:
+          program: JAX's program.
+          compile_with: compiles the function once more, with further options, for reports.
+        """
         compiled = self._make_next(Compiled, program)
         compiled._compile_with = compile_with
         return compiled
@@ -474,19 +536,21 @@ class Compiled(Stage):
 
     @_compat.api_boundary
     def _flattened(self, *args: object, **kwargs: object) -> Any:
-        """Runs the program. Static arguments may be given, or left out.
+        """Runs the program where the call in C cannot: it flattens the arguments in Python.
+
+        Static arguments may be given, or left out.
 
         Raises:
           TypeError: structure, statics, shapes or dtypes differ from those that were lowered.
           ValueError: arrays are committed to other shardings than those that were lowered.
         """
-        return self._run("compiled", args, kwargs)
+        return self._run("compiled", args, kwargs)  # "was compiled for other arguments"
 
     __call__ = guarded(_flattened)
 
-    def _explain(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
-        """Raises an error also for a program that does not fit into memory."""
-        super()._explain(plan, leaves, error)
+    def _raise_explained(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
+        """Raises an error for other arguments, or for a program that does not fit into memory."""
+        super()._raise_explained(plan, leaves, error)
         explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
     @staticmethod
@@ -685,7 +749,8 @@ class Compiled(Stage):
     ) -> ProgramReport:
         """Collects all of this in one object, which can be printed, saved as JSON and compared.
 
-        The first call traces the function once more, for the activations.
+        The first call traces the function once more, for the activations. The report is kept for
+        further calls.
 
         Args:
           name: the name in the report; None for the name of the function.
@@ -697,10 +762,11 @@ class Compiled(Stage):
         Returns:
           The report.
         """
-        report = self._figures.report
+        report = self._figures.report  # computed when it is first asked for
         if hardware is not None:
             report = report.with_roofline(hardware)
         if by_module:
+            # The second compilation also says what the compiler chose for activations.
             report = dataclasses.replace(
                 report,
                 by_module=self.by_module(hardware=hardware),
@@ -743,38 +809,42 @@ def user_tree(
     values ``[a, b]`` become ``(nnx.State({"kernel": a}), b)``.
 
     Args:
-      structure: describes what the user passed or got.
+      structure: describes what the user passed or got. Its root is a tree of containers (lists,
+        tuples and dicts), with a mark (`LEAF`) for each array, a description of each static value,
+        and for each object its index.
       values: a value for each slot.
       keep: whether to keep what belongs to these slots; in place of the rest there is None, or
         nothing in a state.
       objects: the Variables to put into states, by index in the structure; without them, states
         have the values.
     """
+    # The slots of the arrays outside of objects, in the order of the tree: each `LEAF` takes one.
+    root_slots = iter(structure.root_slots)
 
-    def build(child: Child, slots: Iterator[int]) -> Any:
-        """Returns the tree for a child of the structure: a leaf, a container, or an object's index.
-
-        ``slots`` are those of the arrays outside of objects, in order; each array takes one.
-        """
+    def build(child: Child) -> Any:
+        """Returns the user's tree for one part of the structure's root."""
         if child is LEAF:
-            slot = next(slots)
+            slot = next(root_slots)
             return values[slot] if keep((slot,)) else None
         if isinstance(child, Container):
-            parts = [build(part, slots) for part in child.children]
+            parts = [build(part) for part in child.children]
             return jax.tree_util.tree_unflatten(child.treedef, parts)
-        # What is static is described in place, or has an entry of its own if it can change.
-        if not isinstance(child, int) or isinstance(structure.entries[child], StaticObject):
+        if not isinstance(child, int):  # a static value, in place of an object's index
+            return None
+        if isinstance(structure.entries[child], StaticObject):
             return None
         state: dict[Path, Any] = {}
-        for location in structure.walk(child, slots):
+        # Arrays in an object have slots of their own, so this takes none of the root.
+        for location in structure.walk(child, iter(())):
             if not keep(location.slots):
                 continue
             path = tuple(map(plain_key, location.path))
-            if objects is None or location.object_index is None:
+            index = location.object_index  # of a Variable; None for an array in a module itself
+            if objects is None or index is None:
                 state[path] = value_at(structure, location, values)
             else:
-                state[path] = objects[location.object_index]
+                state[path] = objects[index]
         # A bare Variable has the empty path.
         return state[()] if () in state else nnx.from_flat_state(state)
 
-    return build(structure.root, iter(structure.root_slots))
+    return build(structure.root)
