@@ -10,10 +10,15 @@ From other modules:
                     argument arrays), and the recorder
     Recorder        traces the function once more: ``traced`` is JAX's trace, ``calls`` are the
                     calls of modules in it, each with the ``path`` of its module
-    Module          the program for one device, read from HLO text
+    Module          a program read from HLO text; ``unread`` says what of it could not be read
     DumpedProgram   the program compiled again, with names of modules and its memory (``dumped``);
                     ``whole`` is the `Module` before it was partitioned
+    CompiledProgram what tables are made of: a program, its memory, and peak rates of ``hardware``
+    Measured        the seconds of instructions in calls, and the program that ran
     MadeValue       a value that the user's code makes, with its line, module and spec
+
+Two programs are at hand: the one that calls run (``module``), and the same compiled again with
+names of modules (``dumped``), which takes as long as the first compilation.
 """
 
 from __future__ import annotations
@@ -87,21 +92,20 @@ class Figures:
     @functools.cached_property
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if JAX does not say."""
-        used = [row for row in self._arguments if row.used]
+        used = [row for row in self._arguments if row.used]  # JAX drops unused arguments
         argument_bytes = {row.path: row.bytes_per_device for row in used}
         analysis = self._stage.memory_analysis()
         total = getattr(analysis, "argument_size_in_bytes", None)
         if total is not None and total != sum(argument_bytes.values()):
-            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show.
-            inputs = inputs_of(self.module, used)  # one for each row; none if the order differs
-            argument_bytes |= {
-                row.path: padded_bytes(instruction.shape_text)
-                for row, instruction in zip(used, inputs, strict=False)
-            }
+            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show. These are
+            # one for each row, or none if it is not known which is which: then sizes stay unpadded.
+            inputs = inputs_of(self.module, used)
+            for row, instruction in zip(used, inputs, strict=False):
+                argument_bytes[row.path] = padded_bytes(instruction.shape_text)
         memory = memory_of(analysis, argument_bytes)
         if memory is None:
             return None
-        # Printing it asks for the table of modules, for which the program is compiled once more.
+        # A function: only printing asks for the table of modules, for which it compiles once more.
         return dataclasses.replace(memory, by_module=self._compiled.by_module)
 
     def by_module(
@@ -117,8 +121,10 @@ class Figures:
         peak = self._hardware(hardware)
         if profile is not None:
             seconds = measured_seconds(profile, self.module)  # by the name of the instruction
-            # `dumped` is not the program that ran, but its instructions have the same names.
-            table = self._module_table(peak, self.dumped.measured(seconds))
+            # `dumped` is not the program that ran, but its instructions have the same names; an
+            # error says so if they have not.
+            measured = self.dumped.measured(seconds)
+            table = self._module_table(peak, measured)  # not kept, as a profile is used once
         else:
             if peak not in self._module_tables:
                 self._module_tables[peak] = self._module_table(peak)
@@ -137,9 +143,13 @@ class Figures:
           hardware: the peak figures for the column of seconds; None for the mesh's own devices.
           profile: of calls of the function; with it, seconds are also measured.
         """
+        # The program that ran knows the lines of its operations, so a profile is joined to it. Only
+        # modules, as in `by_module`, are known in the dumped program alone.
         measured = None
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
+        # Figures are those of the dumped program, specs those of the program before it is
+        # partitioned, for the values that the user's lines make.
         program = self._program._replace(hardware=self._hardware(hardware))
         return line_table(program, self._made, self._module_paths, self.dumped.whole, measured)
 
@@ -151,18 +161,24 @@ class Figures:
     def activations(self, *, compile_again: bool) -> ActivationTable:
         """Lists what modules return, with the specs that the compiler chose.
 
+        A trace knows the specs that are declared, or in types. Where the compiler chooses, on Auto
+        axes, they are read from a program.
+
         Args:
-          compile_again: whether to read them from the program before it is partitioned, which has
-            all of them, as :meth:`Compiled.activations` does. Otherwise they are those that shapes
-            on one device say: a report without tables by module costs no second compilation.
+          compile_again: whether that is the program before it is partitioned, which has all specs,
+            but has to be compiled for it (``dumped``). Otherwise it is the program for one device,
+            of which the shapes say most specs.
         """
         rows = self._compiled._traced_activations()
         is_incomplete = any(row.chosen_by == "compiler" for row in rows)
+        # Without a mesh nothing is sharded. A program that is not read completely could tell wrong
+        # specs.
         if not is_incomplete or self._mesh is None or self.module.unread:
             return rows
         axis_sizes = MeshDescription.of(self._mesh).axes
         whole_program = self.dumped.whole if compile_again else None
-        # The values of the trace, with the specs that the program tells.
+        # The values that the lines of the user's code make, with the specs in the program; then the
+        # rows, with the specs of the values that they are.
         values = compiled_values(
             self._made, self._module_paths, self.module, whole_program, axis_sizes
         )
@@ -218,14 +234,20 @@ class Figures:
     def _why_module(self, module_path: str, paths: list[str]) -> Reason:
         """Says how the arrays of a module are sharded, each with the first of its reasons.
 
-        ``paths`` are those of its arrays, such as ``model.up.kernel`` for the module ``model.up``.
+        The first one is the rule that decides; the others, and what to write instead, are in the
+        answer for the array itself.
+
+        Args:
+          module_path: the module, such as ``model.up``.
+          paths: those of its arrays, such as ``model.up.kernel``.
         """
         facts = []
         for path in paths[:_MAX_LISTED]:
             reason = self._why_argument(path)
-            facts.append(f"{reason.subject}. {' '.join(reason.facts[:1])}")
+            rule = " ".join(reason.facts[:1])  # empty if there is none
+            facts.append(f"{reason.subject}. {rule}")
         if more := len(paths) - len(facts):
-            facts.append(f"And {more} more: ask for one of its modules.")
+            facts.append(f"And {more} more: ask for one of its modules.")  # which lists fewer
         rows = [self._rows_by_path[path] for path in paths]
         local = bytes_text(sum(row.bytes_per_device for row in rows))
         total = bytes_text(sum(row.bytes_total for row in rows))
@@ -242,8 +264,9 @@ class Figures:
     def _collective_reasons(self) -> CollectiveReasons:
         """Answers `why` for collectives: knows the program, and the values of the user's lines.
 
-        A collective moves parts of a value. Which value that was is known by the shape that it has
-        as a whole, from the trace, at the line and operation that the compiler notes.
+        A collective moves shards of a value. The compiler notes its line and operation, and the
+        trace has the whole shapes of what these make. So a collective of f32[8,4] on 2 devices, in
+        a line that makes a (16, 4), is of that array, sharded in dimension 0.
         """
         # ("model.py:12", "dot_general") → the whole shapes of what this makes in the trace.
         whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
@@ -252,9 +275,12 @@ class Figures:
                 file, line = value.line
                 whole_shapes[f"{file_title(file)}:{line}", value.operation].add(value.shape)
         axis_sizes = {} if self._mesh is None else MeshDescription.of(self._mesh).axes
-        # What a gathered parameter is declared as, the reasons of arguments say.
         return CollectiveReasons(
-            self.module, self._module_paths, axis_sizes, whole_shapes, self._why_argument
+            self.module,
+            self._module_paths,
+            axis_sizes,
+            whole_shapes,
+            why_argument=self._why_argument,  # for collectives that gather a parameter
         )
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
@@ -281,20 +307,22 @@ class Figures:
     def _updated_paths(self) -> list[str | None]:
         """Returns, for each output of the program, the path of the Variable that it updates.
 
-        None for an output that is returned to the user. A *slot* is the position of an array among
-        those of the arguments, or of all after the call; ``slots[index]`` of a structure are those
-        of the object with this index.
+        None for an output that is returned to the user. An array has a *slot* (a position) among
+        the arrays of the arguments, and another one among those after the call. ``before`` and
+        ``after`` list the slots of each object, by the object's index, which is the same in both.
         """
         outcome: Outcome = self._compiled._outcome  # says where each array is after the call
         before, after = self._plan.structure, outcome.structure
         out_tree: Any = self._stage.out_tree
-        # `Outcome.arrays` picks the array of each slot from the inputs and the groups of outputs.
-        # Instead of outputs it gets their numbers, and None for each input.
+        # `Outcome.arrays` picks the array of each slot after the call from the inputs and the
+        # groups of outputs. To know which output that is, it gets numbers in place of outputs, and
+        # None in place of each input.
         numbers = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
-        groups = numbers[:-1]  # the last item is the outcome
+        *groups, _outcome = numbers
         output_numbers = outcome.arrays([None] * before.num_leaves, groups)  # by slot after it
         paths: list[str | None] = [None] * out_tree.num_leaves
-        for index in (*outcome.values, *outcome.metadata):  # the changed Variables
+        # The indices of the Variables whose value, or metadata too, the call changes.
+        for index in (*outcome.values, *outcome.metadata):
             # Not strict: a Variable may hold another number of arrays after the call.
             for old_slot, new_slot in zip(before.slots[index], after.slots[index], strict=False):
                 output_number = output_numbers[new_slot]

@@ -22,6 +22,8 @@ Words of all transforms:
                    group for each spec, and last the outcome
     spec           how a leaf enters or leaves: an axis, in these transforms
     outcome        what a call did to the objects of its arguments, without arrays
+    tag            what is declared for the activations of a module, with its path in the user's
+                   argument; `jit` tags the modules in its trace, and traces within have copies
 """
 
 from __future__ import annotations
@@ -146,7 +148,8 @@ def compile_at_top_level(
 ) -> Function:
     """Returns a function of the same leaves that runs as one program outside of any trace.
 
-    There JAX would trace ``call`` again each time, and compile the loops in it.
+    JAX itself runs ``call`` operation by operation there: it would trace the loops in it again in
+    each call, and compile them.
 
     Args:
       call: a function of all leaves, arrays and others.
@@ -166,8 +169,8 @@ def compile_at_top_level(
         # Within a trace, `call` becomes part of that, and is compiled with it.
         if not _compat.trace_is_clean():
             return call(*leaves)
-        static = static_leaves(leaves)
-        if not may_keep(static):
+        static = static_leaves(leaves)  # those that `is_traced` is not true of, by slot
+        if not may_keep(static):  # a kept program would keep the user's objects alive
             return call(*leaves)
         return program_with(static, len(leaves))(*filter(is_traced, leaves))
 
@@ -206,11 +209,23 @@ class InnerTransform(Transform):
         fun: Function = caller.fun
         return fun
 
-    def tracing(  # noqa: D102
+    def tracing(
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
     ) -> AbstractContextManager[Function]:
-        # In the surrounding trace, modules have paths and shardings of activations. This trace has
-        # copies of them, to which both are passed on.
+        """Prepares the copies of the user's modules that this trace has, before it calls them.
+
+        What is known of a module in the surrounding trace is passed on from the caller's module to
+        its copy: its tag, and its path within each surrounding ``remat`` with filters.
+
+        Args:
+          plan: the plan of the call.
+          caller: the call that is being traced, with the objects of the surrounding trace.
+          unflattened: the copies of these objects, in the same order.
+          leaves: the tracers in them, which these transforms do not need here.
+
+        Returns:
+          A context that yields the function to call in place of the user's.
+        """
         pass_tags(caller, unflattened)
         pass_paths(caller, unflattened)
         return contextlib.nullcontext(self.user_function(plan, caller, unflattened))
@@ -219,19 +234,22 @@ class InnerTransform(Transform):
         """Transforms the pure function, once for each plan. Nothing is compiled here.
 
         Returns:
-          One function for calls inside and outside of a trace (``inline`` and ``top_level``). There
-          is none to lower (``staged``), because these transforms have no stages. If the user's
-          function captures arrays, or reaches other values than before, it is traced anew at top
-          level (``traced_each_time``). Then a transform that JAX would also compile anew, such as a
-          loop, looks up a compiled program with the same operations.
+          One function for calls inside and outside of a trace (``inline`` and ``top_level``), and
+          what runs at top level if no trace can be used again (``traced_each_time``): for a
+          function that captures arrays, or reaches other values than in earlier calls. There is
+          none to lower (``staged``), because these transforms have no stages.
         """
         transformed = self.jax_transform(plan, function)
-        found_by_content = compile_at_top_level(transformed, compiled_by_content)
+        traced_each_time = transformed
+        if self.compiles_at_top_level:
+            # After each trace of such a function, JAX would also compile its loop again. This finds
+            # the program of an earlier trace with the same operations, if there is one.
+            traced_each_time = compile_at_top_level(transformed, compile_with=compiled_by_content)
         return Program(
             staged=None,
             top_level=transformed,
             inline=transformed,
-            traced_each_time=found_by_content if self.compiles_at_top_level else transformed,
+            traced_each_time=traced_each_time,
         )
 
 
@@ -258,6 +276,8 @@ class Inner(LiftedFunction[P, R]):
           execute: what takes the leaves, and returns what the pure function returns.
           fun: what the trace calls instead of the user's function, if given.
         """
-        # JAX must not use a trace of modules whose activations are sharded in another way.
+        # JAX compares arrays only, and could use a trace of modules whose activations are sharded
+        # in another way. In this context, tags of modules are a part of the key of a trace.
         with key_traces_by_tags(flat.objects):
+            # As a part of a trace, even at top level: these transforms compile no plan.
             return run(plan, flat, execute, fun or self._fun, nested=True)

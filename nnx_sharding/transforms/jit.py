@@ -66,7 +66,11 @@ class Jit(Sharded):
         return _in_mesh(self.context, sharded_activations(plan, caller, unflattened, leaves))
 
     def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
-        """Wraps the pure function in ``jax.jit``, to which each spec is a sharding, or None."""
+        """Wraps the pure function in ``jax.jit``, to which each spec is a sharding, or None.
+
+        One jitted function is what is lowered (``staged``) and what calls in a trace run
+        (``inline``). Calls at top level need devices; if the mesh has none, they are checked first.
+        """
         has_deprecated = self.device is not None or self.backend is not None
         # `catch_warnings` makes Python forget which warnings it has shown already, so it is entered
         # for the deprecated options only.
@@ -75,12 +79,15 @@ class Jit(Sharded):
                 warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(plan))
         top_level: Callable[..., Any] = jitted
+        # A mesh without devices in the shardings of inputs, or only in those of results.
         input_mesh = _abstract_mesh(plan.specs)
         mesh = input_mesh or _abstract_mesh(plan.out_specs)
         if mesh is not None:
             # A program of an abstract mesh finds its devices at each call: those of the mesh in
             # context or, without shardings of inputs, those that the arrays are on.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
+        # `jit` keeps what its function has captured, as `jax.jit` does, so it asks for no program
+        # that is traced each time.
         return Program(
             staged=jitted, top_level=top_level, inline=jitted, traced_each_time=top_level
         )
@@ -121,16 +128,19 @@ def _in_mesh(
 ) -> Iterator[Callable[..., Any]]:
     """Puts a mesh of Auto axes into context, unless there is one, around another context.
 
-    On Explicit axes JAX does so itself, as the types of arrays say the mesh.
+    Then code of the function that asks JAX for the mesh, as by `jax.lax.with_sharding_constraint`
+    with a spec, gets the one that the user gave to ``jit``. On Explicit axes JAX sets it itself: it
+    is in the types of the arrays.
 
     Args:
       mesh: the mesh that applies; None if there is none.
-      tracing: a context that yields what a trace calls as the user's function.
+      tracing: a context that yields what a trace calls as the user's function. It is entered last,
+        since it reads the mesh in context.
     """
-    is_without_mesh = jax.sharding.get_abstract_mesh().empty
-    is_needed = mesh is not None and is_without_mesh and not axes_of_type(mesh, AxisType.Explicit)
-    with in_context(mesh if is_needed else None), tracing as call:
-        yield call
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    is_needed = mesh is not None and not has_mesh and not axes_of_type(mesh, AxisType.Explicit)
+    with in_context(mesh if is_needed else None), tracing as user_function:
+        yield user_function
 
 
 def _abstract_mesh(specs: Sequence[object]) -> AbstractMesh | None:
@@ -291,8 +301,8 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    # `lift` gives these to JAX already here, which warns of them where the user's line is on the
-    # stack.
+    # JAX warns of these when a function is jitted. `lift` does that at once (`jax_options`), while
+    # the user's line is on the stack, which a warning names; the jit of a plan is made in a call.
     deprecated = {"device": device, "backend": backend}
     jax_options = {name: value for name, value in deprecated.items() if value is not None}
     if jax_options and (in_shardings is not None or out_shardings is not None):
@@ -334,10 +344,12 @@ def jit(
 def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function that `jit` was given, and the options to jit it again on another mesh.
 
-    Donated arguments and options of the backend are left out.
+    What compares both on the same arguments jits it again. So donated arguments are left out, which
+    the first call would delete, and so are the mesh and what is of its devices or changes no
+    number: ``device``, ``backend``, ``compiler_options``, ``keep_unused``, ``inline``.
     """
     transform: Any = function._transform
-    roles: Roles = function._options["roles"]
+    roles: Roles = function._options["roles"]  # as `LiftedFunction` keeps them
     options = {
         "in_shardings": transform.in_specs.tree,
         "out_shardings": transform.out_specs.tree,

@@ -18,9 +18,11 @@ its cotangents from outputs to inputs. It is rebuilt in the backward pass from *
 arrays that the forward pass keeps. Parameters are *ready* once they are gathered; the *rest* are
 slices that need not be. From other modules:
 
-    Tag         what a strategy left on a module: for each of its parameters ``VariableSpecs``, such
-                as the spec with which it is kept, and that while the module runs
-    PREFETCHED  the names of parameters that a module does not gather itself while it runs
+    Tag         what a strategy left on a module: for each of its parameters ``VariableSpecs``: its
+                ``shape``, the spec ``outside``, with which it is kept, and ``inside``, while the
+                module runs
+    PREFETCHED  the names of parameters that a module does not gather itself while it runs: a
+                context of JAX, with a ``value``, that is set by calling it in a ``with``
     replace_slots
                 a copy of a list of arrays with others in some positions
     apply_shardings
@@ -73,8 +75,9 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
 
     Args:
       layers: the module with stacked Variables.
-      ahead: 1 if the stack asks for it; a strategy may ask as well.
-      others: modules in it that have a loop of their own.
+      ahead: how many layers ahead the stack asks for, 0 or 1. A strategy may ask as well.
+      others: modules in it that have a loop of their own, such as an inner ``Stack``. That gathers
+        their parameters, layer by layer; this loop would gather all of them at once.
     """
     excluded = {id(inner) for module in others for _, inner in modules_in(module)}
     gathers = dict[int, Gather]()
@@ -85,7 +88,8 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
         # The stack may ask, or one of the strategies, which are the sources of the tag.
         is_wanted = ahead > 0 or any(source.prefetch > 0 for source in tag.sources)
         if is_wanted:
-            # By identity, as `scan` below gets the same tracers as slices.
+            # By identity: `scan` below gets the same tracers among its stacked arrays. Each
+            # `Gather` holds its tracer, so that no other object gets its id.
             gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
     token = _GATHERS.set(gathers)
     try:
@@ -98,21 +102,21 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
     """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
-        if path not in tag.specs:
+        # What is no tracer is an array of a module that the function captures: a constant.
+        if path not in tag.specs or not isinstance(value, jax.core.Tracer):
             continue
         specs = tag.specs[path]
         # On Explicit axes the type says whether the strategy's axes still shard it.
         actual = type_spec(value)
         is_whole = actual is not None and tag.axes.isdisjoint(spec_axes(actual))
-        if not specs.is_gathered or is_whole or not isinstance(value, jax.core.Tracer):
-            continue
-        mesh = mesh_in_trace(tag.mesh)
-        yield Gather(
-            name=(tag.name, tag.path, path),
-            stacked=value,
-            shard=_sharding_of_layer(mesh, specs.outside, specs.shape, value.shape),
-            whole=_sharding_of_layer(mesh, specs.inside, specs.shape, value.shape),
-        )
+        if specs.is_gathered and not is_whole:
+            mesh = mesh_in_trace(tag.mesh)
+            yield Gather(
+                name=(tag.name, tag.path, path),
+                stacked=value,
+                shard=_sharding_of_layer(mesh, specs.outside, specs.shape, value.shape),
+                whole=_sharding_of_layer(mesh, specs.inside, specs.shape, value.shape),
+            )
 
 
 def _sharding_of_layer(
@@ -120,30 +124,39 @@ def _sharding_of_layer(
 ) -> NamedSharding:
     """Returns the sharding of one layer's parameter in a loop.
 
+    In a stack of 2 stacks of 4 layers, a kernel is (2, 4, in, out) as the user has it, with the
+    spec ``P(None, None, "data", None)``. In the inner loop it is (4, in, out), and that of a layer
+    (in, out), with ``P("data", None)``.
+
     Args:
       mesh: the mesh of the trace.
       spec: the spec of the Variable as the user has it.
-      shape: its shape there: loops around this one may have more dimensions, which are gone here.
-      stacked_shape: the shape of the parameter of all layers here: (layers, …).
+      shape: its shape there.
+      stacked_shape: the shape of the parameter of all layers of this loop: (layers, …).
     """
-    entries = spec_of_slice(spec, shape, stacked_shape).partitions  # one for each dimension here
+    # Without the dimensions of loops around this one, which are found by the shapes.
+    entries = spec_of_slice(spec, shape, stacked_shape).partitions
     return NamedSharding(mesh, PartitionSpec(*entries[1:]))  # without the dimension of the layers
 
 
-def scan(step: Callable[..., Any], carry: Any, stacked: Arrays, **options: Any) -> tuple[Any, Any]:
+def scan(
+    step: Callable[..., Any], carry: Any, stacked: Arrays, *, unroll: int | bool, **options: Any
+) -> tuple[Any, Any]:
     """Runs ``jax.lax.scan``, which gathers ahead what :func:`prefetching` names.
 
     Args:
       step: ``(carry, slices) → (carry, results)``, as for ``jax.lax.scan``.
       carry: the first carry.
       stacked: a list of arrays, (layers, …).
-      **options: those of ``jax.lax.scan``.
+      unroll: how many layers one iteration runs, as for ``jax.lax.scan``.
+      **options: its other options. Loops with parameters to gather are those of a ``Stack``, which
+        gives none of them but the number of layers.
     """
-    known = _GATHERS.get() or {}
+    known = _GATHERS.get() or {}  # as `prefetching` has set it
     gathers = {i: known[id(x)] for i, x in enumerate(stacked) if id(x) in known}
     if not gathers:  # outside of `prefetching`, or the loop of another function within it
-        return jax.lax.scan(step, carry, stacked, **options)
-    loop = _Loop(step, carry, stacked, gathers, options["unroll"])
+        return jax.lax.scan(step, carry, stacked, unroll=unroll, **options)
+    loop = _Loop(step, carry, stacked, gathers, unroll)
     return loop.results()
 
 
@@ -164,12 +177,16 @@ class _Place(NamedTuple):
 
 
 class _Pullback(NamedTuple):
-    """How to rebuild the pullback of one layer in the backward pass. The same for all layers."""
+    """How to rebuild the pullback of one layer in the backward pass. The same for all layers.
+
+    What ``jax.vjp`` returns is a function and also a pytree, of the arrays that it has kept. All
+    layers have the same operations, so that the pullback of each has the same treedef.
+    """
 
     arguments: PyTreeDef  # of the `_Inputs` of a layer
     slots: Sequence[int]  # the positions of those of its leaves that have cotangents
-    treedef: PyTreeDef  # of the pullback, which is a function and a pytree of arrays
-    places: Sequence[_Place]  # where each of these arrays is in the backward pass
+    treedef: PyTreeDef  # of the pullback
+    places: Sequence[_Place]  # where each of its arrays is in the backward pass
 
     def rebuild(self, residuals: Arrays, **inputs: Arrays) -> Callable[..., Any]:
         """Returns the pullback of a layer, as ``jax.vjp`` returned it in the forward pass.
@@ -196,9 +213,14 @@ class _DifferentiatedStep(NamedTuple):
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
 
-    The step is a jaxpr of flat arrays, traced once, which takes `_Inputs`. The arguments of the
-    loop are the same lists, but of all layers: ``constants``, the first ``carry``, ``shards`` (the
-    parameters before they are gathered, (layers, …)), and ``rest`` (layers, …).
+    The step is a jaxpr of flat arrays, traced once, which takes the whole carry, then ``ready`` and
+    ``rest`` of `_Inputs`. The arguments of the loop are the lists of `_Inputs`, but of all layers:
+    ``constants``, the first ``carry``, ``shards`` (the parameters before they are gathered,
+    (layers, …)), and ``rest`` (layers, …).
+
+    Many arrays of a carry, such as a mask, never change. They are constants here: ``_is_changed``
+    says for each array of the carry whether steps change it, and ``carry`` in `_Inputs` and in the
+    arguments has only those.
     """
 
     def __init__(
@@ -232,15 +254,18 @@ class _Loop:
             slices = [parameters[i] if i in gathers else next(others) for i in range(len(stacked))]
             return step(jax.tree.unflatten(treedef, carry), slices)
 
-        first_layer = initial, self._gather(shards, 0), _slice_layer(rest, 0)
-        # While the step is traced, its modules do not gather these themselves.
+        first_layer = initial, self._gather(shards, layer=0), _slice_layer(rest, 0)
+        # While the step is traced, its modules do not gather these themselves; nor what a loop
+        # around this one has gathered.
         names = frozenset(gather.name for gather in self._gathers)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
             self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first_layer)
         self._out_treedef = jax.tree.structure(out)  # of (carry, results)
         self._num_carried = len(initial)
-        # For each array of the carry, whether the step returns another one. What it does not change
-        # is a constant: its cotangents are sums over the layers, not carried.
+
+        # A step that returns what it gets has the same variable of the jaxpr as input and output.
+        # As a constant, such an array is not copied in each iteration, and its cotangents are sums
+        # over the layers, not carried.
         carry_in = self._jaxpr.jaxpr.invars[: len(initial)]
         carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
         pairs = zip(carry_in, carry_out, strict=True)
@@ -248,21 +273,31 @@ class _Loop:
         pairs_of_first = [*zip(initial, self._is_changed, strict=True)]
         changed = [x for x, is_changed in pairs_of_first if is_changed]
         unchanged = [x for x, is_changed in pairs_of_first if not is_changed]
-        constants = [*self._jaxpr.consts, *unchanged]
+        constants = [*self._jaxpr.consts, *unchanged]  # `_step` takes them apart again
         self._arguments = constants, changed, shards, rest
         self._initial = initial  # the whole first carry, flat
 
     def results(self) -> tuple[Any, Any]:
         """Runs the loop; returns the last carry, and what the steps return, stacked."""
-        run = jax.custom_vjp(lambda *arguments: self._run(*arguments, keep=False)[0])
-        # JAX passes what the forward rule returns besides the outputs to the backward rule. Here it
-        # is the backward pass itself: a function that is a pytree of what was kept.
-        run.defvjp(
-            lambda *arguments: self._run(*arguments, keep=True),
-            lambda backward, cotangents: backward(cotangents),
-        )
+
+        @jax.custom_vjp
+        def run(*arguments: Arrays) -> Any:
+            outputs, _ = self._run(*arguments, keep=False)
+            return outputs
+
+        # What the forward rule returns besides the outputs, JAX gives to the backward rule. It has
+        # to be a pytree of arrays: a `jax.tree_util.Partial`, which is a function as well.
+        def forward(*arguments: Arrays) -> tuple[Any, Callable[..., Any]]:
+            outputs, backward_pass = self._run(*arguments, keep=True)
+            return outputs, backward_pass
+
+        def backward(backward_pass: Callable[..., Any], cotangents: Any) -> Any:
+            return backward_pass(cotangents)
+
+        run.defvjp(forward, backward)
         last, results = run(*self._arguments)
-        new = iter(last)  # what steps change; the rest of the carry is the initial one
+        # Put together the whole carry: what steps change, and what has been a constant.
+        new = iter(last)
         pairs = zip(self._initial, self._is_changed, strict=True)
         final_carry = [next(new) if is_changed else x for x, is_changed in pairs]
         leaves = [*final_carry, *results]
@@ -284,8 +319,9 @@ class _Loop:
         unchanged = iter(inputs.constants[num_captured:])
         changed = iter(inputs.carry)
         carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
+        # What it captures is passed to it here, or it would have no cotangents.
         step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
-        out = step(*carry, *inputs.ready, *inputs.rest)
+        out = step(*carry, *inputs.ready, *inputs.rest)  # the arguments of `flat_step`
         next_carry, results = out[: self._num_carried], out[self._num_carried :]
         pairs = zip(next_carry, self._is_changed, strict=True)
         return [x for x, is_changed in pairs if is_changed], results
@@ -304,9 +340,12 @@ class _Loop:
 
         Returns:
           ``((last carry, stacked results), backward)``: the latter is a function of the cotangents
-          of the former, and a pytree of what it needs; None without ``keep``.
+          of the former, and a pytree of what it needs; None without ``keep``. The last carry has
+          only what steps change.
         """
-        pullbacks: list[_Pullback] = []  # one for each trace of the body; all are equal
+        # Filled when `jax.lax.scan` traces the body, as a pullback is no array that it could
+        # return. There is one for each trace of the body, and all are equal.
+        pullbacks: list[_Pullback] = []
 
         def body(state: tuple[Any, Any], layer: Any) -> Any:
             carry, ready = state
@@ -321,10 +360,11 @@ class _Loop:
             return (step.carry, upcoming), (step.results, step.residuals)
 
         layers = jnp.arange(self._length)
-        first = carry, self._gather(shards, 0)
+        first = carry, self._gather(shards, layer=0)
         (last, _), (results, residuals) = jax.lax.scan(body, first, layers, unroll=self._unroll)
         if not keep:
             return (last, results), None
+        # Arrays are arguments of the Partial, and so the leaves of this pytree.
         backward = functools.partial(self._backward, pullbacks[-1])
         kept = constants, shards, rest, residuals
         return (last, results), jax.tree_util.Partial(backward, *kept)
@@ -336,7 +376,8 @@ class _Loop:
         inputs of the layer again, are not kept.
         """
         leaves, treedef = jax.tree.flatten(inputs)
-        # Only arrays of floating-point or complex numbers have cotangents.
+        # Only arrays of floating-point or complex numbers have cotangents. All outputs are also
+        # auxiliary data, since the loop carries and stacks integers, too.
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
 
         def differentiable(*inexact: object) -> Any:
@@ -347,9 +388,12 @@ class _Loop:
         inexact = [leaves[slot] for slot in slots]
         _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
         arrays, pullback_treedef = jax.tree.flatten(pullback)
-        place_of: dict[int, _Place] = {}  # by the identity of the tracer
+        # Where the backward pass finds each input, by the identity of the tracer: a pullback that
+        # needs an input holds the same tracer. Not so for the carry, which is gone by then.
+        place_of: dict[int, _Place] = {}
         for field in ("constants", "ready", "rest"):
             place_of |= {id(x): _Place(field, i) for i, x in enumerate(getattr(inputs, field))}
+        # All other arrays of the pullback are kept, each once.
         places, residuals = list[_Place](), list[Any]()
         for x in arrays:
             if id(x) not in place_of:
@@ -393,16 +437,17 @@ class _Loop:
                 layer_residuals, constants=constants, ready=ready, rest=_slice_layer(rest, layer)
             )
             by_slot = dict(zip(pullback_form.slots, pullback((d_carry, d_results)), strict=True))
-            # None for inputs that have no cotangent, such as integers.
+            # In the form of the inputs, with None for those without cotangents, such as integers.
             treedef = pullback_form.arguments
             d_leaves = [by_slot.get(slot) for slot in range(treedef.num_leaves)]
             d_inputs: _Inputs = jax.tree.unflatten(treedef, d_leaves)
-            # All layers use the constants, so their cotangents add up.
+            # All layers use the constants, so their cotangents add up. None is no leaf for
+            # `tree.map`, and is at the same places in both.
             d_constants = jax.tree.map(jnp.add, d_constants, d_inputs.constants)
             # From a gradient of whole parameters to shards: the sum over devices is a
             # reduce-scatter.
             d_shards = apply_shardings(d_inputs.ready, [x.shard for x in self._gathers])
-            d_carry = [x for x in d_inputs.carry if x is not None]
+            d_carry = [x for x in d_inputs.carry if x is not None]  # inexact ones, as it came
             return (d_constants, d_carry, upcoming), (d_shards, d_inputs.rest)
 
         d_carry_out, d_results_out = cotangents
