@@ -7,7 +7,12 @@ array. A *guard* (``guard/``) finds it again in a later call without flattening 
 From other modules:
 
     Plan        serves all calls whose arguments have its structure, whatever their arrays
-    make_room   removes the oldest items of a table until no more than a limit are left
+    Flat        arguments that were flattened: their structure, and their arrays (``leaves``), whose
+                positions are called *slots*
+    SortedCall  the arguments of a call by their roles (static, donated), which are its signature
+    FunctionGroup   stands for several functions of one transform, such as the branches of a cond
+    make_room   removes the oldest items of a table until no more than a limit are left; returns
+                those that it has removed
 """
 
 from __future__ import annotations
@@ -49,21 +54,23 @@ G = TypeVar("G", bound=PlanUser)
 def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
     """Returns the key under which the plan of a call is cached.
 
-    It is the roles of the arguments, all of them except arrays, and what specs depend on. Whether
-    an attribute of a module is a JAX array or a NumPy array, which is not moved to its sharding, is
-    not in the structure. So the slots of the latter are in the key, too.
+    It is the roles of the arguments, all of them except arrays, and what specs depend on. Arrays
+    that modules hold as attributes, outside of Variables, are moved to their shardings by a call if
+    they are JAX arrays, and left if they are NumPy arrays. The structure does not tell the two
+    apart, so the slots of the latter are in the key, too.
 
     Args:
-      transform: says what else its plans depend on, such as the mesh in context.
+      transform: says what else its plans depend on (``dependencies``), such as the mesh in context.
       call: the arguments by their roles.
       flat: the same, flattened.
     """
     structure, leaves = flat.structure, flat.leaves
-    # Nearly always empty, so the slots of attributes are only asked for if it is not.
+    # By exact type first, which is quick: nearly always, no slot is left, and the others need not
+    # be looked at more closely.
     not_jax = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
     if not_jax:
-        not_jax &= structure.slots_of(NodeEntry)
-        jax_types = (jax.Array, jax.ShapeDtypeStruct)
+        not_jax &= structure.slots_of(NodeEntry)  # of arrays that modules hold themselves
+        jax_types = (jax.Array, jax.ShapeDtypeStruct)  # also tracers, and arrays without data
         not_jax = {slot for slot in not_jax if not isinstance(leaves[slot], jax_types)}
     return call.signature, structure, transform.dependencies(leaves), frozenset(not_jax)
 
@@ -85,6 +92,7 @@ class Plans(Generic[G]):
             return plan, False
         # Two threads may both make it; then both use the first one, and its program.
         plan = self._plans.setdefault(key, make())
+        # The oldest plans beyond the limit are dropped, and guards must not find them any more.
         for evicted in make_room(self._plans, MAX_PLANS):
             self.guards.drop(evicted)
         return plan, True
@@ -122,9 +130,13 @@ class FunctionCache:
         self._plans: dict[Hashable, Plans[Any]] = {}  # by the options of a transform
 
     def plans(self, options: Hashable, guards: G) -> Plans[G]:
-        """Returns the plans for one set of options, with these guards if they are new.
+        """Returns the plans for one set of options.
 
-        Options that cannot be hashed get new plans each time.
+        Args:
+          options: all on which the plans of a transform depend. Options that cannot be hashed get
+            new plans each time.
+          guards: an empty store for new plans. Plans that are kept have their own already, in which
+            case this one is not used.
         """
         try:
             plans = self._plans.setdefault(options, Plans(guards))
@@ -148,7 +160,12 @@ _CACHES: dict[tuple[int, ...], _Entry] = {}
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
     """Returns the cache of a function, which all transforms of it share.
 
-    It lives until the function is collected. A new one gets a log of traces from ``make_log``.
+    It is dropped when the function is collected, or the object to which a method is bound. A
+    function without weak references gets a new cache each time, since nothing would drop it.
+
+    Args:
+      fun: the function.
+      make_log: makes the log of traces of a new cache.
     """
     parts: list[Any] = []  # the objects whose identity makes the function the same
     for function in fun.functions if isinstance(fun, FunctionGroup) else (fun,):
@@ -162,7 +179,8 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
         return entry.cache
     cache = FunctionCache(make_log())
     try:
-        # When a part is collected, another object may get its id.
+        # When a part is collected, another object may get its id, and must not get this cache: the
+        # weak reference calls the lambda then.
         references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
     except TypeError:  # an object without weak references
         return cache

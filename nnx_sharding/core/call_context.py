@@ -6,8 +6,10 @@ phases of each compilation here (``jax.monitoring``): they are attributed to the
 passed on to its observer.
 
 A `Plan` (``plan.py``) is what a function needs to know of one structure of arguments, such as
-specs and names. While JAX compiles for it, ``plan.reported`` has what JAX reported so far: the
-seconds of each phase, by its event.
+specs and names. While JAX compiles for it, ``plan.reported`` has what JAX reported so far, by the
+name of the event: the seconds of each phase, and 1 for a hit of the persistent cache. Between a
+compilation with donated arrays and the write-back, signals are deferred (``defer_signals``); the
+call delivers them at its end.
 """
 
 from __future__ import annotations
@@ -30,12 +32,18 @@ if TYPE_CHECKING:  # a plan is made by what is imported here
 
 
 class Observer(Protocol):
-    """Is notified of the traces and compilations of a function."""
+    """Is notified of the traces and compilations of a function: what an observer has to have."""
 
     def traced(
         self, plan: Plan, fun: Callable[..., Any], leaves: Arrays, *, nested: bool
     ) -> Callable[[], None]:
         """Is called when the function of a plan is being traced; may raise an error to refuse.
+
+        Args:
+          plan: the plan.
+          fun: the user's function.
+          leaves: the arrays for which it is traced, by slot.
+          nested: whether this is part of another trace.
 
         Returns:
           A function that undoes this, to be called if tracing fails.
@@ -95,9 +103,11 @@ def _on_event(event: str, **_: object) -> None:
 
     JAX calls this for every event; ``event`` is its name.
     """
-    caller = current_caller() if event == _compat.CACHE_HIT else None
+    if event != _compat.CACHE_HIT:
+        return
+    caller = current_caller()
     if caller is not None and caller.plan is not None:
-        caller.plan.reported[event] = 1
+        caller.plan.reported[event] = 1  # no seconds: only that it was there
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
@@ -124,13 +134,17 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
 
 
 def _after_compilation(plan: Plan, caller: Caller) -> None:
-    """Tells the log and the observer of a call that its program has just been compiled."""
-    _warn_of_cache(plan, caller.leaves)  # where programs from JAX's persistent cache are wrong
+    """Tells the log and the observer of a call that its program has just been compiled.
+
+    JAX runs the program next. If that deletes arrays of the caller, signals are deferred from here
+    on; the call delivers them when the new arrays are written back.
+    """
+    _warn_of_cache(plan, caller.leaves)  # only on CPUs, whose programs in the cache may be wrong
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
     plan.reported.clear()  # for the next compilation, for arrays of other shapes
-    # JAX runs the program next, and consumes donated arrays: a signal before the new ones are
-    # written back would lose the model. What is only compiled, by `lower`, has no function to run.
+    # A signal before the new arrays are written back would lose the model. What is only compiled,
+    # by `lower(...).compile()`, is not run: its caller has no function.
     if plan.donated and caller.fun is not None:
         defer_signals()
     if caller.observer is not None:
@@ -162,13 +176,15 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
 def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, AnyMesh | None]:
     """Returns the number of devices that a program is for, and their mesh, if there is one.
 
-    They follow from the mesh of the transform, from declared shardings, or from the arrays.
+    They follow from the mesh of the transform, from declared shardings, or from the arrays. The
+    first mesh counts, since JAX compiles a program for one set of devices: all have the same.
     """
     shardings = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in shardings)]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is not None:
-        return mesh.size, mesh
+        return mesh.size, mesh  # also of an abstract mesh, which has axes but no devices
+    # Without any array, such as for a function that makes them: the default device.
     return max((len(x.device_set) for x in shardings if x is not None), default=1), None
 
 
@@ -184,7 +200,8 @@ class CacheNotice:
 def _warn_of_cache(plan: Plan, leaves: Arrays) -> None:
     """Warns that programs for several CPU devices may fail when they come from JAX's cache.
 
-    Whether this one came from it is not known: the configuration decides.
+    Whether this one came from it does not matter: it may be read from there later. The fault is in
+    jaxlib; `CacheNotice` names the test that says when it is mended.
     """
     is_on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     if not (CacheNotice.is_due and is_on and jax.default_backend() == "cpu"):

@@ -5,7 +5,10 @@ From other modules:
     Plan               the names of the arrays, by slot, and those that a call moves
                        (``placed_slots``)
     passed_shardings   the declared shardings that JAX gets as an option, by slot; it checks these
-    as_check           makes a check of a function that yields a line for each wrong argument
+    as_check           makes a check of a function that yields a line for each wrong argument: it
+                       returns the error, or None without lines
+    raise_instead      raises the error that a function returns instead of another one; returns if
+                       that is None
 """
 
 from __future__ import annotations
@@ -28,9 +31,16 @@ from .problems import array_line
 def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
     """Raises an error that says how arguments differ from what a program was compiled for.
 
-    ``stage`` is JAX's ``Lowered`` or ``Compiled``, which has refused these arrays by ``error``.
+    If it finds no difference, it returns, and the caller raises the original error.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays of the call, by slot.
+      stage: JAX's ``Lowered`` or ``Compiled``, which has refused them.
+      error: the error by which it did.
     """
     if isinstance(error, ValueError | TypeError):
+        # JAX compares types first, then shardings. The text is all that tells which differ.
         if str(error).startswith("Argument types differ"):
             avals = stage.in_avals[0]  # of the positional arguments: there are no others
             raise_instead(error, lambda: _check_compiled_types(plan, leaves, avals))
@@ -63,10 +73,12 @@ def _check_compiled_shardings(
     plan: Plan, leaves: Arrays, shardings: Sequence[Sharding | None]
 ) -> Iterator[str]:
     """Yields a line for each array with another sharding than the program was compiled for."""
-    # Arrays with a declared spec are moved, or refused for that reason.
+    # An array with a declared sharding is moved there before, or there is an error that says so.
     declared = {*plan.placed_slots, *passed_shardings(plan)}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-        if slot in declared or compiled is None or not is_committed(leaf):  # None: not used
+        is_unused = compiled is None  # the program does not read it
+        # What is not committed, JAX itself moves to where the program wants it.
+        if slot in declared or is_unused or not is_committed(leaf):
             continue
         if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
             actual, expected = describe_both(leaf.sharding, compiled)

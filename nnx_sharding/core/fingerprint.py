@@ -27,6 +27,8 @@ From other modules:
 
     Listing   goes through what is reached: ``tokens`` is the list, ``codes`` and ``weak`` are the
               objects whose ids are in it; raises `NotListed` at what cannot be listed
+    is_constant   whether one object reaches nothing that can change: not a class or function of
+              the user
     Static    a static value with its rule of comparison: by value, or ``by_identity``
 """
 
@@ -86,6 +88,7 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
     try:
         for value in values:
             listing.add(value)
+        # Last: only now it is known which modules and which names of attributes there are.
         listing.add_module_attributes()
     except NotListed:
         return None
@@ -101,9 +104,12 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
 def values_in(structure: Structure) -> list[Any]:
     """Returns the classes and static values in the arguments of a function, as it may call methods.
 
-    Static objects that can change are left out, since each call has its own; and so is what never
-    changes, such as numbers and the classes of Flax. ``structure`` describes the arguments: an
-    entry for each object, whose children are static values, containers and other objects.
+    What never changes is left out, such as numbers and the classes of Flax. So are static objects
+    that can change, which each call has itself; only their classes are returned.
+
+    Args:
+      structure: describes the arguments: an entry for each object, whose children are static
+        values, containers, and the indices of other objects.
     """
     values: dict[int, Any] = {}  # by id: they need not be hashable, and each counts once
     pending: list[Child] = [structure.root, *structure.statics]
@@ -113,38 +119,40 @@ def values_in(structure: Structure) -> list[Any]:
             pending += children_of(entry)
     while pending:
         child = pending.pop()
-        classes: Iterable[type] = ()
         if isinstance(child, Static):
             values[id(child)] = child
-        elif isinstance(child, StaticObject):
-            classes = (child.type,)
+        elif isinstance(child, StaticObject):  # one that cannot change, such as a tuple
+            values[id(child.type)] = child.type
             pending += child.children
         elif isinstance(child, Container):
-            classes = node_types(child.treedef)
+            for cls in node_types(child.treedef):
+                values[id(cls)] = cls
+            # Besides its children, the data that its classes keep, such as names of fields.
             pending += (*child.children, *child.aux)
-        values |= {id(cls): cls for cls in classes}
-    return [value for value in values.values() if not _reaches_constants(value)]
+        # Anything else is an array, or the index of an object, which has an entry.
+    return [value for value in values.values() if not _reaches_nothing_that_changes(value)]
 
 
-def _reaches_constants(value: object) -> bool:
+def _reaches_nothing_that_changes(value: object) -> bool:
     """Whether nothing that can change is reached from a class or a static value."""
-    if not isinstance(value, Static):
+    if not isinstance(value, Static):  # a class
         return is_constant(value)
     if value.by_identity:
         return isinstance(value.value, type | types.FunctionType) and is_constant(value.value)
-    return _value_reaches_constants(value)
+    return _has_constant_parts(value)
 
 
 # Most metadata and settings are shared by models; holding them keeps no other object alive.
 @functools.lru_cache(maxsize=4096)
-def _value_reaches_constants(static: Static) -> bool:
+def _has_constant_parts(static: Static) -> bool:
     """Whether nothing that can change is reached from a value that is compared by value.
 
-    An enum member is equal to itself whatever the methods of its class are by now.
+    That the value is equal does not say so: a member of an enum of the user stays equal to itself
+    when a method of its class is replaced.
     """
     listing = Listing()
     try:
         listing.add(static.value)
     except NotListed:
         return False
-    return all(map(is_constant, listing.met))  # ``met`` are all objects that it has listed
+    return all(map(is_constant, listing.met))  # ``met``: the value, and all objects listed below it

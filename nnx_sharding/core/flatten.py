@@ -5,6 +5,10 @@ From other modules:
     Flattener      does the walk; this file gives it what the caller wants
     ReadRecorder   is told what is read, so that a guard can read it again
     Snapshot       objects before a trace, to reuse the entries of unchanged ones
+
+A *static place* is one that holds no arrays, such as the metadata of a Variable, or an attribute
+that Flax has as static. A module with arrays there is *left out*: a static value, compared by
+identity, unless the graph holds the same module as data. Flax then has one object in both places.
 """
 
 from __future__ import annotations
@@ -69,11 +73,12 @@ def flatten(
             also_data=also_data,
         )
         structure = flattener.describe(tree, statics, is_input=first_objects is None)
+        # The ids of modules that were left out in a static place, and met as data later: they are
+        # parts of the graph in both places, so the walk starts again with that in mind.
         met_later = flattener.left_out.intersection(flattener.index_of)
         if not met_later:
             leaves, objects = flattener.leaves, flattener.objects
             return Flat(structure, leaves, objects, recorder=flattener.recorder)
-        # A module was left out in a static place, and met as data later: so it is a part of the
-        # graph in both places, and the walk starts again with that in mind.
         also_data |= met_later
-        recorder = recorder and recorder.restarted()
+        if recorder is not None:
+            recorder = recorder.restarted()  # as if it had been told nothing

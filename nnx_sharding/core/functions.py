@@ -54,6 +54,8 @@ def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Seque
         pure.__wrapped__ = types.SimpleNamespace(  # type: ignore[attr-defined]
             __code__=code, __name__=pure.__name__
         )
+    # JAX takes the names of arrays from the signature. Names have to be different there; they need
+    # not be identifiers, for which `_SlotParameter` is made.
     if len(set(parameters)) == len(parameters):
         pure.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [_SlotParameter(name) for name in parameters]
@@ -151,10 +153,13 @@ def captured_shards(
     """
     arrays: list[NamedValue] = []
     for name, value in captured_values(fun):
-        arrays += _named_arrays(name, value)
+        arrays += _named_arrays(name, value)  # the arrays in it: ``model.kernel`` and so on
     if constants is not None:
-        names = {id(array): name for name, array in reversed(arrays)}  # the first name counts
-        arrays = [NamedValue(names.get(id(array), "an array"), array) for array in constants]
+        name_of_id: dict[int, str] = {}
+        for name, array in arrays:
+            name_of_id.setdefault(id(array), name)  # the first name counts
+        # An array that is deep in a container, or made by the function, has no name.
+        arrays = [NamedValue(name_of_id.get(id(x), "an array"), x) for x in constants]
     return [x for x in arrays if _is_array(x.value) and not x.value.is_fully_replicated]
 
 

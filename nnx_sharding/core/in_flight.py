@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .outcome import OutputGroup
 
-MAX_IN_FLIGHT = 16
+MAX_IN_FLIGHT = 16  # programs that may be queued in one thread
 
 
 @functools.cache
@@ -39,19 +39,25 @@ _IN_FLIGHT = _InFlight()
 
 
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
-    """Waits for every 16th program on several devices, which ends after all earlier ones.
+    """Waits for a program on several devices, once ``MAX_IN_FLIGHT`` have been started.
 
-    ``groups`` are the outputs of the program that was started last.
+    Programs on the same devices run in their order, so all earlier ones have ended, too.
+
+    Args:
+      groups: the outputs of the program that was started last.
     """
     _IN_FLIGHT.count += 1
-    if _IN_FLIGHT.count >= MAX_IN_FLIGHT and wait(groups):
-        _IN_FLIGHT.count = 0
+    if _IN_FLIGHT.count >= MAX_IN_FLIGHT:
+        has_waited = wait(groups)  # False if this program runs on one device: the next one is asked
+        if has_waited:
+            _IN_FLIGHT.count = 0
 
 
 def wait(groups: Sequence[OutputGroup]) -> bool:
     """Waits for a program, if it runs on several devices; returns whether it does."""
     # All results of a program are on the same devices, and ready at the same time.
     first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
+    # None without results. Other types, such as those of hijax Variables, have no sharding.
     if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
         return False
     smallest = min((x for group in groups for x in group.arrays), key=jnp.size)

@@ -39,9 +39,14 @@ class NamedLocation(NamedTuple):
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
     """Finds every Variable and array in arguments or outputs, each with its name and all its paths.
 
-    A Variable that parts share is found in each. ``structure`` describes the arguments or outputs.
+    A Variable that parts share is found in each.
+
+    Args:
+      structure: describes the arguments or outputs.
+      arguments: all of them, in the order in which they were flattened.
     """
-    # Of arrays outside of objects. The walk of each part takes those in it from the iterator.
+    # The slots of arrays outside of objects, in the order of all parts: one iterator for all walks,
+    # each of which takes as many as there are such arrays in its part.
     root_slots = iter(structure.root_slots)
     locations = []
     for argument in arguments:
@@ -49,6 +54,7 @@ def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLoc
             # All paths of each Variable that has several, by its index.
             aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
             part_name = accessor(argument.name, part.keys)  # such as ``models[0]``
+            # Each Variable and array below the part, once, under its first path.
             for location in structure.walk(part.child, root_slots):
                 paths = dict.fromkeys((location.path, *aliases.get(location.object_index, ())))
                 name = accessor(part_name, location.path)
