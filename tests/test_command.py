@@ -506,6 +506,7 @@ class CommandTest(parameterized.TestCase):
         (["inspect", "{path}:a_number"], "is not a function, but 3"),
         (["inspect", "{path}:f", "--mesh", "data"], "write each axis once with its size"),
         (["inspect", "{path}:f", "--mesh", "data=2,data=4"], "write each axis once"),
+        (["inspect", "{path}:f", "--mesh", "data=--2"], "write each axis once with its size"),
         (["inspect", "{path}:forward", "--mesh", "data=0"], "sizes (0,)"),
         (["inspect", "{path}:forward", "--mesh", "data=99999999"], "at most 10000 devices, got"),
         (["compare", "{path}:forward", "--mesh", "data=101,model=100"], "got 10100"),

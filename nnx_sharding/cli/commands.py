@@ -102,11 +102,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def run_launch(arguments: argparse.Namespace) -> int:
     """Runs the processes; returns the exit code."""
+    # Both are lists of words: a script and its arguments, or after -m a module and its arguments.
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
-    # argparse cannot require one of two: a script, or -m with a module.
+    # argparse cannot require one of the two.
     if program in ([], ["-m"]):
         raise UsageError("name a script (train.py) or `-m module`")
-    # Else each process would report it, interleaved.
+    # Before processes are started, each of which would report it.
     if arguments.module is None and not Path(program[0]).exists():
         raise UsageError(f"no such file: {program[0]}")
     # Options are called like the parameters of `launch`.
@@ -131,18 +132,21 @@ def _sections() -> dict[str, str]:
     """
     installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
-    # Without marks for the script that writes the messages.
+    # Without comments of one line, which mark where a script writes messages.
     text = re.sub(r"<!--.*?-->\n", "", page.read_text(encoding="utf-8"))
-    # A heading may have an anchor of its own in front of it.
+    # A heading, "## Not divisible", may have an anchor of its own on the line before:
+    # "(indivisible)=".
     pattern = r"^(?:\((?P<anchor>[\w-]+)\)=\n)?(?P<marks>##+) (?P<title>.*)\n"
     headings = list(re.finditer(pattern, text, flags=re.MULTILINE))
     sections = {}
     for index, heading in enumerate(headings):
-        # A section ends where one of its own level, or of a higher one, begins.
+        # A section ends where one of its own level, or of a higher one, begins. So it has its
+        # subsections, which are sections by themselves, too.
         level = len(heading["marks"])
         later = (other for other in headings[index + 1 :] if len(other["marks"]) <= level)
         end = next((other.start() for other in later), len(text))
-        # As Sphinx makes anchors of headings: "Not divisible" → "not-divisible".
+        # As Sphinx makes anchors of headings, as far as this page has them: "Not divisible" →
+        # "not-divisible".
         title_anchor = re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
         anchor = heading["anchor"] or title_anchor
         sections[anchor] = text[heading.start("marks") : end].rstrip()

@@ -40,20 +40,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--traceback", action="store_true", help=text)
         command.set_defaults(parser=command)  # for the usage below an error
     try:
-        arguments = parser.parse_args(argv)
-        try:
-            code = int(arguments.run(arguments))
-            # Here, where a broken pipe is caught, and not when Python ends.
-            sys.stdout.flush()
-            return code
-        except UsageError as error:  # exits, as argparse does
-            Parser.error(arguments.parser, str(error))
-    except SystemExit as error:  # of argparse, also after --help
+        return _run(parser.parse_args(argv))
+    except SystemExit as error:  # of argparse: after --help, or if the command line is wrong
         return error.code if isinstance(error.code, int) else 2
     except BrokenPipeError:  # who reads what is printed has ended, such as `head`
         # Python would flush once more, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Runs the command that was chosen; returns the exit code.
+
+    Raises:
+      SystemExit: the command found that the command line is wrong; its usage is printed.
+      BrokenPipeError: nobody reads the output.
+    """
+    try:
+        code = int(arguments.run(arguments))
+        # Here, where a broken pipe is caught, and not when Python ends.
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        # By the class, of which type checkers know that it exits.
+        Parser.error(arguments.parser, str(error))
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         say(f"{arguments.command}: stopped by SIGINT", error=True)
         return 128 + signal.SIGINT

@@ -104,8 +104,12 @@ def _check(
 ) -> None:
     """Runs in a process with virtual devices: compares a step on a mesh of these with one device.
 
-    ``target`` is the user's function, which makes the step and its arguments. ``config`` names the
-    configuration for it; None to make its default smaller. Options are those of `assert_same`.
+    Args:
+      target: names the user's function, which makes the step and its arguments.
+      sizes: those of the mesh axes.
+      types: the type of each axis.
+      config: names the configuration for the function; None to make its default smaller.
+      **options: those of `assert_same`.
 
     Raises:
       AssertionError: the numbers differ.
@@ -116,8 +120,8 @@ def _check(
 
     def build(config: Any) -> tuple[Any, ...]:
         """Returns the jitted step and its arguments, which the user's function makes."""
-        given = {"mesh": mesh, "config": config}
-        value = function(**{name: x for name, x in given.items() if name in parameters})
+        offered = {"mesh": mesh, "config": config}
+        value = function(**{name: x for name, x in offered.items() if name in parameters})
         if not isinstance(value, tuple) or not value or not isinstance(value[0], Lifted):
             raise UserError(
                 f"{target} returned {value!r:.200}. It has to return "
@@ -126,7 +130,7 @@ def _check(
         return value
 
     with jax.set_mesh(mesh), user_code(f"{target} failed"):
-        # The configuration, and how it differs from the user's: ["width 1,024 → 4"].
+        # The configuration that is passed, and what it changes, to print: ["width 1,024 → 4"].
         chosen, changes = None, ["nothing: the function has no parameter `config`"]
         if config is not None:
             chosen, changes = find(config, is_function=False), [f"as {config} says"]
@@ -134,8 +138,10 @@ def _check(
             default = parameters["config"].default
             if default is inspect.Parameter.empty:
                 raise UserError(f"{target}: `config` has no default; name one by --config")
-            chosen, changes = shrink(build, default, lambda text: None)
+            # Nothing is printed while it shrinks: all changes are below.
+            chosen, changes = shrink(build, default, on_change=lambda text: None)
         step, *args = build(chosen)
+        # The user's function, and the options to jit it again, on one device and on the mesh.
         fun, declared = unjitted(step)
         say(f"shrunk: {', '.join(changes) or 'nothing'}\n{_NOT_PROVED}")
         sys.stdout.flush()  # before what the check takes, or a crash

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -99,8 +100,9 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
-        # -1 is a size: the devices that the other axes leave.
-        if not name or not number.lstrip("-").isdecimal() or name in sizes:
+        # -1 is a size: the devices that the other axes leave. What other numbers a mesh may have is
+        # checked when it is made.
+        if not name or not re.fullmatch(r"-?\d+", number) or name in sizes:
             raise ValueError(
                 f"{part!r} in {text!r}: write each axis once with its size, as in data=2,model=4"
             )

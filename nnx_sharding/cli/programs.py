@@ -287,19 +287,28 @@ def write(
 ) -> None:
     """Prints a report, a comparison or changes, and writes the files of ``--json`` and ``--html``.
 
-    ``title`` is that of the page, None for the name in the result; the page shows ``head`` first.
+    With ``--json -``, the JSON is printed, and nothing else.
+
+    Args:
+      arguments: the command line.
+      result: what is printed and written.
+      title: the title of the page; None for the name in the result.
+      head: what the page shows first.
     """
     if arguments.html is not None:
         write_html(arguments.html, result, title, head)
-    if arguments.json not in (None, "-"):
+    if arguments.json == "-":
+        say(result.to_json())
+        return
+    if arguments.json is not None:
         write_file(Path(arguments.json), result.to_json().encode())
-    # On a terminal with colors and its width; a file or a pipe gets plain text.
-    if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
+    # Reports have colors, and use the width of a terminal; a file or a pipe gets plain text.
+    if isinstance(result, ProgramReport) and sys.stdout.isatty():
         from rich.console import Console
 
         Console().print(result)
     else:
-        say(result.to_json() if arguments.json == "-" else result)
+        say(result)
 
 
 _REMATERIALIZED = """\
@@ -310,14 +319,16 @@ need no change. The page "Debugging communication" says how:"""
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    # Remarks of the compiler are only in its log, and in the list after the block.
+    # What the compiler remarks on is only in its log. It is read at the end of the block, where the
+    # list `remarks` gets a record of each array that is gathered as a whole.
     with _compat.compiler_log(rematerializations) as remarks:
         report = _call_user_function(arguments, _make_report)
     _warn_if_unsharded(arguments, report.name, report)
     write(arguments, report)
     if remarks:
-        say("\n".join([_REMATERIALIZED, *(f"  {x.text(report)}" for x in remarks)]), error=True)
-    # A comparison of one, which knows the limit of the hardware, too.
+        lines = [f"  {remark.text(report)}" for remark in remarks]
+        say("\n".join([_REMATERIALIZED, *lines]), error=True)
+    # A comparison of this one report finds the limit: that of --memory-limit, else of the hardware.
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )
@@ -348,11 +359,13 @@ def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: Program
 def run_source(arguments: argparse.Namespace) -> int:
     """Shows the table of lines; returns the exit code."""
     lines = _call_user_function(arguments, _make_lines)
-    data = json_text(lines.as_dict())
-    if arguments.json not in (None, "-"):
+    data = json_text(lines.as_dict())  # of all lines in any case
+    if arguments.json == "-":
+        say(data)
+        return 0
+    if arguments.json is not None:
         write_file(Path(arguments.json), data.encode())
-    shown = lines.full() if arguments.all else lines
-    say(data if arguments.json == "-" else shown)
+    say(lines.full() if arguments.all else lines)  # else with the largest item of each line only
     return 0
 
 
@@ -400,14 +413,15 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> int:
-    """Prints and writes a comparison; returns the exit code."""
+    """Prints and writes a comparison; returns the exit code: 0 if all compile, and one fits."""
     comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
     # One strategy that fails does not hide the others, but shows in the exit code.
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
         say(f"compare: failed: {', '.join(failed)}", error=True)
-    elif comparison.reports and not comparison.fitting:  # none was compiled: nothing is known
+    # Without reports, the comparison that is printed says why nothing was compiled.
+    elif comparison.reports and not comparison.fitting:
         limit = bytes_text(comparison.memory_limit)
         say(f"compare: no strategy fits {limit} on each device", error=True)
     return int(bool(failed) or not comparison.fitting)
@@ -420,13 +434,19 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
     """Prints and writes a plan; returns the exit code."""
-    best, summary = result.best, "\n".join(result.summary())
-    # The page says what was tried even if nothing fits, or nothing was compiled.
-    none = "none fits" if result.comparison.reports else "none was compiled"
-    title = f"Plan: {none if best is None else best.name}"
-    write(arguments, result.comparison, title, "\n".join(result.explained()))
-    if best is None or arguments.json != "-":  # nothing else is on the output with JSON
-        say(summary, error=best is None)
+    best = result.best  # None if no candidate fits: an error, after which a script has to stop
+    if best is not None:
+        title = f"Plan: {best.name}"
+    else:
+        title = "Plan: none fits" if result.comparison.reports else "Plan: none was compiled"
+    # The page says what was tried in any case: `explained` is the summary, and why others are
+    # worse.
+    write(arguments, result.comparison, title, head="\n".join(result.explained()))
+    summary = "\n".join(result.summary())
+    if best is None:
+        say(summary, error=True)
+    elif arguments.json != "-":  # with that, nothing but the JSON is printed
+        say(summary)
     return int(best is None)
 
 
@@ -459,34 +479,48 @@ def _search(
         signal.signal(signal.SIGTERM, before)
 
 
-def _jit_options(arguments: argparse.Namespace, target: str, function: object) -> dict[str, Any]:
-    """Returns the options of the command line for the ``jit`` of what a user's function returned.
+def _check_donate(arguments: argparse.Namespace, target: str, function: object) -> None:
+    """Checks that ``--donate``, if it is given, fits what a user's function returned.
+
+    Args:
+      arguments: the command line.
+      target: what the user's function is called in messages.
+      function: the function to jit, or anything else that was returned in its place.
 
     Raises:
-      UserError: it is jitted already, so that options have no effect.
+      UserError: it is jitted already, so that the option would have no effect.
       UsageError: it has no parameter of that name.
     """
     if arguments.donate is None:
-        return {}
-    # These have donated arguments already, or none.
+        return
+    # All of these are jitted: it is too late to choose what is donated.
     if isinstance(function, Lifted | ProgramReport | Traced | Lowered | Compiled):
         raise UserError(
             f"{target} returned {function!r:.200}. --donate is for functions that are not jitted; "
             "give jit donate_argnames instead."
         )
+    # What is no function has none; the caller refuses it.
     names = inspect.signature(function).parameters if callable(function) else ()
     unknown = set(arguments.donate).difference(names)
     # `jit` would say so too, but as an error of the user's function.
     if unknown:
         listed = ", ".join(sorted(f"{name!r}{suggestion(name, names)}" for name in unknown))
         raise UsageError(f"--donate: the function has no parameter {listed}")
-    return {"donate_argnames": arguments.donate}
+
+
+def _jit_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of the command line for the ``jit`` of a user's function."""
+    return {} if arguments.donate is None else {"donate_argnames": arguments.donate}
 
 
 def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> PlanningResult:
     """Searches for the mesh and the strategy of a step that the user's function returned.
 
-    ``value`` is ``(step, *arguments)``, a mapping from variants to these, or what ``plan`` returns.
+    Args:
+      arguments: the command line.
+      target: what the user's function is called in messages.
+      value: what it returned: ``(step, *arguments)``; a mapping from names of variants to such
+        tuples; or what ``plan`` returned.
     """
     if isinstance(value, PlanningResult):
         return value
@@ -495,15 +529,15 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
             f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
             "from variants to such tuples, or what plan returned."
         )
-    # A mapping of variants has the arguments in each of its tuples; `plan` takes it alone.
+    # A mapping of variants has the arguments in each of its tuples; `plan` takes it alone. It also
+    # takes (variants, *arguments), where variants are functions that share these.
     step, *args = (value,) if isinstance(value, Mapping) else value
     variants = [*step.values()] if isinstance(step, Mapping) else [step]
-    options: dict[str, Any] = {}
     for variant in variants:
         function = variant[0] if isinstance(variant, tuple) else variant
-        # The same for each; raises for one that they do not fit.
-        options = _jit_options(arguments, target, function)
+        _check_donate(arguments, target, function)
     # The remaining options are those of `plan`.
+    options = _jit_options(arguments)
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
     # These are called like the parameters of `plan`.
@@ -535,7 +569,8 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
     with contextlib.ExitStack() as context:
         try:
-            # In it, `planning_mesh` makes meshes of the topology; without one, it changes nothing.
+            # Within this context, `planning_mesh` makes meshes of the devices of the topology.
+            # Without a topology, it changes nothing.
             context.enter_context(on_topology(arguments.topology, arguments.slices))
             mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
         except ValueError as error:
@@ -549,7 +584,7 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         if needs_mesh and mesh is None:
             if arguments.command != "plan":
                 raise UsageError(f"{arguments.target} takes a mesh: add one, such as --mesh data=8")
-            # Any will do, as `plan` chooses another one.
+            # Any will do, as `plan` chooses others, with which it traces the step again.
             replicas = {"replica": arguments.slices} if arguments.slices > 1 else {}
             mesh = planning_mesh({**replicas, "data": -1, "model": 1})
         with user_code(f"{arguments.target} failed"):
@@ -575,10 +610,11 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
     hardware = arguments.hardware
     # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
-        _jit_options(arguments, target, value)  # raises for --donate, which comes too late
+        _check_donate(arguments, target, value)
         return value if hardware is None else value.with_roofline(hardware)
     with user_code(f"what {target} returned cannot be compiled"):
-        compiled = _compile(_stage_of(arguments, target, value, "or a report"))
+        compiled = _compile(_stage_of(arguments, target, value, others="or a report"))
+        # A lock file also has the rule that decides the sharding of each argument.
         is_for_lock = arguments.command in ("lock", "check")
         make_report = report_with_rules if is_for_lock else Compiled.report
         return make_report(compiled, hardware=hardware, by_module=arguments.by_module)
@@ -587,8 +623,8 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
 def _make_lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
     """Compiles a program that a function returned, unless it is traced, and lists its lines."""
     with user_code(f"what {target} returned cannot be compiled"):
-        if isinstance(value, Traced):
-            _jit_options(arguments, target, value)  # raises for --donate, which comes too late
+        if isinstance(value, Traced):  # its lines have costs, but no hardware to run on
+            _check_donate(arguments, target, value)
             return value.by_line()
         compiled = _compile(_stage_of(arguments, target, value))
         report = compiled.report()
@@ -601,11 +637,15 @@ def _stage_of(
 ) -> Traced | Lowered | Compiled:
     """Returns the program in what the user's function returned; a function is traced for it.
 
-    ``value`` is ``(function, *arguments)``, a function without arguments, or a stage of a program;
-    ``others`` says in the message what else it may be.
+    Args:
+      arguments: the command line.
+      target: what the user's function is called in messages.
+      value: what it returned: ``(function, *arguments)``, a function without arguments, or a stage
+        of a program.
+      others: what else it may be, at the end of a message: ``or a report``.
     """
     function, *args = value if isinstance(value, tuple) and value else (value,)
-    options = _jit_options(arguments, target, function)
+    _check_donate(arguments, target, function)
     if isinstance(value, Traced | Lowered | Compiled):
         return value
     if not callable(function) or isinstance(function, type):
@@ -615,7 +655,8 @@ def _stage_of(
             f"{target} returned {value!r:.200}. It has to return (function, *arguments), a "
             f"function of nnx_sharding.jit, {last}."
         )
-    jitted = function if isinstance(function, Lifted) else jit(function, **options)
+    is_jitted = isinstance(function, Lifted)
+    jitted = function if is_jitted else jit(function, **_jit_options(arguments))
     return jitted.trace(*args)
 
 
@@ -629,14 +670,19 @@ def _compile(stage: Traced | Lowered | Compiled) -> Compiled:
 def _make_comparison(arguments: argparse.Namespace, target: str, value: object) -> Comparison:
     """Compares the strategies that a function returned.
 
-    ``value`` is the arguments of ``compare``, its result, or a mapping from names to programs.
+    Args:
+      arguments: the command line.
+      target: what the user's function is called in messages.
+      value: what it returned: the arguments of ``compare``, as ``(strategies, function,
+        *arguments)``; the result of ``compare``; or a mapping from names to programs.
     """
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:
         reports: dict[str, ProgramReport | Failure] = {}
         for name, program in value.items():
-            make_report = partial(_make_report, arguments, f"{target}, {name},", program)
+            name_in_messages = f"{target}, {name},"  # "train.py:step, fsdp, returned …"
+            make_report = partial(_make_report, arguments, name_in_messages, program)
             report = attempt(make_report)  # a failure does not end the others
             reports[str(name)] = report
             if isinstance(report, ProgramReport):
@@ -648,5 +694,6 @@ def _make_comparison(arguments: argparse.Namespace, target: str, value: object) 
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        options = _jit_options(arguments, target, value[1])
-        return compare(*value, by_module=arguments.by_module, **options)
+        _, function, *_ = value
+        _check_donate(arguments, target, function)
+        return compare(*value, by_module=arguments.by_module, **_jit_options(arguments))

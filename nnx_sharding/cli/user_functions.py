@@ -55,7 +55,7 @@ def find(text: str, *, is_function: bool = True) -> Any:
     # A method or a static function of a class may be named, too.
     for part in name.split("."):
         if not hasattr(value, part):
-            # Private names are nothing to suggest. `suggestion` is empty if none is similar.
+            # The public names of the module or class. `suggestion` is empty if none is similar.
             names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)

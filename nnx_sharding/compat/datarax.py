@@ -103,19 +103,25 @@ class ArraySharder(nnx.Module):
     ):
         """Makes a sharder with the options of Datarax.
 
-        ``rngs`` are for :meth:`create_sharded_param`, ``name`` is not used.
+        Args:
+          config: see the class; None for no rules and no statistics.
+          rngs: random streams for :meth:`create_sharded_param`.
+          name: not used.
         """
         self.config = SharderModuleConfig() if config is None else config
         if not isinstance(self.config, SharderModuleConfig):
             raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
         self.rngs, self.name = rngs, name
-        # A module may change its own state, which it could not as a part of the static config.
+        # The config is static: what a module in it changed in a traced function would be lost. So
+        # the sharder has that module as an attribute, too.
         stats_fn = self.config.batch_stats_fn
         self.batch_stats_module = stats_fn if isinstance(stats_fn, nnx.Module) else None
-        # The names of Datarax, for states that it has saved; Variables, so that a traced function
-        # returns their changes.
+        # With the names that Datarax gives them, as states that it saved have to fit. They are
+        # Variables, so that a traced function returns their changes, and the counts are arrays of
+        # the dtype in such a state.
         self._applied_count = nnx.Variable(jnp.zeros((), jnp.int32))
         self._skipped_count = nnx.Variable(jnp.zeros((), jnp.int32))
+        # Copied, as the config is shared by all sharders that are made of it.
         self._computed_stats = nnx.Variable(_copied(self.config.precomputed_stats))
 
     def shard(self, batch: object, sharding: object) -> Any:
@@ -125,8 +131,10 @@ class ArraySharder(nnx.Module):
     @staticmethod
     def shard_static(batch: object, sharding: object) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
-        name = "ArraySharder.shard"
+        name = "ArraySharder.shard"  # in messages: all methods do what this one does
         flat = flatten(batch)
+        # `whole`: UNCONSTRAINED dimensions are refused. `adapt`: a spec may be longer than the
+        # rank.
         _, shardings = assign_shardings(
             batch, flat, sharding, caller=name, whole=True, adapt=trim_to_rank
         )
@@ -135,7 +143,7 @@ class ArraySharder(nnx.Module):
     def shard_with_info(
         self, batch: object, sharding: object, info: dict[str, Any] | None = None
     ) -> Any:
-        """Does the same as :meth:`shard`, and describes the batch before and after in ``info``.
+        """Shards a batch as :meth:`shard` does, and describes it before and after in ``info``.
 
         ``info["batch_pre_sharding"]`` and ``info["batch_post_sharding"]`` are dicts with the
         ``structure`` of the batch, the ``shapes`` of its arrays and their ``shardings``; the second
@@ -171,19 +179,19 @@ class ArraySharder(nnx.Module):
         in_spec: object,
         out_spec: object = None,
     ) -> Any:
-        """Applies a function to each shard of a batch, by ``shard_map``.
+        """Applies a function to each shard of a batch, by ``shard_map``; the batch is counted.
 
         Args:
           batch: a pytree of arrays.
           transform_fn: a function of a shard of it. What is compiled is kept with the function, so
             pass the same one each time.
           mesh: the mesh of the shards.
-          in_spec: logical names for the dimensions of the batch.
+          in_spec: logical names for the dimensions of the batch, as for :meth:`get_partition_spec`.
           out_spec: likewise for the result; None for the same ones.
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
-        # A new wrapper each time; traces are found by the function.
+        # A new wrapper in each call costs no new trace: JAX keeps traces with the function.
         apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
         return self._counted(batch, apply(batch))
 
@@ -214,7 +222,7 @@ class ArraySharder(nnx.Module):
         make = init_fn
         shape = tuple(shape)  # hashable, as a static argument has to be
         sharding = None
-        metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
+        metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}  # the entries of a spec
         mesh_or_context = _compat.context_mesh() if mesh is None else mesh
         if mesh_or_context is not None:
             sharding = self._sharding_of(shape, logical_spec, mesh_or_context)
@@ -222,11 +230,12 @@ class ArraySharder(nnx.Module):
             if isinstance(sharding.mesh, Mesh):
                 # In one program, each device makes its shard only.
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
-            metadata["mesh"] = mesh_or_context
+            metadata["mesh"] = mesh_or_context  # for Flax, which makes shardings of such names
         # A spec names mesh axes, to which rules for names do not apply.
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
-        # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
+        # In a trace, where JAX may ignore out_shardings, or return a sharding of a kind that has no
+        # spec, the value is constrained to the right one.
         [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
         # Passed to Param as arguments, they would shard the value once more.
@@ -248,13 +257,18 @@ class ArraySharder(nnx.Module):
     def get_partition_spec(self, logical_spec: object) -> Any:
         """Returns the partition spec for logical names, by the first rule whose axes are free.
 
-        For a pytree of names, the same one of specs. ``("batch", None)`` is ``P("data", None)`` by
-        the rule ``("batch", "data")``; without rules, names are those of mesh axes.
+        ``("batch", None)`` is ``P("data", None)`` by the rule ``("batch", "data")``. Without rules,
+        names are those of mesh axes.
+
+        Args:
+          logical_spec: the names of the dimensions of one array, a tuple or a list with a text; a
+            ``PartitionSpec``, which is returned unchanged; or a pytree of these, for which the same
+            pytree of specs is returned.
         """
         rules = self.config.sharding_rules
 
         def spec_of(part: Any) -> Any:
-            if not _is_names(part):  # a ``PartitionSpec`` already
+            if not _is_names(part):  # a ``PartitionSpec``
                 return part
             return LogicalRules(rules).spec(part) if rules else PartitionSpec(*part)
 
@@ -277,7 +291,7 @@ class ArraySharder(nnx.Module):
         self._skipped_count[...] *= 0
 
     def _counted(self, batch: object, result: object) -> Any:
-        """Counts a batch, and returns the result."""
+        """Counts a batch as applied, or as skipped if it has no array; returns the result."""
         # Datarax counts a batch of nothing but texts as skipped.
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
@@ -337,21 +351,23 @@ class ArraySharder(nnx.Module):
         own = nnx.state(self)
         # The dtype and shape of each array, as text by its path.
         expected, given = _types(nnx.to_pure_dict(own)), _types(values)
+        all_paths = sorted({*expected, *given})
         lines = [
             f"  {path}: {given.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
-            for path in sorted(expected | given)
+            for path in all_paths
             if given.get(path) != expected.get(path)
         ]
-        # Raises if there are lines. All is checked before anything is changed.
+        # Raises if there are lines. Up to the first line that changes the sharder, all may raise.
         raise_listed(ValueError, "this is not a state of the sharder:", lines)
-        # Statistics may be anything, which Flax would not match with the present ones.
+        # Statistics may have any form, and Flax would ask for that of the present ones. So they are
+        # set by themselves.
         stats = values.pop("_computed_stats", None)
         if stats is not None:
             stats = _statistics(stats)
         rules = state.get("sharding_rules", self.config.sharding_rules)
         config = dataclasses.replace(self.config, sharding_rules=rules)
-        nnx.replace_by_pure_dict(own, _copied(values))  # changes the state `own` alone
-        nnx.update(self, own)
+        nnx.replace_by_pure_dict(own, _copied(values))  # changes `own`, not yet the sharder
+        nnx.update(self, own)  # the first change
         self._computed_stats.set_value(stats)
         self.config = config
 

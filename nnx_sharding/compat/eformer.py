@@ -150,7 +150,8 @@ def get_corrected_named_sharding(
     """
     name = "get_corrected_named_sharding"
     check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
-    # In a `shard_map`, axes that it maps over are no longer to be used.
+    # In a `shard_map`, axes that it maps over are no longer to be used: they are Manual there, and
+    # `fit_sharding` drops them.
     mesh = mesh_in_trace(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
@@ -159,7 +160,7 @@ def get_corrected_named_sharding(
         raise_listed(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
         warn_of_corrections(name, [fit.line("array")], strict=False)
-    return NamedSharding(mesh, fit.sharding)
+    return NamedSharding(mesh, fit.sharding)  # as that of a spec is a spec
 
 
 _LOG = logging.getLogger("nnx_sharding")
@@ -191,12 +192,14 @@ def with_sharding_constraint(
     )
     if log is None:
         log = os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES
-    for name, leaf, new in zip(names, flat.leaves, shardings, strict=True) if log else ():
-        old = sharding_of(leaf)
-        # In a trace nothing moves yet, and the old sharding is not known.
-        if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
-            was = "host memory" if old is None else describe(old)
-            _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
+    if log:
+        for name, leaf, new in zip(names, flat.leaves, shardings, strict=True):
+            old = sharding_of(leaf)
+            # In a trace nothing moves yet, and the old sharding is not known.
+            if new is not None and new != old and not isinstance(leaf, jax.core.Tracer):
+                was = "host memory" if old is None else describe(old)
+                # The tree may be a single array, which has no name.
+                _LOG.warning("%s: from %s to %s", name or "array", was, describe(new))
     return rebuild(flat, apply_shardings(flat.leaves, shardings))
 
 
@@ -228,9 +231,10 @@ def match_partition_rules(
     name = "match_partition_rules"
     pairs = read_patterns(name, rules)
     if strict:
-        StateSharding(pairs)  # checks that there are only specs
+        StateSharding(pairs)  # made only for its error, if there is anything else than specs
     if min_size is None:  # read at each call, as eformer does
         min_size = int(os.environ.get("MIN_SHARDING_SIZE", 16384))
+    # It returns the spec of each Variable, and notes what is wrong for one error below.
     chooser = _SpecChooser(pairs, min_size, strict, mesh)
     result = map_variables(tree, chooser.choose)
     problems = {
@@ -250,7 +254,8 @@ class _SpecChooser:
     Attributes:
       pairs: the rules, each a filter and a spec.
       min_size: arrays with fewer elements are replicated, if ``strict``.
-      strict: whether specs are truncated to the rank of their arrays.
+      strict: as by eformer: whether specs are truncated to the rank of their arrays, and small
+        arrays and empty Variables get none; else each Variable gets the spec of its rule unchanged.
       mesh: the mesh that specs have to fit; None for no check.
       matches: for each Variable, the numbers of all rules that match it, not of the first alone: so
         it is known which of them decide nothing.
@@ -280,9 +285,11 @@ class _SpecChooser:
             for number, (is_match, _) in enumerate(self.pairs)
             if is_match(variable.path, variable.variable)
         ]
-        self.matches.append(matching)
-        # At least 2: a scalar has nothing to shard, whatever the rule.
-        if self.strict and all(math.prod(shape) < max(self.min_size, 2) for shape in shapes):
+        self.matches.append(matching)  # also of a small array: its rule is not unused
+        # At least 2: an array of one element has nothing to shard, whatever the rule.
+        least = max(self.min_size, 2)
+        # A Variable with several arrays has one spec, so a large one among them decides.
+        if self.strict and all(math.prod(shape) < least for shape in shapes):
             return PartitionSpec()
         if not matching:
             shape_text = f", shape {shapes[0]}" if shapes else ""
@@ -345,7 +352,7 @@ def create_pattern_based_partition_spec(
       P(None, 'model')
     """
     specs = {regex: PartitionSpec(*entries) for regex, entries in _read_rules(pattern).items()}
-    # Of a filter, called with a path and a value, and a spec.
+    # Each is a filter and a spec. A filter is called with a path, which is a tuple, and a value.
     pairs = read_patterns("create_pattern_based_partition_spec", specs)
     # Last, so that some rule always matches.
     pairs.append((lambda *_: True, default_spec or PartitionSpec()))
@@ -355,7 +362,8 @@ def create_pattern_based_partition_spec(
     raise_listed(ValueError, f"{pattern!r} does not fit the mesh:", problems)
 
     def spec_of(name: str, array: Any) -> PartitionSpec:
-        spec = next(spec for matches, spec in pairs if matches((name,), array))
+        path = (name,)
+        spec = next(spec for matches, spec in pairs if matches(path, array))
         return with_entries(spec, spec.partitions[: np.ndim(array)])
 
     return spec_of
@@ -364,15 +372,21 @@ def create_pattern_based_partition_spec(
 def _read_rules(pattern: str) -> dict[str, list[Any]]:
     """Reads rules: ``{"up": [None, ("data", "model")]}`` from ``"up->None.data+model"``.
 
+    A comma begins another rule, or more axes for the one before it, so that a regular expression
+    has none; ``"up->None,model"`` is ``"up->None.model"``. A regular expression that occurs twice
+    is one rule with the axes of both.
+
     Returns:
       By regular expression, the entry of the spec for each dimension.
     """
     rules: dict[str, list[Any]] = {}
     regex = ""
     for piece in pattern.split(","):
+        # At the last arrow, as a regular expression may have one.
         before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
         if arrow:  # else the piece has more axes for the rule before it
             regex = before
+        # "None.data+model" → [("None",), ("data", "model")]
         entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
         has_empty_axis = any("" in axes for axes in entries)
         if not regex or has_empty_axis:
@@ -400,14 +414,16 @@ def analyze_sharding_strategy(
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
     if isinstance(partition_specs, Mapping):
+        # It may be a prefix of specs, as {"up": P(), "down": P()} for a tree with these keys; or
+        # map paths to specs, as {"blocks/3/up/kernel": P()}: a key has a slash that no key of the
+        # tree has.
         keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
-        # Keys with a slash that the tree itself does not have are paths, so this is not a prefix.
         if any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
             exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
             partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
-    # To which `apply_shardings` gives a sharding without moving data.
+    # Of abstract arrays, `apply_shardings` changes the sharding only, and moves no data.
     abstract = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_shardable(x) else x
         for x in flat.leaves
@@ -458,7 +474,8 @@ def make_shard_and_gather_fns(
         return with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather(spec: Any, tree: object) -> Any:
-        # Whole on each device, as only that can be copied to the host.
+        # The same sharding, or those of a `StateSharding`, with the spec P(): an array that each
+        # device has whole can be copied to the host, also if there are several processes.
         full = replace_spec(spec, PartitionSpec())
         return jax.tree.map(
             lambda leaf: jax.device_get(shard(full, leaf)) if is_shardable(leaf) else leaf, tree
@@ -489,7 +506,7 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     """Returns the tree with the ``NamedSharding`` of each array; None for arrays without one.
 
     A module becomes an ``nnx.State``, a Variable a sharding. A leaf that is a spec, or has one as
-    its attribute ``sharding``, becomes a sharding on ``mesh``.
+    its attribute ``sharding``, becomes a sharding on ``mesh``; None for the one in context.
     """
 
     def read(leaf: object) -> NamedSharding | None:
@@ -498,7 +515,7 @@ def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
             return NamedSharding(mesh or get_incontext_mesh(), sharding)
         return sharding if isinstance(sharding, NamedSharding) else None
 
-    return _extracted(pytree, read)
+    return _map_arrays_of_variables(pytree, read)
 
 
 get_shardings_with_structure = extract_sharding_structure
@@ -526,16 +543,18 @@ def get_partition_spec(tree: Any) -> Any:
             return PartitionSpec()
         return _NO_RESULT
 
-    return _extracted(tree, read)
+    return _map_arrays_of_variables(tree, read)
 
 
 _NO_RESULT = object()  # for an array without what is read
 
 
-def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
+def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
     """Returns the tree with what a function reads from its arrays, such as their specs.
 
-    ``read`` returns what to put in the place of an array, or ``_NO_RESULT``.
+    Args:
+      tree: modules, Variables and arrays.
+      read: returns what to put in the place of an array, or ``_NO_RESULT``.
 
     Raises:
       ValueError: lists the Variables with an array without a result, or with different results.
@@ -544,10 +563,11 @@ def _extracted(tree: object, read: Callable[[Any], Any]) -> Any:
 
     def choose(variable: NamedVariable) -> Any:
         """Returns what is read from the arrays of a Variable; None if it holds none."""
+        # A Variable has one entry in the new tree, so all arrays of its value need the same result.
         results = [read(leaf) for leaf in variable.arrays]
-        # A Variable has one entry in the new tree, whatever its value holds.
         has_all = all(result is not _NO_RESULT for result in results)
         if not has_all or any(result != results[0] for result in results):
+            # For the error: the shardings, and whatever is no array.
             found = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
             distinct = dict.fromkeys(map(str, found))
             missing.append(f"  {variable.name or 'the root'}: {'; '.join(distinct)}")
@@ -575,7 +595,7 @@ def get_names_from_partition_spec(specs: object) -> list[str]:
                 names += get_names_from_partition_spec(shardings)
             case str() as name:
                 names.append(name)
-            # Entries of specs, which users pass by themselves as well.
+            # A name, None and UNCONSTRAINED are entries of specs, which users pass as well.
             case None | PartitionSpec.UNCONSTRAINED:
                 pass
             case _:

@@ -128,6 +128,7 @@ def context_parallel(
         raise ValueError(f"{name}: method={method!r}{suggestion(method, METHODS)}: not in {known}.")
     if method == "ring" and attention is not None:
         raise ValueError(f"{name}: a ring adds up its blocks itself; attention= is for the others.")
+    # Heads are exchanged within the inner axis. Any other tuple is refused by `mesh_and_axis`.
     if isinstance(axis, tuple) and method == "all_to_all" and len(axis) == 2:
         mesh, [inner, outer] = mesh_and_axes(name, mesh, axis, across_slices=across_slices)
         axes: Any = (outer, inner)
@@ -136,13 +137,14 @@ def context_parallel(
         axes = axis
     parameters = variables(model)
     specs = base_specs(name, parameters, base, mesh)
-    rest = PartitionSpec.UNCONSTRAINED
-    spec = PartitionSpec(rest, axes, rest)
+    rest = PartitionSpec.UNCONSTRAINED  # the batch and the features, which the compiler shards
+    spec = PartitionSpec(rest, axes, rest)  # (batch, sequence, features)
     options: dict[str, Any] = {"axis": axis, "balanced": balanced}
     if method != "ring":
         options |= {"attention": attention, "head_axis": _head_axes(parameters, specs)}
-    schedule = OverSequence(method, tuple(options.items()))
+    schedule = OverSequence(method, tuple(options.items()))  # a tuple, to be hashable
     sharded = InOutSharding(spec, input=spec, schedule=schedule)
+    # Filters of modules: those for which the function `_attends` is true, and embeddings.
     entries = {_attends: sharded, nnx.Embed: spec}
     activations = activations_of(base).extended(entries)
     remarks = remarks_on(specs, name, base, parameters)
@@ -230,6 +232,8 @@ class OverSequence:
     ) -> Callable[..., Any]:
         """Returns what is called in place of a method of the module.
 
+        The parameters are those of all schedules, such as of pipelines.
+
         Args:
           module: the module, with an attribute ``attention_fn``.
           call: its method.
@@ -238,6 +242,7 @@ class OverSequence:
           axes_of_rows: not used; other schedules split the rows of the batch.
           prefetch: likewise.
         """
+        # Keywords that the module itself gives to its function, by a partial, override these.
         original, own_options = module.attention_fn, _attention_options(module) or {}
         options = {"mesh": mesh, **dict(self.options), **own_options}
         if self.method != "ring":  # in a ring, the compiler splits the batch

@@ -91,7 +91,7 @@ def expert_parallel(
     parameters = variables(model)
     specs, problems = base_specs("expert_parallel", parameters, base, mesh), []
     experts = _number_of_experts(model) if experts is None else experts
-    weights = [*_expert_weights(model, experts, where)]
+    weights = [*_expert_weights(model, experts, where)]  # each with the dimension to shard
     for weight, dimension in weights:
         spec = shard_dimension(specs[weight.path], weight.shape, dimension, axes, mesh)
         if spec is None:
@@ -105,35 +105,47 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
+    # Parameters are gathered over the axes of the batch while they are used, but never over these.
     activations = activations_of(base).extended(kept=axes)
     remarks = remarks_on(specs, "expert_parallel", base, parameters, axes)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights of experts, each with the number of its dimension of experts.
+    """Finds the weights of experts, each with its dimension that counts experts.
 
-    Those that the user's filter ``where`` selects, if there is one, or else by their shapes.
+    A weight may have further dimensions of stacked layers, (layers, experts, in, out), of which its
+    ``layer_shape`` has none.
+
+    Args:
+      model: the model.
+      experts: the number of experts.
+      where: the user's filter for the weights; None to tell them by their shapes.
     """
     if where is not None:
         is_selected = to_predicate(where)
         for weight in variables(model):
-            # Stacked layers come last, as there may be as many layers as experts.
+            # First those of one layer, as there may be as many layers as experts.
             dimensions = (*weight.layer_dimensions, *weight.layers.dimensions)
             of_experts = [d for d in dimensions if (weight.shape or ())[d] == experts]
             if of_experts and is_selected(weight.path, weight.variable):
                 yield weight, of_experts[0]
         return
-    candidates = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
-    modules_with_kernels = {x.path[:-1] for x in candidates if len(x.layer_shape) > 2}
-    for weight in candidates:
-        # A matrix (experts, out) is a bias only in a module with a kernel: else it may be anything.
-        if weight.path[:-1] in modules_with_kernels and len(weight.layer_shape) > 1:
+    # Kernels (experts, in, out), and biases (experts, out). A matrix is a bias only in a module
+    # with a kernel: else it may be anything, such as an embedding of as many words.
+    stacked = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
+    modules_with_kernels = {x.path[:-1] for x in stacked if len(x.layer_shape) > 2}
+    for weight in stacked:
+        if len(weight.layer_shape) > 1 and weight.path[:-1] in modules_with_kernels:
             yield weight, weight.layer_dimensions[0]
 
 
 def _parameters_of_users(model: Any) -> list[NamedVariable]:
-    """Lists the parameters of modules that are not of Flax's classes, which have no experts."""
+    """Lists the parameters of the user's own modules; none of Flax's modules has experts.
+
+    The path of a parameter without its last key is that of its module: ``experts/up`` is in
+    ``experts``.
+    """
     nodes = nnx.iter_graph(model, graph=True)
     flax_modules = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
     return [
@@ -146,15 +158,19 @@ def _parameters_of_users(model: Any) -> list[NamedVariable]:
 def _number_of_experts(model: Any) -> int:
     """Finds the number of experts: a router near their weights has an output for each.
 
+    In ``blocks/0/experts/up``, of shape (8, in, out), there are 8 if a matrix below ``blocks/0``,
+    such as ``blocks/0/router/kernel``, has 8 columns.
+
     Raises:
       ValueError: no router fits, or several with different numbers do.
     """
     matrices = [x for x in variables(model) if len(x.layer_shape) == 2]
     numbers = set()
     for weight in _parameters_of_users(model):
-        if len(weight.layer_shape) <= 2:
+        if len(weight.layer_shape) <= 2:  # no kernel of experts
             continue
-        number, parent = weight.layer_shape[0], weight.path[:-2]  # parent of the weight's module
+        number = weight.layer_shape[0]  # of experts, if a router has as many outputs
+        parent = weight.path[:-2]  # the module around the weight's own module
         for matrix in matrices:
             is_near = matrix.path[: len(parent)] == parent
             if is_near and matrix.layer_shape[-1] == number:

@@ -379,8 +379,7 @@ def _fit(
     """Finds the sharding that an array gets: replicated where the declared one cannot be used.
 
     Args:
-      declared: what the rule says; None where no rule matches, or the rule leaves the choice to
-      JAX.
+      declared: what the rule says; None where no rule matches, or the rule has None.
       shape: the shape of the array.
       mesh: the mesh of specs.
       action: what to do with a spec that does not divide the shape.

@@ -173,8 +173,7 @@ def unwrapped(
 
     Raises:
       TypeError: the options say where arguments are, by a mesh, shardings, a device or a backend;
-      or
-        ``fun`` is no function for ``jit``.
+        or ``fun`` is no function for ``jit``.
     """
     taken = {"in_shardings", "mesh", "device", "backend"} & options.keys()
     if taken:
