@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import (
@@ -475,6 +475,12 @@ def test_compare_takes_it():
         (lambda: Model(4), {"axis": "stages"}, "did you mean 'stage'"),
         (lambda: _ahead(), {}, "Leave out the option prefetch=1"),
         (lambda: _tied(), {}, "share these Variables.*\n  layers/layers/1/kernel"),
+        (lambda: Model(4), {"base": StateSharding({...: P("stage")})}, "base shard layers, or use"),
+        (
+            lambda: Model(4),
+            {"base": StateSharding({...: NamedSharding(STAGES, P())})},
+            "base shard layers, (.|\n)*in specs without a mesh",
+        ),
     ],
 )
 def test_models_that_cannot_be_in_stages(make, options, text):

@@ -87,8 +87,9 @@ def reshard(tree: object, out_shardings: object) -> Any:
       float32[8,16@model]
     """
     specs = Specs(out_shardings)
-    # Other shardings have no axes that a type could name.
+    # Not other shardings, such as a SingleDeviceSharding: they have no axes that a type could name.
     check_specs("reshard", (PartitionSpec, NamedSharding), out_shardings=specs)
     flat = flatten(tree)
+    # Specs for Explicit axes only; the first result, names of the arrays, is for other callers.
     _, shardings = assign_shardings(tree, flat, specs, caller="reshard", explicit=True)
     return rebuild(flat, apply_shardings(flat.leaves, shardings), "reshard")

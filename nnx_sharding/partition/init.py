@@ -125,7 +125,8 @@ def _make(
                 sharding = (from_metadata if sharding is None else sharding)(abstract)
             specs = Specs(sharding)
             check_specs(name, sharding=specs)
-            # A `jit` whose program returns the model in these shardings.
+            # A `jit` whose program returns the model in these shardings. It is made of its parts,
+            # so that errors name the user's function and its option, and not those of `jit`.
             transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
             make = lift(Lifted, build, transform, Roles(), graph=None, graph_updates=None)
             return make.eval_shape(*arrays) if is_abstract else make(*arrays)
@@ -146,7 +147,8 @@ def _close_over_statics(
     ``arguments`` are the positional ones and those by name; the function captures their statics.
     """
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
-    # The user's own function, so that equal calls find the same trace.
+    # Without arguments, it is the user's own function, so that an equal call finds the trace of the
+    # last one. A class is traced in each call, as with arguments.
     if not leaves and not isinstance(make_model, type):
         return make_model, []
     slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
@@ -173,8 +175,14 @@ def _mesh_inside(
 ) -> AnyMesh | None:
     """Returns the mesh that is in context while the constructor runs: with Auto axes if possible.
 
-    On Explicit axes a constructor has to say how each value is sharded, which few do. One that does
-    so refuses Auto axes; it is traced to find out.
+    On Explicit axes a constructor has to say how each value is sharded, which few do. JAX raises a
+    ValueError if one that does so runs on Auto axes. That is tried first, by a trace of its own,
+    which makes no arrays.
+
+    Args:
+      build: the constructor, as a function of ``arrays``.
+      arrays: its traced arguments.
+      mesh: the mesh of the call; None without one.
     """
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return mesh
@@ -183,6 +191,6 @@ def _mesh_inside(
     try:
         with in_context(auto):
             jit(build).eval_shape(*arrays)
-    except ValueError:  # JAX's, for `out_sharding` with Auto axes; any other will be raised again
-        return mesh
+    except ValueError:  # JAX's, for `out_sharding` with Auto axes
+        return mesh  # on which any other error of the constructor will be raised again
     return auto

@@ -76,10 +76,11 @@ def _filled(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None) -> tup
     """
     count = len(jax.devices() if devices is None else devices)
     known = math.prod(size for size in sizes if size != -1)
+    # Each -1 gets all that the others leave, so with two of them there are too many.
     filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
-    # Idle devices would be a mistake more often than a wish.
+    # All devices are used: idle ones would be a mistake more often than a wish.
     if math.prod(filled) != count or min(filled, default=1) < 1:
-        # A size of another type may be written by mistake; it is in the message.
+        # With other sizes than integers, such as 2.5, more devices would not help.
         too_few = devices is None and isinstance(known, int) and known > count
         raise ValueError(
             f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
@@ -164,8 +165,9 @@ def planning_mesh(
             "expected a mesh, or the sizes of its axes by name as in {'data': 8}, got "
             f"{show(mesh)}."
         )
-    default = DEFAULT.get()
-    return _mesh(mesh, default and topology_devices(*default))
+    # Within `on_topology`, sizes alone are for devices of that topology; outside of it, None.
+    default = DEFAULT.get()  # (name, num_slices)
+    return _mesh(mesh, None if default is None else topology_devices(*default))
 
 
 def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[object] | None = None) -> Mesh:
@@ -205,7 +207,7 @@ def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
     return virtual
 
 
-# A JAX device is two cores of a TPU v4.
+# Options of JAX's description of a topology, by generation: a device is two cores of a TPU v4.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
 # Without these, libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
@@ -222,7 +224,8 @@ _WITHOUT_TPU = {
 }
 
 
-@functools.lru_cache(maxsize=8)  # devices of two descriptions are never equal
+# Cached, as devices of two descriptions are never equal: equal arguments have to give equal meshes.
+@functools.lru_cache(maxsize=8)
 def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
     """Returns the devices of a topology, as JAX describes them for the TPU compiler.
 
@@ -239,11 +242,12 @@ def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
             f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "
             "'nnx_sharding[tpu]'. A mesh of sizes alone compiles for virtual CPU devices."
         )
-    options: dict[str, Any] = dict(_OPTIONS.get(name.partition(":")[0], {}))
+    generation, _, _ = name.partition(":")  # "v5e" of "v5e:4x4"
+    options: dict[str, Any] = dict(_OPTIONS.get(generation, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:
-        with _environment():
+        with _environment():  # so that libtpu does not look for a TPU
             topology = topologies.get_topology_desc(name, "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
@@ -278,25 +282,28 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
 def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
     """Arranges devices in an array of these sizes, so that neighbours are linked.
 
-    Slices, between which the network is slow, are along the first axes.
+    Slices, between which the network is slow, are along the first axes: two slices of 4 devices are
+    (2, 1) times (2, 2) of an array (4, 2).
 
     Raises:
       ValueError: the sizes do not divide so that each part is in one slice.
     """
     num_slices = len({_slice(device) for device in devices})
-    # How many slices are along each axis: as many as divide it, from the first axis on.
+    # How many slices are along each axis: of those that remain, as many as divide its size.
     across: list[int] = []
     for size in sizes:
         remaining = num_slices // math.prod(across)
         across.append(math.gcd(size, remaining))
     # The sizes of the part of the mesh that is in one slice.
     within = [size // count for size, count in zip(sizes, across, strict=True)]
-    # Without it, JAX refuses sizes that no product of physical axes has.
-    split = {"allow_split_physical_axes": True}
+    # By default, JAX refuses a size that is no product of whole axes of the network: 8 and 2 of
+    # chips that are linked as 4 by 4.
+    options = {"allow_split_physical_axes": True}
     if num_slices == 1:
-        return mesh_utils.create_device_mesh(within, devices, **split)
+        return mesh_utils.create_device_mesh(within, devices, **options)
     try:
-        return mesh_utils.create_hybrid_device_mesh(within, across, devices, **split)
+        # JAX raises the error if slices remain: if `across` is not all of them.
+        return mesh_utils.create_hybrid_device_mesh(within, across, devices, **options)
     except ValueError as error:
         raise ValueError(
             f"{num_slices} slices do not form axes of the sizes {tuple(sizes)}. They are along the "

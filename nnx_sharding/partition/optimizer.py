@@ -138,11 +138,18 @@ def optimizer_specs(
 def optimizer_variables(
     optimizer: object, parameters: Iterable[NamedVariable]
 ) -> list[NamedVariable]:
-    """Lists the Variables of an optimizer, with the dimensions of layers that their owners have."""
-    return [
-        state if owner is None else state._replace(layers=_follow_layers(state, owner))
-        for state, owner in _with_owners(optimizer, variables(optimizer), parameters)
-    ]
+    """Lists the Variables of an optimizer, with their dimensions of stacked layers.
+
+    Those of a parameter are known by the layer of Flax or the Stack that holds it, of which there
+    is none in the optimizer. So the state has those of its owner: if the first dimension of the
+    kernel (8, 256, 1024) has the layers, so has that of its moments, and of a factor (8, 256).
+    """
+    listed = []
+    for state, owner in _with_owners(optimizer, variables(optimizer), parameters):
+        if owner is not None:
+            state = state._replace(layers=_follow_layers(state, owner))
+        listed.append(state)
+    return listed
 
 
 def _with_owners(
@@ -151,18 +158,23 @@ def _with_owners(
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     # Optax keeps copies of the parameters' State in pytrees of its own, so they are found by type.
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
-    copy_paths = {
+    copy_paths = {  # such as ("opt_state", 0, "mu")
         tuple(plain_key(path_key(key)) for key in keys) for keys, leaf in leaves if _is_state(leaf)
     }
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
         path = state.path
         length = len(path)
-        # How many keys of the path lead to the copy that it is in.
+        # How many keys of the path lead to the copy that it is in: the outermost, as the State of
+        # a model has no other State in it.
         copy_length = next((n for n in range(length + 1) if path[:n] in copy_paths), None)
-        if copy_length is None:  # outside of a copy: any end of its path, the longest first
+        if copy_length is None:
+            # Outside of a copy: any end of its path, the longest first. ``model/up/kernel`` of an
+            # nnx.ModelAndOptimizer belongs to ``up/kernel``.
             candidates = [path[n:] for n in range(length + 1)]
-        else:  # in a copy: its path from there on, without the last keys if need be
+        else:
+            # In a copy: its path from there on, without the last keys if need be. In ``mu``, the
+            # state ``up/kernel/0`` also belongs to ``up/kernel``.
             candidates = [path[copy_length:end] for end in range(length, copy_length - 1, -1)]
         owner_path = next((candidate for candidate in candidates if candidate in owners), None)
         yield state, None if owner_path is None else owners[owner_path]
@@ -176,13 +188,17 @@ def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
     """Returns which dimensions of state are stacked layers, from its owner's dimensions."""
     if state.shape is None or owner.shape is None or not owner.layers.dimensions:
         return Stacked()
-    marks = [d in owner.layers.dimensions for d in range(len(owner.shape))]
-    own_marks = _follow_entries(state.shape, owner.shape, marks, state.path)
-    return owner.layers._replace(dimensions=tuple(d for d, mark in enumerate(own_marks) if mark))
+    # In place of entries of a spec, each dimension of the owner has whether it is one of layers.
+    is_layer = [d in owner.layers.dimensions for d in range(len(owner.shape))]
+    followed = _follow_entries(state.shape, owner.shape, is_layer, state.path)
+    return owner.layers._replace(dimensions=tuple(d for d, mark in enumerate(followed) if mark))
 
 
 def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     """Returns the sharding of a Variable of an optimizer, from that of its owner.
+
+    That of an owner on a mesh (``NamedSharding``) is on the same mesh. ``P()`` is the answer where
+    shapes do not tell which dimensions the state has.
 
     Args:
       state: the Variable of the optimizer.
@@ -198,6 +214,7 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
             # Optax computes state from summed gradients, which are not partial sums any more.
             return replace_spec(sharding, PartitionSpec(*spec.partitions))
         return sharding
+    # Another sharding, an owner of several shapes, or a spec that is wrong for its own array.
     if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
         return PartitionSpec()
     entries = pad_entries(spec, len(owner.shape))
@@ -205,6 +222,7 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
     if len(choices) > 1:  # several arrays in one Variable, which has only one spec
         return replace_spec(sharding, PartitionSpec())
     followed = choices.pop() if choices else ()
+    # P() is written for what is whole, as for all other arrays: not P(None, None).
     is_sharded = any(followed)
     return replace_spec(sharding, PartitionSpec(*followed) if is_sharded else PartitionSpec())
 
@@ -221,8 +239,9 @@ def _follow_entries(
       path: the path of the state.
 
     Returns:
-      One entry for each dimension of ``shape``, None for dimensions that the owner lacks; ``()``
-      if several choices of dimensions are possible.
+      One entry for each dimension of ``shape``, None for dimensions that the owner lacks. ``()``,
+      which is whole as a spec, for a scalar, for a shape that is none of these, or if dimensions
+      with different entries are possible.
     """
     num_new = len(shape) - len(owner_shape)
     if owner_shape and num_new >= 0 and shape[num_new:] == owner_shape:
@@ -234,11 +253,13 @@ def _follow_entries(
         if all(is_same or size == 1 for is_same, size in zip(are_same, shape, strict=True)):
             pairs = zip(are_same, entries, strict=True)
             return tuple(entry if is_same else None for is_same, entry in pairs)
-    remaining = {
+    # The optimizer has left out dimensions: of (256, 1024), the state (256,) has dimension 0. There
+    # may be several choices of dimensions; those with equal entries are one answer.
+    possible = {
         tuple(entries[d] for d in dimensions)
         for dimensions in _remaining_dimensions(shape, owner_shape, path)
     }
-    return remaining.pop() if len(remaining) == 1 else ()
+    return possible.pop() if len(possible) == 1 else ()
 
 
 def _remaining_dimensions(
@@ -270,18 +291,19 @@ def with_optimizer(
     activations: ActivationSharding = FOLLOWING,
     remarks: Remarks = NO_REMARKS,
 ) -> StateSharding:
-    """Makes the result of a strategy: its specs and, if not None, the optimizer's that follow.
+    """Makes the result of a strategy: the specs of the model and, with one, of its optimizer.
 
     Args:
-      specs: the specs of the model, by path.
+      specs: the specs of the model, by path, which the state of the optimizer follows.
       parameters: those of the model.
       optimizer: the optimizer, abstract or not; None without one.
       activations: how activations are sharded.
-      remarks: what reports say of the specs.
+      remarks: what reports say of the specs of the model.
     """
     if optimizer is not None:
         state = optimizer_specs(optimizer, from_paths(specs), parameters)
-        specs = union(specs, state)
+        specs = union(specs, state)  # an error if both have a path, with different specs
+    # The remarks say what has chosen each spec of the model, so the others are the optimizer's.
     return from_paths(specs, activations, remarks, by="optimizer_sharding")
 
 

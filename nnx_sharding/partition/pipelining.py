@@ -3,6 +3,10 @@
 This is the strategy: it finds the layers of a model, checks that they can be divided over the
 stages, and shards them. ``pipeline_schedule.py`` has what happens when they are called, and
 ``pipeline_loop.py`` the loop over microbatches, with a picture of its schedule.
+
+A *stack* here is what has the layers of one pipeline: a ``Stack``, or an ``nnx.List`` whose items,
+*blocks*, are equal but for the values of arrays. A ``Stack`` has its layers in one module, the
+attribute ``layers``, with arrays (L, …); a list has a module for each.
 """
 
 from __future__ import annotations
@@ -80,30 +84,30 @@ def pipeline(
     """Pipeline parallelism: each stage runs some layers of the model's ``Stack`` or ``nnx.List``.
 
     In each call of a :class:`~nnx_sharding.Stack` within ``jit``, the batch passes through the
-    stages in microbatches, each of which is one slice of every so many rows (``x[i::microbatches]``
-    is the i-th). Layers run as if the stack were called with each microbatch in turn: so random
-    streams advance, dropout draws, and ``BatchNorm`` normalizes within a microbatch. What is
-    outside of the stack runs on all stages alike. ``nnx.capture`` collects what layers sow as
-    without a pipeline, if it has the rows in its first dimension.
+    stages in microbatches: the i-th one has the rows ``x[i::microbatches]``. Layers run as if the
+    stack were called with each microbatch in turn: so random streams advance, dropout draws, and
+    ``BatchNorm`` normalizes within a microbatch. What is outside of the stack runs on all stages
+    alike. ``nnx.capture`` collects what layers sow as it does without a pipeline; but a value that
+    is sown needs the rows of the batch as its first dimension.
     :meth:`Stack.scan <nnx_sharding.Stack.scan>` is no pipeline: it gathers layers on Auto axes, and
     JAX refuses it on Explicit ones.
 
     In a model without a ``Stack``, the equal blocks of each ``nnx.List`` form a pipeline, if each
     is called with what the one before returned, as in ``for block in self.blocks: x = block(x)``.
-    Until the last one is called there are no values, and any other use of them is an error, as is
-    reading Variables of the blocks that are no parameters. Their further arguments are the same
-    arrays, or made by the same operations from the same arrays. Each Variable of a block is sharded
-    over the stages, and moves in each step to the one that runs the block, and its gradient back. A
-    ``Stack`` spares that.
+    They run when the last one is called. Until then there are no values: it is an error to use them
+    in any other way, or to read Variables of the blocks other than parameters. All blocks need the
+    same further arguments, or arrays that the same operations make from the same arrays. Each
+    Variable of a block is sharded over the stages. In each step it moves to the stage that runs the
+    block, and its gradient moves back; a ``Stack`` avoids that.
 
     Layers that are called one by one, as by indexing or iterating a ``Stack``, or in a scan by
-    hand, are no pipeline: the numbers are the same, but each device computes all layers. That is a
-    warning when the call is traced, and so are, here, lists of at least as many blocks as stages
-    that form none.
+    hand, are no pipeline: the numbers are the same, but each device computes all layers. Tracing
+    such a call warns. This function warns of lists of at least as many blocks as stages that form
+    no pipeline.
 
     A loss that layers compute from a whole batch, such as the balance loss of
-    :func:`dispatch_to_experts`, is that of each microbatch, and their mean is not that of the
-    batch: the product of two means over tokens is none of all tokens. So is it in
+    :func:`dispatch_to_experts`, is that of each microbatch. Their mean is not that of the batch,
+    as a product of two means over tokens differs from it; the same is true of
     :func:`~nnx_sharding.training.accumulate_gradients`.
 
     All arrays that a layer gets from the previous one are split along their first dimension, the
@@ -171,32 +175,37 @@ def pipeline(
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
     raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
     names = (rows,) if isinstance(rows, str) else tuple(rows)
-    interleaves = _interleaves(schedule, repeats)
     sizes = Schedule(
-        axis, mesh.shape[axis], microbatches, repeats, rows=names, interleaves=interleaves
+        axis,
+        stages=mesh.shape[axis],
+        microbatches=microbatches,
+        repeats=repeats,
+        rows=names,
+        interleaves=_is_1f1b(schedule, repeats),
     )
     stacks, activations = _find_stacks(model, sizes), activations_of(base)
     _check_names(stacks, names)
-    # Here, rather than when the first call is traced.
+    # The schedule raises this, too, but only when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
     _warn_of_left_out(model, stacks, sizes)
+    # The specs of the layers, which are changed in place; and, for their calls, the schedule.
     parameters = variables(model)
     specs = base_specs("pipeline", parameters, base, mesh)
     block_specs = _shard_layers(specs, model, stacks, axis, mesh)
     filters = {}
     for path, module in stacks.items():
         blocks = len(module) if isinstance(module, nnx.List) else 0
-        # The calls that the schedule replaces: of a Stack itself, or of each block of a list.
-        called = [(*path, number) for number in range(blocks)] or [path]
+        # The calls that the schedule replaces: of each block of a list, or of a Stack itself.
+        called = [(*path, number) for number in range(blocks)] if blocks else [path]
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
     remarks = remarks_on(specs, "pipeline", base, parameters, [axis])
     return with_optimizer(specs, parameters, optimizer, activations.extended(filters), remarks)
 
 
-def _interleaves(schedule: str, repeats: int) -> bool:
-    """Whether the schedule is 1F1B; refuses other names, and repeats of that."""
+def _is_1f1b(schedule: str, repeats: int) -> bool:
+    """Whether the schedule is 1F1B, not GPipe; refuses other names, and repeats with 1F1B."""
     if schedule not in ("gpipe", "1f1b"):
         raise ValueError(f'pipeline: expected schedule="gpipe" or "1f1b", got {schedule!r}.')
     if schedule == "1f1b" and repeats > 1:
@@ -216,10 +225,19 @@ def _shard_layers(
     """Adds the axis of the stages to the specs of all layers, in ``specs``.
 
     A ``Stack`` is sharded in its dimension of layers. The blocks of a list have none: each of their
-    Variables is sharded in its largest dimension, and moved to the stage that needs it.
+    Variables is sharded in its largest dimension that the axis divides, if any, and moved to the
+    stage that needs it.
+
+    Args:
+      specs: the specs of the model by path, which are changed.
+      model: the model.
+      stacks: its stacks and lists of blocks, by path.
+      axis: the mesh axis of the stages.
+      mesh: the mesh.
 
     Returns:
-      The specs of the Variables in a block of each list; empty for a ``Stack``.
+      For each list, by its path, the specs of the Variables in a block, by the path in the block;
+      these are empty for a ``Stack``.
     """
     block_specs = {path: dict[Path, PartitionSpec]() for path in stacks}
     lines = list[str]()
@@ -228,13 +246,15 @@ def _shard_layers(
         if place is None or place.is_shared:  # outside of the layers, or the same in all of them
             continue
         spec, is_list = specs[x.path], isinstance(stacks[place.stack], nnx.List)
-        # The axis cannot be added to a NamedSharding, which counts as one that uses the axis.
-        used = spec_axes(spec) if isinstance(spec, PartitionSpec) else [axis]
-        is_layer_dimension_free = is_list or spec.partitions[:1] in ((), (None,))
-        if axis in used or not is_layer_dimension_free:
+        # A NamedSharding may not be changed, so it is refused like one that uses the axis.
+        is_free = isinstance(spec, PartitionSpec) and axis not in spec_axes(spec)
+        if is_free and not is_list:  # in a Stack, the first dimension has the layers
+            first_entries = pad_entries(spec, 1)
+            is_free = first_entries == [None]
+        if not is_free:
             lines.append(f"  {x.name}: {spec}")
         elif is_list:
-            sharded = shard_largest(spec, x, [axis], mesh)
+            sharded = shard_largest(spec, x, [axis], mesh)  # unchanged, if the axis divides nothing
             specs[x.path] = block_specs[place.stack][place.path] = sharded
         else:
             others = pad_entries(spec, len(x.shape or ()))[1:]
@@ -249,26 +269,29 @@ def _shard_layers(
 
 
 def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
-    """Finds the outermost stacks of a model, else its lists of equal blocks.
+    """Finds the outermost stacks of a model, else its outermost lists of equal blocks.
 
     Returns:
-      These by path, and lines that say why other lists are none.
+      The stacks, or the lists, by path; and texts for an error, which say how the blocks of other
+      lists differ.
     """
-    modules = dict(modules_in(model))
-    stacks, differences = dict[Path, Any](), list[str]()
+    modules = dict(modules_in(model))  # by path, outer ones first
+    stacks = dict[Path, Any]()
     for path, module in modules.items():
         if isinstance(module, Stack) and not _is_inside(path, stacks):
             stacks[path] = module
     if stacks:
         return stacks, []
+    lists, differences = dict[Path, Any](), list[str]()
     for path, module in modules.items():
-        blocks = [] if _is_inside(path, stacks) else _blocks_of(module)
-        if len(blocks) > 1:
-            if lines := _differences_of_blocks(path, blocks):
-                differences += lines
-            else:
-                stacks[path] = module
-    return stacks, differences
+        blocks = [] if _is_inside(path, lists) else _blocks_of(module)
+        if len(blocks) < 2:  # one block alone is no pipeline
+            continue
+        if lines := _differences_of_blocks(path, blocks):
+            differences += lines
+        else:
+            lists[path] = module
+    return lists, differences
 
 
 def _is_inside(path: Path, others: Mapping[Path, object] | Sequence[Path]) -> bool:
@@ -284,14 +307,17 @@ def _blocks_of(module: object) -> list[Any]:
 
 
 def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
-    """Lists how blocks differ from the first one, apart from the values of arrays."""
+    """Returns a line of text for each way in which blocks differ from the first one.
+
+    The values of their arrays may differ. ``path`` is that of their list.
+    """
     names = [accessor("model", (*path, i)) for i in range(len(blocks))]
     return layer_differences([*map(flatten_layer, blocks)], names.__getitem__)
 
 
 def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
     """Finds what forms a pipeline, and checks that its layers can be divided over the stages."""
-    stacks, differences = layers_of(model)
+    stacks, differences = layers_of(model)  # the latter are lines: how blocks of lists differ
     if not stacks:
         head = "pipeline: the model has neither a Stack nor an nnx.List of equal blocks"
         raise ValueError(
@@ -301,22 +327,24 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
                 "Make a Stack of its equal blocks: stack(blocks), or stack(Block, 24, rngs=rngs).",
             )
         )
-    groups = schedule.stages * schedule.repeats
+    groups = schedule.stages * schedule.repeats  # of layers, which a stage calls at once
+    indivisible = [
+        f"  {accessor('model', path)}: {len(layers)} layers"
+        for path, layers in stacks.items()
+        if len(layers) % groups
+    ]
     raise_listed(
         ValueError,
         f"pipeline: {schedule.stages} stages along {schedule.axis!r} times {schedule.repeats} "
         "repeats do not divide the number of layers:",
-        [
-            f"  {accessor('model', path)}: {len(layers)} layers"
-            for path, layers in stacks.items()
-            if len(layers) % groups
-        ],
+        indivisible,
         "Choose a number of layers that they divide, or another mesh.",
     )
+    shared = [f"  {x.name}" for x in _shared_variables(model, stacks)]
     raise_listed(
         ValueError,
         "pipeline: layers share these Variables, which would be on several stages:",
-        [f"  {x.name}" for x in _shared_variables(model, stacks)],
+        shared,
         "Give each layer its own, or pass their values as an argument of the layers.",
     )
     return stacks
@@ -337,24 +365,28 @@ def _check_names(stacks: _Stacks, rows: Sequence[str]) -> None:
 def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:
     """Finds the Variables that several layers hold: shared in a Stack, or in several blocks."""
     blocks = [block for x in stacks.values() if isinstance(x, nnx.List) for block in x]
-    # Each block lists a Variable once, however often it holds it.
+    # How many blocks hold an object: in a flattened block, it is once, whatever it holds it in.
     holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
     for x in variables(model):
+        if not isinstance(x.variable, nnx.Variable):  # an array has no identity to be shared
+            continue
         place = _place_in(stacks, x.path)
-        is_shared = place is not None and place.is_shared
-        if isinstance(x.variable, nnx.Variable) and (is_shared or holders[id(x.variable)] > 1):
+        is_shared_in_stack = place is not None and place.is_shared
+        if is_shared_in_stack or holders[id(x.variable)] > 1:
             yield x
 
 
 def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> None:
     """Warns of lists of at least as many blocks as stages that are in no pipeline."""
-    done, lines = [*stacks], list[str]()
+    handled, lines = [*stacks], list[str]()  # paths of stacks, and of lists with a warning
     for path, module in modules_in(model):
-        blocks = [] if _is_inside(path, done) else _blocks_of(module)
-        if len(blocks) >= max(schedule.stages, 2):
-            done.append(path)  # lists in its blocks need no warning of their own
-            equal = [f"  {accessor('model', path)}: equal blocks next to a Stack"]
-            lines += _differences_of_blocks(path, blocks) or equal
+        blocks = [] if _is_inside(path, handled) else _blocks_of(module)
+        if len(blocks) < max(schedule.stages, 2):  # on one stage, a single block is no list of them
+            continue
+        handled.append(path)  # lists in its blocks need no warning of their own
+        # Either they differ, or a Stack in the model is the pipeline.
+        differences = _differences_of_blocks(path, blocks)
+        lines += differences or [f"  {accessor('model', path)}: equal blocks next to a Stack"]
     if lines:
         head = (
             "pipeline: these lists of blocks do not run in stages: each device gathers their "
@@ -373,12 +405,17 @@ class _Place(NamedTuple):
 
 
 def _place_in(stacks: _Stacks, path: Path) -> _Place | None:
-    """Finds where in the layers of a stack or list a path is; None if it is in none."""
+    """Finds where in the layers of a stack or list a Variable is; None if it is in none.
+
+    In a Stack at ``body``, the kernel of all layers is at ``body/layers/up/kernel``; in a list at
+    ``blocks``, that of block 3 is at ``blocks/3/up/kernel``. Both are ``up/kernel`` in a layer.
+    """
     for stack_path, module in stacks.items():
-        # The key after the stack's path is "layers" in a Stack, the number of a block in a list.
         depth = len(stack_path)
-        key, layer_path = path[depth : depth + 1], path[depth + 1 :]
-        is_in_layers = isinstance(module, nnx.List) or key == ("layers",)
-        if path[:depth] == stack_path and is_in_layers:
-            return _Place(stack_path, layer_path, layer_path in getattr(module, "shared", ()))
+        is_below = path[:depth] == stack_path and len(path) > depth
+        if not is_below or (isinstance(module, Stack) and path[depth] != "layers"):
+            continue
+        path_in_layer = path[depth + 1 :]
+        is_shared = isinstance(module, Stack) and path_in_layer in module.shared
+        return _Place(stack_path, path_in_layer, is_shared)
     return None

@@ -4,7 +4,10 @@ A *pattern* chooses Variables by their path: a regular expression, a glob, an NN
 name* says what a dimension is for, such as ``embed``; a *logical rule*, which mesh axes shard the
 dimensions with this name. A Variable has its names in the metadata (``out_sharding``), which is its
 *annotation*; that may also be a ``PartitionSpec`` or a sharding. A *spec* is a ``PartitionSpec``;
-it has an *entry* for each dimension: a mesh axis, a tuple of them, or None.
+it has an *entry* for each dimension: a mesh axis, a tuple of them, or None. From other modules:
+`axes_of` returns the axes (or names) of an entry as a tuple, () for None and UNCONSTRAINED;
+`pad_entries` the entries of a spec as a list, cut or filled with None to a rank; `with_entries` the
+spec with other entries; `suggestion` a text such as "; did you mean 'model'?", or an empty one.
 """
 
 from __future__ import annotations
@@ -41,11 +44,17 @@ Pairs: TypeAlias = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def _read_pairs(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
-    """Returns the pairs of a mapping or of an iterable of pairs; TypeError for anything else."""
+    """Returns the pairs of a mapping or of an iterable of pairs; TypeError for anything else.
+
+    ``caller`` is the user's function, for the error.
+    """
     items: Any = pairs.items() if isinstance(pairs, Mapping) else pairs
-    is_series = isinstance(items, Iterable) and not isinstance(items, str)
-    items = list(items) if is_series else [items]  # one item that is no pair raises the error
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
+    # A pair is a tuple or a list: a text of two letters could be unpacked as well.
+    are_pairs = False
+    if isinstance(items, Iterable) and not isinstance(items, str):
+        items = list(items)
+        are_pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items)
+    if not are_pairs:
         raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {show(pairs)}.")
     return [(first, second) for first, second in items]
 
@@ -228,10 +237,12 @@ class LogicalRules:
         """Returns what :meth:`spec` does, with errors to which callers add the name of the array.
 
         Each rule, in order, gives its axes to the dimensions with its name, unless an earlier rule
-        has taken one of the axes, or they do not divide the dimension.
+        has taken one of the axes, or they do not divide the dimension. A rule with None replicates
+        the dimension, so that later rules for its name are not used.
         """
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
+        # A spec with names may have more than entries, such as ``unreduced``, which is kept.
         start = names if isinstance(names, PartitionSpec) else PartitionSpec()
         entries: list[Any] = list(names.partitions if isinstance(names, PartitionSpec) else names)
         # A dimension may have several names, and several dimensions the same one.
@@ -249,18 +260,27 @@ class LogicalRules:
                 if not axes:
                     continue  # for another mesh; a later rule for the name may be for this one
             for each in named:
-                if each.name != rule_name or each.axes is not None:
+                is_decided = each.axes is not None  # they are () if a rule replicates it
+                if each.name != rule_name or is_decided:
                     continue
                 used = {axis for other in named for axis in other.axes or ()}
+                # Other names of this dimension may have been given axes already.
                 together = (*_axes_at(each.dimension, named), *axes)
                 if used.isdisjoint(axes) and _divides(together, each.dimension, shape, mesh):
                     each.axes = axes
+        # Entries without names, None and UNCONSTRAINED, stay.
         for each in named:
             entries[each.dimension] = _axes_at(each.dimension, named)
         return with_entries(start, entries)
 
     def _check(self, names: Sequence[object], rank: int, shape: Sequence[int] | None) -> None:
-        """Raises an error for names that are not strings or have no rule, and for another rank."""
+        """Raises an error for names that are not strings or have no rule, and for another rank.
+
+        Args:
+          names: all names of all dimensions, of which one may have several, or none.
+          rank: the number of dimensions that have been given names.
+          shape: the shape of the array; None if it is not known.
+        """
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a dimension has a name, None, or a tuple of names")
         unknown = [name for name in dict.fromkeys(names) if name not in self.names]
@@ -345,6 +365,7 @@ def from_logical(
     deciding = set[int]()  # the indices of pairs that decide for some Variable
 
     def names_of(variable: NamedVariable) -> Any:
+        """Returns the names of the first pattern that matches, else those in the metadata."""
         for index, matches in enumerate(predicates):
             if matches(variable.path, variable.variable):
                 deciding.add(index)
@@ -352,18 +373,25 @@ def from_logical(
                 return names_of_pair
         return variable.annotation
 
-    def spec_of(variable: NamedVariable, names: Any) -> PartitionSpec:
-        return rules._spec(names, variable.shape, mesh)
+    def spec_of(variable: NamedVariable, names_of_dimensions: Any) -> PartitionSpec:
+        return rules._spec(names_of_dimensions, variable.shape, mesh)
 
-    fault = "these names give no spec"
-    sharding = _from_names("from_logical", fault, model, names_of, spec_of, rules._hint)
+    sharding = _from_names(
+        "from_logical",
+        model,
+        names_of,
+        spec_of,
+        fault="these names give no spec",
+        hint=rules._hint,
+    )
     unused = [filter_ for index, (filter_, _) in enumerate(pairs) if index not in deciding]
     if unused:
-        # A glob such as `blocks/*/up` is a regular expression as well, of another meaning.
+        # A glob such as `blocks/*/up` is a regular expression as well, of another meaning. The hint
+        # says so; it is empty for what is no glob, and one is enough.
         hints = [glob_hint(pattern.text) for pattern in unused if isinstance(pattern, PathRegex)]
-        hint = max(hints, default="")  # one is enough; of what is no glob it is empty
-        listed = ", ".join(shortened(map(repr, unused)))
-        text = f"from_logical: these names are for no Variable: {listed}.{hint}"
+        hint = max(hints, default="")
+        patterns = ", ".join(shortened(map(repr, unused)))
+        text = f"from_logical: these names are for no Variable: {patterns}.{hint}"
         warn_or_raise(UnusedFilterWarning, text, strict=strict)
     return sharding
 
@@ -393,27 +421,33 @@ def from_metadata(
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    fault = "this metadata gives no sharding"
     spec_of = functools.partial(_spec_of_annotation, rules, mesh)
-    return _from_names("from_metadata", fault, model, lambda named: named.annotation, spec_of)
+    return _from_names(
+        "from_metadata",
+        model,
+        lambda variable: variable.annotation,
+        spec_of,
+        fault="this metadata gives no sharding",
+    )
 
 
 def _from_names(
-    name: str,
-    fault: str,
+    caller: str,
     model: object,
     names_of: Callable[[NamedVariable], object],
     spec_of: Callable[[NamedVariable, object], PartitionSpec],
+    *,
+    fault: str,
     hint: str = "",
 ) -> StateSharding:
     """Returns the shardings of a model by names; raises the errors of all Variables as one.
 
     Args:
-      name: the function of the user.
-      fault: what is wrong, for the first line of the error.
+      caller: the function of the user, for messages.
       model: the model.
-      names_of: returns the names for a Variable, its sharding, or None to replicate it.
+      names_of: returns the names for a Variable, a sharding in place of them, or None to replicate.
       spec_of: returns the spec for a Variable and these names; raises an error if they give none.
+      fault: what is wrong, for the first line of the error: ``from_logical: these names give …``.
       hint: the last line of the error.
     """
     specs: SpecsByPath = {}
@@ -421,14 +455,17 @@ def _from_names(
     for variable in variables(model):
         names = names_of(variable)
         try:
-            if names is None or isinstance(names, Sharding | Format):
-                specs[variable.path] = PartitionSpec() if names is None else names
+            if names is None:
+                specs[variable.path] = PartitionSpec()
+            # A sharding, or one with a layout in memory (``Format``), is used as it is.
+            elif isinstance(names, Sharding | Format):
+                specs[variable.path] = names
             else:
                 specs[variable.path] = spec_of(variable, names)
         except (TypeError, ValueError) as error:
             lines.append(f"  {variable.name}, shape {variable.shape}, {names!r}: {error}")
-    raise_listed(ValueError, f"{name}: {fault}:", lines, hint)
-    return from_paths(specs, by=name)
+    raise_listed(ValueError, f"{caller}: {fault}:", lines, hint)
+    return from_paths(specs, by=caller)
 
 
 def _spec_of_annotation(
@@ -458,19 +495,24 @@ def _spec_of_annotation(
     names = [name for entry in named.partitions for name in axes_of(entry)]
     axes = [name for name in names if name not in rules.names]
     _check_axes(axes, rules.names, mesh)
+    # Without rules, all names are axes, and the annotation is the spec. It is returned as it is by
+    # `nnx.get_partition_spec`, also where the axes do not divide the shape.
     if not rules.rules:
         return named
-    # First, so that no rule takes an axis that the annotation names itself.
+    # An axis in the annotation gets a rule that gives it to itself. Earlier rules take their axes
+    # first, so no rule for another name takes this one.
     rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
-    return with_entries(named, rules.spec(pad_entries(named, rank), shape, mesh).partitions)
+    spec = rules.spec(pad_entries(named, rank), shape, mesh)
+    return with_entries(named, spec.partitions)  # with what else the annotation has
 
 
 def _check_axes(axes: Sequence[object], rule_names: Sequence[str], mesh: AnyMesh | None) -> None:
     """Raises a ValueError for names in an annotation that have no rule, and are no mesh axes.
 
     Args:
-      axes: the names without a rule, one for each dimension that has it.
+      axes: the names without a rule, in the order of the dimensions. A name that two dimensions
+        have is there twice, which is an error, too.
       rule_names: the names with a rule, one of which may be meant.
       mesh: the mesh; None if it is not known.
     """
