@@ -5,6 +5,12 @@ its *items*: by *keys* in the order in which Flax flattens them, by *names* in i
 *statuses* of a module say which of its attributes are data. What all nodes of one class with the
 same names and statuses have in common is their *form* (:class:`NodeForm`).
 
+Statuses are a mapping that cannot change: its ``update`` returns a new one. A module also has a
+*state*, with the trace that it belongs to and how far it is set up.
+
+A *hijax* Variable (``hijax=True``) is a value of JAX. It holds a plain Variable, flattened: a
+treedef and a tuple of leaves. In a trace it is a tracer, with the methods of Variables.
+
 Values are read and written past the hooks and checks of Flax, by the descriptors of its slots.
 """
 

@@ -2,8 +2,10 @@
 
 A *program* (jaxpr) consists of *equations*, each an operation (``primitive``) with parameters. In a
 trace that has not ended, an array is a *tracer*. The equation that has made it is its ``parent``,
-and ``in_tracers`` are the arrays that this equation takes. A finished equation has variables in
-their place, ``invars`` and ``outvars``.
+its variable in the program is its ``val``, and ``in_tracers`` are the arrays that an equation
+takes. A finished equation has variables in their place, ``invars`` and ``outvars``.
+
+Names of JAX that are private may be missing in a release: what is ``optional`` is then None.
 """
 
 from __future__ import annotations

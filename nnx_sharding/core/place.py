@@ -14,6 +14,12 @@ on its way to its *target*, a sharding; it is *ours* if it may be freed. A *step
 sharding that it goes to next. Each step replaces ``move.array`` by the new array. An array is
 *unreduced* if its value is the sum of the arrays on the devices. Arrays may be *aliased*: share
 their memory with a new array.
+
+From other modules:
+
+    main_memory           a sharding with the same parts, in the main memory of the devices
+    without_reductions    a sharding whose spec has no unreduced axes; itself if it has none
+    device_assignment     the devices of a sharding in the order for which JAX compiles
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ objects first. A *slot* is the position of an array in the list of all arrays.
 
 From other modules:
 
-    retype    gives an array the axis types of a mesh, and a spec over its Explicit axes;
-              `retype_all` does so for several arrays, in less time
-    rebuild   puts other arrays into a flattened tree: changes its modules, makes new containers
-    Flat      a flattened tree: its structure, its arrays (``leaves``) and its objects
+    retype      gives an array the axis types of a mesh, and a spec over its Explicit axes;
+                `retype_all` does so for several arrays, in less time
+    type_mesh   the mesh in the type of an array, and `type_spec` the spec over its Explicit axes;
+                None without any
+    rebuild     puts other arrays into a flattened tree: changes its modules, makes new containers
+    Flat        a flattened tree: its structure, its arrays (``leaves``) and its objects
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ position of an array in the list of all arrays.
 
 From other modules:
 
-    Transform       has the mesh that applies (``context``), and which axes may be used
+    Transform       has the mesh that applies (``context``), and which axes may be used. It *passes
+                    shardings* if it is `jit`, and JAX gets them as an option; `shard_map` does not
     fit_sharding    decides for one array: a ``Fit`` with the spec that is left, and the problems
     NamedLocation   where a Variable or an array is, with the user's spec for that part
 """

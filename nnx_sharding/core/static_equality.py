@@ -15,6 +15,13 @@ What shows nothing, such as a function, is the same object.
 An object that is compared by content can be changed in place, so it is an entry of the structure
 (:class:`~nnx_sharding.core.structure.StaticObject`), like a module. The table in
 ``docs/architecture.md`` lists the types.
+
+From ``static_parts.py``:
+
+    open_object   the kind and the parts of an object: its items, then the values of its attributes
+    fixed_parts   the items of a tuple or another object that cannot change and has nothing else
+    is_builtin    whether a class is, or derives from, a built-in one such as list or dict
+    has_state     whether objects of a class have attributes, in a ``__dict__`` or in slots
 """
 
 from __future__ import annotations

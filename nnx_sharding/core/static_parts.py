@@ -5,6 +5,9 @@ then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind*
 its class, the *detail* that the base keeps besides items, and the names of the attributes. A list
 of two strings has the kind ``(list, None, ())`` and the strings as its parts. A kind is hashable.
 An object is *fixed* if it is immutable itself, whatever it holds.
+
+The table ``_BUILTINS`` says of each base how its objects are opened, made and assigned to. The base
+of a class that derives from none of them (``_base_of``) is ``object``, which has no items.
 """
 
 from __future__ import annotations
