@@ -427,6 +427,11 @@ class ErrorTest(parameterized.TestCase):
         (TypeError, "what makes one and the number of layers", lambda: stack("blocks")),
         (TypeError, "what makes one and the number of layers", lambda: stack(blocks(), 3)),
         (TypeError, r"expected modules, got:\n  \[1\]: 1", lambda: stack([MLP(), 1])),
+        (
+            TypeError,
+            "no arguments for making layers, got prefech",
+            lambda: stack([MLP()], prefech=1),
+        ),
         (ValueError, "expected at least one module", lambda: stack([])),
         (ValueError, "expected a positive length", lambda: stack(Block, 0, rngs=nnx.Rngs(0))),
         (ValueError, "layer: a MLP → a Block", lambda: stack([MLP(), blocks()[0]])),

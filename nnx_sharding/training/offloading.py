@@ -113,10 +113,14 @@ def fetched(*trees: Any) -> Iterator[None]:
     for variable in filter(_compat.is_variable, flatten(trees).objects):
         leaves, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
         memories = {path: memory_of(leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)}
-        if any(memories.values()):
+        is_offloaded = any(memories.values())  # None for what is in device memory
+        if is_offloaded:
             offloaded.append((variable, memories))
+    to_device_memory: dict[Any, Memory] = {}  # where `_move` puts an array without another memory
     for variable, _ in offloaded:
-        _move(variable, {})
+        _move(variable, to_device_memory)
+    # The block gives these Variables new values. One that it replaces by another Variable, as by a
+    # new optimizer, is not moved.
     try:
         yield
     finally:  # also after an error, so that the caller's state is where it was
@@ -125,7 +129,13 @@ def fetched(*trees: Any) -> Iterator[None]:
 
 
 def _move(variable: Any, memories: Mapping[Any, Memory]) -> None:
-    """Moves each array of a Variable to the memory of its path; without one, to main memory."""
+    """Moves the arrays of a Variable.
+
+    Args:
+      variable: the Variable.
+      memories: the memory of each array, by its path in the value. An array without one goes to the
+        main memory of the device.
+    """
 
     def moved(path: Any, x: Any) -> Any:
         return move(x, memories.get(path)) if isinstance(x, jax.Array) else x

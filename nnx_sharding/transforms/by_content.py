@@ -68,10 +68,12 @@ def compiled_by_content(
     def call(*leaves: object) -> Any:
         # Tracing takes a fraction of the time of compiling, which a known content avoids.
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
-        # One for each result; None, a leaf here, for one whose sharding is left to JAX.
+        # A sharding for each result, or None, which leaves it to JAX. None would be no leaf of a
+        # pytree by itself.
         per_result = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
         flat_shardings = (*jax.tree.leaves(per_result, is_leaf=_is_none),)
-        # `consts` are the captured arrays. JAX does not take a `jax.Ref` as an argument of a jaxpr.
+        # `consts` are the captured arrays, which become arguments of the program. JAX does not take
+        # a `jax.Ref` that way: then the jaxpr runs uncompiled, operation by operation.
         if any(map(_compat.is_ref, closed.consts)):
             arrays = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
         else:
@@ -102,8 +104,9 @@ def _program_of(
       A function of two lists: the constants of the jaxpr, and its arguments.
     """
     try:
+        # All of it in a hashable form, equal for equal jaxprs and shardings.
         key = content_of(jaxpr), _value_of(in_shardings), _value_of(out_shardings)
-    except _NoContentError:
+    except _NoContentError:  # something has no such form: nobody else can use the program
         return _make_program(jaxpr, in_shardings, out_shardings)
     program = _PROGRAMS.get(key)
     if program is None:
@@ -142,10 +145,12 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
     """Returns a hashable form of a jaxpr that is equal for equal programs: variables as numbers.
 
     The jaxpr ``{ a. let b = sin a; c = mul a b in (c,) }`` has variables 0, 1, 2, and roughly the
-    content ``(type of a), ("sin", (0,), type of b), ("mul", (0, 1), type of c), (2,)``.
+    content ``(type of a), ("sin", (0,), type of b), ("mul", (0, 1), type of c), (2,)``. What does
+    not change the results is left out, as the lines and names in its debug info; its effects follow
+    from the equations. A jaxpr in a parameter, as of a loop, has numbers of its own.
 
     Raises:
-      _NoContentError: it has parameters that are not compared by value.
+      _NoContentError: it has parameters or literals that are not compared by value.
     """
     numbers: dict[Var, int] = {}  # in the order in which the variables are defined
 
@@ -166,8 +171,8 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
         (
             equation.primitive.name,
             use(equation.invars),
-            _parameters(equation),
-            _value_of(equation.ctx),  # such as the mesh in context
+            _parameters(equation),  # by name, in a hashable form
+            _value_of(equation.ctx),  # what JAX's context was, such as the mesh
             define(equation.outvars),
         )
         for equation in jaxpr.eqns
@@ -202,21 +207,25 @@ def _value_of(value: object) -> Hashable:
     """
     jaxpr = getattr(value, "jaxpr", value)  # a ClosedJaxpr has a jaxpr and constants
     if isinstance(jaxpr, Jaxpr):
+        # Constants that are arrays have no form here: only those of the outermost jaxpr become
+        # arguments of the program.
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
     if isinstance(value, tuple | list):
         return type(value), *map(_value_of, value)
+    # A function of a module's top level is found again by its name; others have closures.
     if isinstance(value, types.FunctionType) and _is_defined_by_name(value):
         return value.__module__, value.__qualname__
-    # None if it is not compared by value. Not for arrays, of which a key would copy the data.
+    # Numbers, strings, dtypes, meshes and the like; None for what is not compared by value. An
+    # array is refused below: its key would copy the data.
     key = None if isinstance(value, jax.Array) else value_key(value)
     if key is not None:
         return key
     cls = type(value)
-    # JAX's own classes, for trees, options, …, are compared by what their objects hold. That has to
-    # be visible in Python (`has_hidden_state`).
+    # JAX's own classes, for trees, options, …, are compared by what their objects hold. An object
+    # that is implemented in C may hold something that Python does not see (`has_hidden_state`).
     if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
-    kind, parts = open_object(value)  # what it is, and the values in it
+    kind, parts = open_object(value)  # what it is, and the values in its attributes
     return kind, *map(_value_of, parts)
 
 

@@ -1,10 +1,15 @@
 """``checkify`` for functions that take and return NNX objects.
 
+A call is flattened into *leaves* (arrays and flags) and a *plan*, which has the *pure function* of
+the leaves: it returns all arrays that the user's function returns or has changed. JAX adds the
+checks to that.
+
 From other modules:
 
-    Inner           a transformed function that becomes part of a surrounding trace
-    jax_transform   of an `InnerTransform`: what JAX makes of a function of all leaves
-    call_on_slots   transforms that as a function of some slots; the other leaves are fixed
+    Inner           a transformed function that becomes part of a surrounding trace: `_find_plan`
+                    flattens a call, `_program` has its pure function (``inline``), and `_run` calls
+                    a function of the leaves in its place, and writes back what has changed
+    call_on_slots   transforms a function as one of the leaves in some slots; the others are fixed
 """
 
 from __future__ import annotations
@@ -77,13 +82,14 @@ class _Checked(Inner[P, R]):
         """Calls the function; returns the error and what it returns."""
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
         pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
+        add_checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
         errors = list[Any]()  # one item, from the only call of `execute`
 
         def execute(*leaves: object) -> Any:
-            add_checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
+            """Calls the pure function with checks; returns its outputs, as `_run` wants them."""
             slots = traced_slots(leaves)  # JAX gets these; flags and the like are fixed
             error, outputs = call_on_slots(add_checks, pure_function, slots, leaves)
-            errors.append(error)  # `_run` wants the outputs only
+            errors.append(error)
             return outputs
 
         returned = self._run(plan, flat, execute)

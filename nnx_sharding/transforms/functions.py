@@ -3,7 +3,11 @@
 JAX traces one pure function for each plan, so the functions of a call become one: it takes all
 objects that they are bound to as its first argument, and which of them runs is decided in the trace
 (:meth:`Functions.bind`). Callable modules, and the objects of bound methods, are arguments like
-others, so that the functions may change them.
+others, so that the functions may change them: ``model.loss`` becomes ``Model.loss`` with the object
+``model``.
+
+A transform of them (`InnerTransform`) says how JAX calls that pure function; `Inner` calls it as a
+part of a trace. `Roles` are static and donated arguments, of which these transforms have none.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from .lifted import Modes, unbind
 
 
 class Functions(FunctionGroup):
-    """The functions of one call; called, it is the first.
+    """The functions of one call, as one function of all objects and of further arguments.
+
+    What a trace calls is `bind` of one of them. To be called itself, it is the first one.
 
     Attributes:
       functions: the functions, without what they are bound to.
@@ -81,6 +87,8 @@ class Functions(FunctionGroup):
         function = self.functions[number]
         bound = self.bound[number]
 
+        # With its name, for messages and for the program. Not with its ``__dict__``: one of the
+        # functions may be a class, whose ``__dict__`` has its methods.
         @functools.wraps(function, updated=())
         def call(objects: Sequence[object], *args: object) -> Any:
             return function(*(objects[position] for position in bound), *args)
@@ -97,26 +105,29 @@ def _signature(
     """Makes a signature of the leading parameters, and then the operands.
 
     Operands are called as ``function`` calls its parameters, if it has a name for each:
-    ``(selector, branches, x, y)``; otherwise ``(selector, branches, *operands)``.
+    ``(selector, branches, x, y)``. If it has not, or a name is also that of a leading parameter,
+    they are ``(selector, branches, *operands)``.
 
     Args:
-      function: a function of the operands.
+      function: a function of the operands, as in its class: with a parameter for what it is bound
+        to.
       num_bound: the number of its first parameters that are bound, and so no operands.
       leading: the names of the parameters before the operands.
       num_operands: the number of operands.
     """
     kind = inspect.Parameter.POSITIONAL_ONLY
     try:
-        names = [*inspect.signature(function).parameters]
+        own_names = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):  # some functions written in C
-        names = []
-    operands = names[num_bound:][:num_operands]
+        own_names = []
+    operands = own_names[num_bound:][:num_operands]
     names = [*leading, *operands]
-    parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
-    are_distinct = len(parameters) == len(names)
-    if len(operands) < num_operands or not are_distinct:
-        parameters = [inspect.Parameter(name, kind) for name in leading]
-        parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
+    has_all_names = len(operands) == num_operands
+    are_distinct = len({*names}) == len(names)
+    if has_all_names and are_distinct:
+        return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    parameters = [inspect.Parameter(name, kind) for name in leading]
+    parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
     return inspect.Signature(parameters)
 
 
@@ -126,19 +137,21 @@ def call_functions(
     modes: Modes,
     *args: object,
 ) -> Any:
-    """Calls a transform of several functions, as one function of all that they are bound to.
+    """Calls a transform of several functions, which are one function for it.
 
     Args:
       functions: the functions; which of them run, and when, is for the transform to decide.
-      transform: the transform, such as that of ``cond``.
+      transform: the transform, such as that of ``cond``, which knows the order of the arguments.
       modes: how the user wants graphs to be treated.
-      *args: the arguments of the functions, their objects first.
+      *args: what the transform takes: among others ``functions.objects``, the list of all objects
+        that the functions are bound to, and the operands.
 
     Returns:
       What the transform returns.
     """
+    no_roles = Roles()
     graph, updates = _compat.graph_mode(*modes)
-    lifted: Any = Inner(functions, transform, Roles(), graph=graph, updates=updates)
+    lifted: Any = Inner(functions, transform, no_roles, graph=graph, updates=updates)
     return lifted(*args)
 
 

@@ -14,7 +14,11 @@ From other modules:
     Recorder   traces a function once more, without its arrays (``traced``), and notes each call of
                a module (``calls``)
     Plan       what is known of a call: ``names`` of the arrays of its arguments, by slot (their
-               position), and the ``structure`` of its objects, with the slots of each by index
+               position), and the ``structure`` of its objects: for each, by index, the slots of
+               the arrays that it holds itself
+    Module     a program read from HLO text; ``homes`` has the computation of each instruction, by
+               the name of the instruction
+    Measured   the seconds of instructions, and the program that these are of
 """
 
 from __future__ import annotations
@@ -77,13 +81,17 @@ class DumpedProgram(NamedTuple):
     def measured(self, seconds: Mapping[str, float]) -> Measured:
         """Joins times that were measured for the program for calls to this one.
 
+        Both were compiled from the same operations, so that their instructions have the same names;
+        those of this program know their modules as well.
+
         Args:
           seconds: by the name of the instruction, such as ``fusion.3``.
 
         Raises:
           ValueError: the compiler made other instructions this time.
         """
-        if missing := [name for name in seconds if name not in self.module.homes]:
+        missing = [name for name in seconds if name not in self.module.homes]
+        if missing:
             raise ValueError(
                 f"by_module: compiled once more, the program has no instruction {missing[0]} (and "
                 f"{len(missing) - 1} others), so that the profile cannot be joined to modules. "
@@ -95,7 +103,9 @@ class DumpedProgram(NamedTuple):
 def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram:
     """Traces and compiles a function, and reads what the compiler writes about its memory.
 
-    If the program does not fit into memory, the result is what the compiler wrote before it failed.
+    If the program does not fit into memory, the result is what the compiler wrote before it failed:
+    the program and where it would put each array, but neither the bytes that JAX would count
+    (``required``) nor the shardings of the inputs.
 
     Args:
       recorder: traces the function of a call, with its types.
@@ -115,21 +125,25 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
             text = program.as_text() or ""
             memory = memory_of(program.memory_analysis())  # None if the backend does not say
             required = None if memory is None else memory.peak
-            shardings = program.input_shardings[0]
+            positional, _keywords = program.input_shardings  # all arrays are positional arguments
+            shardings = positional
         except jax.errors.JaxRuntimeError as error:
             written = [*folder.glob("*after_optimizations.txt")]
             if not _compat.is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
-        # The program before it is partitioned: what the last of these passes wrote, if any did.
+        # The program before it is partitioned, with the sharding of each value: what the last pass
+        # wrote that chooses these, if any did. A compiler has those of GSPMD, of Shardy, or both,
+        # and then those of Shardy come last.
         sharded = [path for glob in _AFTER_SHARDING for path in sorted(folder.glob(glob))]
+        infos, _keywords = lowered.args_info
         return DumpedProgram(
             module=parse(text),
             buffers=read_buffers(folder),
             required=required,
             paths=frozenset(call.path for call in recorder.calls),
             whole=parse(sharded[-1].read_text()) if sharded else None,
-            infos=lowered.args_info[0],
+            infos=infos,
             shardings=shardings,
         )
 
@@ -154,13 +168,16 @@ def argument_rows(
       actual: the sharding of each in the program; None for an array that it does not use.
       declared: the sharding that the user declared; shown for unused arrays.
     """
-    # By slot: the columns that describe the Variable that holds the array; none outside of them.
+    # By slot: the columns that describe the Variable that holds the array, such as its class. They
+    # are empty for an array that a module holds itself, or that is in no object.
     of_variables: list[dict[str, Any]] = [{}] * len(infos)
     for index, slots in enumerate(plan.structure.slots):
         for slot in slots:
             of_variables[slot] = variable_fields(plan.structure, index)
+    rows = []
     columns = zip(plan.names, infos, of_variables, actual, declared, strict=True)
-    return ParameterTable(
-        argument_row(path, info, used or fallback, used=used is not None, **of_variable)
-        for path, info, of_variable, used, fallback in columns
-    )
+    for path, info, of_variable, actual_sharding, declared_sharding in columns:
+        is_used = actual_sharding is not None
+        sharding = actual_sharding if is_used else declared_sharding
+        rows.append(argument_row(path, info, sharding, used=is_used, **of_variable))
+    return ParameterTable(rows)

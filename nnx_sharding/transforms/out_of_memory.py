@@ -1,7 +1,10 @@
 """Explains errors of programs that do not fit into memory: what holds it, and what would help.
 
 JAX says how many bytes are missing. The program is compiled once more for the modules that hold
-them (`module_memory.py`), which is imported only then: it needs all of `analysis`.
+them (`module_memory.py`), which is imported only then: it needs all of `analysis`. A `Recorder`
+traces the function again, with the paths of modules. `dump_program` compiles that, and returns what
+the compiler has written: the program, the types of its arguments (``infos``), the modules that it
+calls (``paths``), and the ``shardings`` of its inputs, or None if the compiler has failed again.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def explain_memory(
 ) -> None:
     """Raises an error of too little memory again, with what holds it and what would help.
 
-    Returns for any other error, which the caller raises again.
+    Returns for any other error, and if the explanation fails: the caller then raises the error as
+    it is.
 
     Args:
       error: what JAX raised.
@@ -41,11 +45,11 @@ def explain_memory(
       make_recorder: makes what traces the function again.
       compile_with: compiles it as it was compiled for the call.
     """
-    # Compilers for GPUs wait for the compilers of other processes, which may not have failed.
+    # To compile for several processes with GPUs, the compilers of all have to take part. They would
+    # wait for that of a process that has not run out of memory.
     would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
     if would_wait or not isinstance(error, Exception) or not _compat.is_out_of_memory(error):
         return
-    # If the explanation itself fails, the error is raised as it is.
     raise_instead(error, lambda: _explanation(error, plan, make_recorder(), compile_with))
 
 
@@ -58,15 +62,17 @@ def _explanation(
     from .module_memory import argument_rows, dump_program
 
     program = dump_program(recorder, compile_with)
-    # Where nothing says more, JAX puts what a program is given on the first device.
+    # As far as the arguments say: what is declared, else the array's own sharding. Without either,
+    # JAX puts an array on the first device.
     default = SingleDeviceSharding(jax.devices()[0])
-    shardings = [
+    expected = [
         sharding or getattr(leaf, "sharding", None) or default
         for sharding, leaf in zip(plan.shardings, recorder.leaves, strict=True)
     ]
-    actual = program.shardings or shardings  # those of the program, if it was compiled
-    rows = argument_rows(plan, program.infos, actual, declared=shardings)
-    compiled = program.compiled_program(rows, mesh_of(shardings))
+    # Those of the program, if it was compiled. If it ran out of memory in a call, it could be.
+    actual = program.shardings or expected
+    rows = argument_rows(plan, program.infos, actual, declared=expected)
+    compiled = program.compiled_program(rows, mesh_of(expected))
     return _with_remedies(error, module_table(compiled, rows, program.paths), rows)
 
 
@@ -82,7 +88,8 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
 
     by_kind = table.by_kind()  # bytes on one device at the peak
     activations = by_kind.get("activations", 0)
-    used = [row for row in rows if row.used]
+    used = [row for row in rows if row.used]  # JAX drops arguments that the program does not use
+    # Sharded over all devices, an array takes one part of as many on each.
     replicated = sum(
         row.bytes_per_device - row.bytes_per_device // row.num_devices
         for row in used
@@ -103,4 +110,5 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     remedies = [f"  {bytes_text(n)} at most: {what}" for what, n in most_saved.items() if n]
     if remedies:
         remedies.insert(0, "What would help, with what it saves on each device:")
+    # Of the class of JAX's error, which users catch. These classes take a text.
     return type(error)("\n".join([str(error), "", str(table.top()), *remedies]))

@@ -3,12 +3,16 @@
 JAX decides what is kept between the passes by a policy, a function of primitives, or by names that
 `checkpoint_name` gives to arrays. A policy by modules is one by names: while the function is
 traced, the outputs of each module that a filter matches get the name of its rule (:class:`_Rules`).
+A filter that is a string counts as both: as a regular expression for paths of modules, and as a
+name that the user's code has given.
 
 `jax.checkpoint` gets the pure function, of all *leaves* of the arguments: arrays, and flags, which
 it does not trace. A *slot* is the position of a leaf.
 
 From other modules:
 
+    lift            wraps a function in a class, here `Inner`, which calls it as a part of a trace.
+                    `Roles` are the static and donated arguments
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
     Known           the modules that a filter may match: ``{id(module): (path, module)}``
     KNOWN           the `Known` of all ``remat`` around, for transforms that copy modules
@@ -101,19 +105,26 @@ class _Rules:
         return f"{keep} {filter_!r}"
 
     def policy(self) -> Callable[..., bool]:
-        """Returns the policy of JAX that saves or offloads what has the names of the rules."""
-        names: dict[Keep, list[str]] = {keep: [] for keep in _KEEPS}
+        """Returns the policy of JAX that saves or offloads what has the names of the rules.
+
+        It recomputes everything else, so a rule with ``"recompute"`` needs no entry: it is there to
+        match before a more general rule.
+        """
+        saved, offloaded = list[str](), list[str]()
         for index, (filter_, keep) in enumerate(self.rules):
-            names[keep].append(self._name(index))
+            names = [self._name(index)]  # that `name_outputs` gives to what modules return
             if isinstance(filter_, str):  # may be a name that the user gave by `checkpoint_name`
-                names[keep].append(filter_)
+                names.append(filter_)
+            if keep == "save":
+                saved += names
+            elif keep == "offload":
+                offloaded += names
         policies: Any = jax.checkpoint_policies
-        if not names["offload"]:
-            return policies.save_only_these_names(*names["save"])  # type: ignore[no-any-return]
-        # Everything else is recomputed, as with the other policy.
+        if not offloaded:  # not all backends have a host memory, which the other policy needs
+            return policies.save_only_these_names(*saved)  # type: ignore[no-any-return]
         return policies.save_and_offload_only_these_names(  # type: ignore[no-any-return]
-            names_which_can_be_saved=names["save"],
-            names_which_can_be_offloaded=names["offload"],
+            names_which_can_be_saved=saved,
+            names_which_can_be_offloaded=offloaded,
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -122,13 +133,15 @@ class _Rules:
         """Raises a ``ValueError`` for filters that match no module and no name in the function.
 
         Args:
-          function: the pure function, after a trace, which has recorded the used rules.
+          function: the pure function. It was traced just now, which has recorded the rules that
+            match modules.
           slots: the slots of the leaves that JAX traces.
           leaves: all leaves, with which it was traced.
         """
         if len(self.used) == len(self.rules):
             return
-        # Names that the user gave show only in a jaxpr, so this traces once more.
+        # Names that the user gave show only in a jaxpr, so this traces once more. That happens only
+        # if there are such names, or for the error.
         jaxpr = call_on_slots(jax.make_jaxpr, function, slots, leaves)
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
@@ -136,7 +149,8 @@ class _Rules:
         lines = []
         for i, (filter_, _) in enumerate(self.rules):
             if i not in self.used:
-                hint = suggestion(filter_, [*paths, *sorted(known)])
+                hint = suggestion(filter_, [*paths, *sorted(known)])  # a similar path or name
+                # A glob such as "layers/*" is no error as a regular expression, and means another.
                 hint += glob_hint(filter_) if isinstance(filter_, str) else ""
                 lines.append(f"  {filter_!r}{hint}")
         head = "remat: these match no called module and no name from checkpoint_name:"
@@ -177,21 +191,24 @@ class _Remat(InnerTransform):
         def call_and_name(
             module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
         ) -> Any:
-            # An outer handler, such as the one that shards activations, handles the call as well.
+            # The outer handler, such as the one that shards activations, calls the method. Then the
+            # names are given to what it returns: the array that the next module gets.
             if outer is None:
                 out = call(*args, **kwargs)
             else:
                 out = outer(module, method, call, args, kwargs)
             if method != "__call__" or id(module) not in known:
                 return out
-            path, _ = known[id(module)]
+            path, _module = known[id(module)]
             return rules.name_outputs(path, module, out)
 
         def call_with_names(*args: object, **kwargs: object) -> Any:
-            # Transforms inside copy the modules; they find the paths of their copies by these.
+            # Transforms inside copy the modules; they find the paths of their copies by these, one
+            # `Known` for each `remat` around.
             token = KNOWN.set((*KNOWN.get(), known))
             try:
-                return with_handler(call_and_name, (), caller.fun, *args, **kwargs)
+                no_further_methods = ()  # rules are for `__call__` alone, which is intercepted
+                return with_handler(call_and_name, no_further_methods, caller.fun, *args, **kwargs)
             finally:
                 KNOWN.reset(token)
 
@@ -209,9 +226,12 @@ class _Remat(InnerTransform):
             slots = traced_slots(leaves)
             if len(slots) == len(leaves):
                 out = checkpointed(*leaves)
-            else:  # flags and other non-arrays stay concrete
+            else:
+                # Flags and other non-arrays are captured, as they are in this call: so this is
+                # another function for JAX in each call.
                 out = call_on_slots(checkpoint, function, slots, leaves)
             if rules is not None:
+                # Now that it is traced: that each filter has matched a module, or is a name.
                 rules.check(function, slots, leaves)
             return out
 
@@ -229,12 +249,14 @@ def _modules_of(plan: Plan, unflattened: Unflattened) -> Known:
     modules = {}
     for argument in plan.graph_arguments:
         for part in argument.parts:
-            # Paths start at the part, as users write them in filters.
-            starts = [((), part.child)]
-            for index, [path] in structure.paths_to_objects(starts).items():
+            # Paths start at the part, as users write them in filters. By the index of each object:
+            # a list with one path, the shortest, also for an object that is shared.
+            start_path: Path = ()
+            paths = structure.paths_to_objects([(start_path, part.child)])
+            for index, [path] in paths.items():
                 if isinstance(structure.entries[index], NodeEntry):
                     module = unflattened.objects[index]
-                    modules[id(module)] = (path, module)
+                    modules[id(module)] = (path, module)  # with it, so that the id stays its own
     return Known(modules)
 
 
@@ -260,11 +282,12 @@ def remat(
         - ``"save"``: kept on the device;
         - ``"offload"``: kept in host memory (``pinned_host``), if the backend has it.
 
-        A filter is a string, which is a regular expression that is searched in the path of a module
-        in its argument (:class:`~nnx_sharding.filters.PathRegex`), or a name from
-        ``jax.ad_checkpoint.checkpoint_name``; a module class; or any other NNX filter, called with
-        the path of a module and the module. The first one that matches a called module applies to
-        its outputs. Everything else is recomputed.
+        A filter is a string, a module class, or any other NNX filter, called with the path of a
+        module and the module. A string is tried in two ways: as a regular expression that is
+        searched in the path of a module in its argument
+        (:class:`~nnx_sharding.filters.PathRegex`), and as a name from
+        ``jax.ad_checkpoint.checkpoint_name``. The first filter that matches a called module applies
+        to its outputs. Everything else is recomputed.
       prevent_cse: as in ``jax.checkpoint``; False within a loop, where it is not needed.
       static_argnums: positions of static arguments. Flags (``bool``), strings and None need not be
         declared: they are always static.

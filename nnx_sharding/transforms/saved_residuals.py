@@ -7,6 +7,9 @@ From other modules:
 
     Caller          what a trace needs of its call; ``called_by`` sets it for this thread
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
+    Lifted          what `jit` returns: ``_plan_without_running`` flattens the arguments of a call,
+                    and ``_program(…).staged`` is JAX's jitted function of all leaves, which returns
+                    groups of arrays and what was done to objects
     RECORD          where a trace notes what calls of modules return, here for their names
 """
 
@@ -71,22 +74,26 @@ def saved_residuals(
     program = lifted._program(plan, flat).staged  # of all leaves
 
     def inexact_outputs(*leaves: object) -> list[jax.Array]:
-        *groups, _ = program(*leaves)  # groups of output arrays, and what was done to objects
+        """Returns the floating-point arrays that the function returns or writes back."""
+        *groups, _ = program(*leaves)
         return [x for group in groups for x in group.arrays if is_inexact(x)]
+
+    def vjp_of(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes ``jax.vjp`` a transform of a function: of arrays → (outputs, pullback)."""
+        return functools.partial(jax.vjp, function)
 
     def residuals(*leaves: object) -> list[jax.Array]:
         """Returns the arrays in the pullback at the floating-point leaves."""
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
-        # `jax.vjp` is called as vjp(function, *arrays); returns the outputs and the pullback.
-        _, pullback = call_on_slots(
-            lambda function: functools.partial(jax.vjp, function), inexact_outputs, slots, leaves
-        )
-        return jax.tree.leaves(pullback)
+        _, pullback = call_on_slots(vjp_of, inexact_outputs, slots, leaves)
+        return jax.tree.leaves(pullback)  # it is a pytree of what it keeps
 
     # While calls are recorded, the names of operations have the paths of modules.
     with RECORD(Calls()), called_by(Caller(lifted._fun, flat.objects)):
         jaxpr = jax.make_jaxpr(residuals)(*map(abstract, flat.leaves)).jaxpr
-    # JAX may keep one array for several operations.
+    # Each once, as JAX may keep one array for several operations. A literal is a constant number of
+    # the program, and takes no memory.
     kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    # None for a constant, which no operation computes.
     rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
     return SavedResiduals(row for row in rows if row is not None)

@@ -4,7 +4,9 @@ Both are thin: the core flattens and unflattens for every call. What is here is 
 users see the arrays, states by path in groups by filter, and for `merge` into an existing graph the
 pairing of old and new objects by path and type. A structure (``core/structure.py``) is a table:
 each object has an *entry* in it, whose place is the *index* of the object, and *children* refer to
-objects by index. The arrays are in a list, in which each has a *slot*.
+objects by index. The arrays are in a list, in which each has a *slot*. Objects are modules,
+Variables and refs (``jax.Ref``), and static ones, such as functions. `merge` changes modules and
+Variables in place (``_CHANGED_IN_PLACE``), and makes all others again.
 
 From other modules:
 
@@ -127,11 +129,14 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
         raise TypeError(_NO_STRUCTURE.format(type=type(structure).__name__))
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
+        # What is shared in the graph is shared in the new one, whatever Flax's mode is.
         return unflatten(structure, leaves, share=True).root
     old = flatten_known(into)
+    # Nearly all merges, as of a state that was restored, change only arrays: these are written
+    # right into the objects. Others, as refs, have to be made again, which only `_merge_into` does.
     only_arrays_differ = old.structure == structure
     if only_arrays_differ and all(isinstance(x, _CHANGED_IN_PLACE) for x in structure.entries):
-        if not old.updatable:
+        if not old.updatable:  # `_merge_into` checks the objects that it keeps
             _refuse_other_traces(old.objects)
         return rebuild(old, leaves)
     return _merge_into(old, structure, leaves)
@@ -160,11 +165,13 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
     for index, old_index in pairs.items():
         entry = structure.entries[index]
         old_entry = old.structure.entries[old_index]
+        # A pair is of two modules or of two Variables: others are not paired.
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
             continue
-        # What to set in the module: all attributes, as if it was new. They cannot be compared with
-        # the old ones, because children are indices into different tables.
+        # What to set in the module: all attributes, as if it was new (``before=None``). They cannot
+        # be compared with the old ones, because children are indices into different tables. Without
+        # an old table, it does not matter which arrays are ``fresh`` ones.
         change = node_changes(index, before=None, after=structure, fresh=frozenset())
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
@@ -174,7 +181,7 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
         leaves,
         unflattened.objects,
         values=variables,
-        metadata=variables,
+        metadata=variables,  # a Variable may also differ in its metadata
         nodes=changes,
     )
     perform(operations)
@@ -196,6 +203,8 @@ def _refuse_other_traces(objects: Iterable[object]) -> None:
 def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     """Pairs modules and Variables of one type that are at the same path.
 
+    It walks through both graphs at once, from the roots, along the paths that both have.
+
     Returns:
       The indices of objects in the old structure, by the index in the new one.
     """
@@ -204,19 +213,21 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     # Pairs of children at the same path in both: containers, leaves, or the indices of objects.
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
-        old_parent, new_parent = old_child, new_child = stack.pop()
+        old_child, new_child = stack.pop()
+        old_part, new_part = old_child, new_child  # what may hold other children
         if isinstance(old_child, int) and isinstance(new_child, int):  # two objects
             if old_child in paired or new_child in pairs:
                 continue  # each is paired once, at its first path, however often it is shared
-            old_parent, new_parent = old.entries[old_child], new.entries[new_child]
-            if not isinstance(old_parent, _CHANGED_IN_PLACE) or new_parent is None:
+            old_part, new_part = old.entries[old_child], new.entries[new_child]
+            # An entry is None if the structure does not describe its object, as after a call.
+            if not isinstance(old_part, _CHANGED_IN_PLACE) or new_part is None:
                 continue
-            if old_parent.type is not new_parent.type:
+            if old_part.type is not new_part.type:
                 continue
             pairs[new_child] = old_child
             paired.add(old_child)
-        if all(isinstance(x, Container | NodeEntry) for x in (old_parent, new_parent)):
-            old_parts, new_parts = parts_of(old_parent), parts_of(new_parent)  # children by path
+        if all(isinstance(x, Container | NodeEntry) for x in (old_part, new_part)):
+            old_parts, new_parts = parts_of(old_part), parts_of(new_part)  # children by path
             common = [path for path in new_parts if path in old_parts]
             # The first one comes off the stack first.
             stack += [(old_parts[path], new_parts[path]) for path in reversed(common)]
@@ -243,8 +254,8 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
     values: dict[Path, Any] = {}  # an array, a Variable, or the pytree that a Variable holds
     for group in groups:
         values.update(_values(group, locations))
-    missing: list[str] = []  # lines for an error, like those below
-    different: list[str] = []
+    missing: list[str] = []  # lines for an error: of paths without a value in the groups
+    different: list[str] = []  # of values that are other pytrees than the Variable holds
     for path, location in locations.items():
         where = path_string(path) or "the root"
         if path not in values:
@@ -256,9 +267,10 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
         index = location.object_index
         pytree = None if index is None else pytree_of(structure.entries[index])
         expected = _TREEDEF_OF_ARRAY if pytree is None else pytree.treedef
-        arrays, treedef = _flatten_value(values[path])
+        arrays, treedef = _flatten_value(values[path])  # one array, nearly always
         if treedef != expected:
-            different.append(f"  {where}: {treedef}, not {expected if pytree else 'an array'}")
+            expected_text = "an array" if pytree is None else expected
+            different.append(f"  {where}: {treedef}, not {expected_text}")
             continue
         for slot, array in zip(location.slots, arrays, strict=True):
             leaves[slot] = array
@@ -289,10 +301,14 @@ def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
         path, part = stack.pop()
-        # Not by indexing: a State wraps any dict in it, even one that is the value of a Variable.
+        # Not by indexing, as `part[key]`: a State returns any dict in it as another State, even one
+        # that is the value of a Variable.
         content = part.raw_mapping if isinstance(part, nnx.State) else part
-        # The root of an empty group is opened, although the path may be that of a root Variable.
-        if isinstance(content, Mapping) and (path not in known or not (path or content)):
-            stack += [((*path, key), value) for key, value in reversed([*content.items()])]
-        else:
-            yield path, part
+        if isinstance(content, Mapping):
+            # Where the structure is a bare Variable, it has the empty path. An empty group, as
+            # `split` makes of a filter that matches nothing, is no value of that Variable.
+            is_empty_group = not path and not content
+            if path not in known or is_empty_group:
+                stack += [((*path, key), value) for key, value in reversed([*content.items()])]
+                continue
+        yield path, part

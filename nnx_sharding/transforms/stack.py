@@ -108,10 +108,10 @@ class Stack(nnx.Module):
         """Makes a stack of one layer whose arrays are stacked already.
 
         Args:
-          layers: the layer, whose arrays have a leading dimension for the layers.
+          layers: one layer, whose arrays have a leading dimension for the layers.
           length: the number of layers.
-          shared: the paths of Variables that all layers share, without that dimension.
-          unroll: how many layers one iteration of the loop runs.
+          shared: the paths in it of what has no such dimension.
+          unroll: as in :func:`stack`.
           remat: as in :func:`stack`.
           prefetch: as in :func:`stack`.
         """
@@ -119,9 +119,11 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        # A policy of filters, a mapping or pairs, in hashable form: loops are cached by it.
+        # Loops are cached by the policy, so it has to be hashable. One of filters is a mapping or
+        # pairs; a name of JAX's policies is a string, which is iterable as well.
         if isinstance(remat, Iterable) and not isinstance(remat, str):
-            remat = tuple(map(tuple, remat.items() if isinstance(remat, Mapping) else remat))
+            pairs = remat.items() if isinstance(remat, Mapping) else remat
+            remat = tuple(map(tuple, pairs))
         self.remat = remat
         self.prefetch = checked_prefetch("stack", prefetch)
 
@@ -154,11 +156,12 @@ class Stack(nnx.Module):
         Returns:
           The last carry, and all ``y``, stacked.
         """
-        self._note_use()
+        self._note_use()  # a pipeline runs calls of the stack only, not this loop
         # Of the layers, the carry, and each of `xs`; `step` returns a carry and what is stacked.
         in_axes = (layer_axes(self.shared), Carry, *[0] * len(xs))
         out_axes = (Carry, 0)
-        step = step if self.remat is False else recompute_in_backward(step, self.remat)
+        if self.remat is not False:  # True recomputes all but the inputs of a layer
+            step = recompute_in_backward(step, self.remat)
         run = loop(step, in_axes, out_axes, self.length, self.unroll)
         with self._prefetching():
             return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
@@ -185,23 +188,26 @@ class Stack(nnx.Module):
     def __getitem__(self, index: Any) -> Any:
         """Returns one layer as a new module; for a slice, a new ``Stack``."""
         self._note_use()
-        # `range` checks indices like a list, and knows the length of slices.
-        numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
-        key = numbers if isinstance(numbers, int) else index  # a number from 0, or the slice
+        # `range` checks an index like a list: -1 is the last layer, one beyond an IndexError. For a
+        # slice it returns a range, of which only the length is used.
+        layer_numbers = range(self.length)
+        selected = layer_numbers[index if isinstance(index, slice) else operator.index(index)]
+        key = selected if isinstance(selected, int) else index
 
         def take(array: jax.Array) -> jax.Array:  # (layers, …) → (…), or (layers of the slice, …)
             return _gather_layers(array)[key]
 
         flat = flatten_layer(self.layers)
         slots = stacked_slots(flat, self.shared)
+        # An array in host memory stays there, and an abstract one stays abstract.
         layers = with_arrays(flat, {slot: _apply(take, flat.leaves[slot]) for slot in slots})
-        if isinstance(numbers, int):
+        if isinstance(selected, int):
             # Logical axes name each dimension; that of the layers is gone.
             name_axis(nnx.spmd.remove_axis, layers, self.shared)
             return layers
         return Stack(
             layers,
-            len(numbers),
+            len(selected),
             self.shared,
             unroll=self.unroll,
             remat=self.remat,
@@ -212,7 +218,9 @@ class Stack(nnx.Module):
         """Writes the values of a module of the same structure to one layer."""
         # `range` checks the index like a list: it may be negative, and raises an IndexError.
         number = range(self.length)[operator.index(index)]
-        old, new = flatten_layer(self[number]), flatten_layer(layer)
+        new = flatten_layer(layer)
+        # Against the layer that is there now, as it has no dimension for the layers either.
+        old = flatten_layer(self[number])
         _check_equal([old, new], name_of=lambda i: "the layers" if i == 0 else f"[{number}]")
         # The structure of the layers is that of one of them, so slots in both are the same.
         stacked = flatten_layer(self.layers)
@@ -220,13 +228,14 @@ class Stack(nnx.Module):
         old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
         new_arrays = [new.leaves[slot] for slot in slots]  # (…)
 
+        # On Explicit axes, JAX refuses an update in a dimension that an axis shards.
         def with_layer(array: jax.Array, layer: jax.Array) -> jax.Array:
             return _gather_layers(array).at[number].set(layer)
 
         pairs = zip(old_arrays, new_arrays, strict=True)
         arrays = [compute(with_layer, old, new) for old, new in pairs]  # (layers, …)
         # On Explicit axes, each array gets back the sharding from which it was gathered. On Auto
-        # axes it has kept it.
+        # axes it has kept it, and None leaves it so.
         shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
         leaves = replace_slots(stacked.leaves, slots, apply_shardings(arrays, shardings))
         # All or none: an error or an interrupt on the way must not leave a part of the layer.
@@ -274,8 +283,9 @@ def stack(
       shared.
 
     Raises:
-      TypeError: ``layers`` is neither a list of modules nor what makes one; or, when the stack is
-        called, a layer returns another structure, shape or dtype than it gets.
+      TypeError: ``layers`` is neither a list of modules nor what makes one, or a list comes with
+        arguments for making layers; or, when the stack is called, a layer returns another
+        structure, shape or dtype than it gets.
       ValueError: there are no layers, or they differ in more than the values of arrays.
 
     Example:
@@ -290,18 +300,23 @@ def stack(
     """
     options: dict[str, Any] = {"unroll": unroll, "remat": remat, "prefetch": prefetch}
     # A module may be callable, too, but makes no layers.
-    is_module = isinstance(layers, nnx.Module)
-    if callable(layers) and not is_module and isinstance(length, int):
+    if callable(layers) and not isinstance(layers, nnx.Module) and isinstance(length, int):
         if length < 1:
             raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _make_layers(layers, length, args, kwargs)
         return Stack(layer, length, shared, **options)
-    # A Stack is iterable, but its layers are in the form of one already.
+    # Otherwise it has to be a list, without a length. A Stack is iterable, but its layers are in
+    # the form of one already.
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
             f"of layers, as in stack(Block, 24, rngs=rngs), got {show(layers)}"
             + ("." if length is None else f" and {length!r}.")
+        )
+    if kwargs:  # with which layers would be made
+        raise TypeError(
+            "stack: a list of modules takes no arguments for making layers, got "
+            f"{', '.join(kwargs)}."
         )
     blocks = [*layers]
     wrong = [f"  [{i}]: {show(b)}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
@@ -323,6 +338,9 @@ def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Stacked:
     """Makes all layers by one ``vmap`` over their random streams.
+
+    Each layer gets one part of each stream: `split` gives a stream a first dimension for the
+    layers, over which `vmap` maps. Without any stream, `vmap` makes equal layers.
 
     Args:
       make: makes one layer.
@@ -347,16 +365,23 @@ def _make_layers(
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
     layer = make_all(by_position, by_name)
     flat = flatten_layer(layer)
+    # What has no dimension for layers: the arrays outside of Variables. A place without slots, such
+    # as a Variable that holds an empty pytree, has no arrays at all.
     unmapped = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
     return _Stacked(layer, shared=[location.path for location in unmapped])
 
 
 def _is_no_variable(path: Path, value: object) -> bool:
+    """A filter for what is no Variable, such as an array in an attribute of a module."""
     return not isinstance(value, nnx.Variable)
 
 
 def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
-    """Stacks the arrays of existing layers; what is the same object in all stays as it is."""
+    """Stacks the arrays of existing layers; what is the same object in all stays as it is.
+
+    Only what is the same object is shared, as a Variable that several layers use. Equal arrays of
+    different Variables may differ after a step of training.
+    """
     flats = [flatten_layer(block) for block in blocks]
     _check_equal(flats, name_of=lambda i: f"layer {i}")  # so slots are the same in all
     first = flats[0]
@@ -369,6 +394,7 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
             continue
         for slot in location.slots:
             arrays = [flat.leaves[slot] for flat in flats]
+            # Layers may be abstract, or offloaded: then their stack is, too.
             joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)
     layer = with_arrays(first, joined)
     # Logical axes name each dimension, so the new one needs an entry.
@@ -415,18 +441,18 @@ def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
 def count_layer_dimensions(flat: Flat) -> dict[int, int]:
     """Returns how many leading dimensions of each array, by slot, are stacked layers.
 
-    An array of a stack in a stack has two; arrays outside of stacks are not in the result.
+    An array of a stack in a stack has two: it is counted once for each of them, as both are in the
+    graph. Arrays outside of stacks are not in the result.
     """
     structure = flat.structure
     counts = dict[int, int]()  # by slot
+    no_slots = iter(())  # of arrays in no object, for which `walk` asks: below a module is none
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
             continue
         shared: frozenset[Path] = flat.objects[index].shared
         layers = entry.children[entry.keys.index("layers")]  # the attribute `Stack.layers`
-        # `walk` takes the slots of arrays outside of any object from an iterator; there are none
-        # below a module.
-        for path, _, slots in structure.walk(layers, iter(())):
+        for path, _, slots in structure.walk(layers, no_slots):
             if path not in shared:
                 for slot in slots:
                     counts[slot] = counts.get(slot, 0) + 1

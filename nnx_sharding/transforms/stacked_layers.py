@@ -86,7 +86,8 @@ def layer_axes(shared: Collection[Path]) -> StateAxes:
 def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
     """Returns a new layer with other arrays in some slots.
 
-    A Variable that keeps its arrays stays the same object, shared with the given layer.
+    A Variable that keeps its arrays stays the same object, shared with the given layer. Modules are
+    always new: a change of an attribute of one must not change the other.
 
     Args:
       flat: the given layer.
@@ -96,10 +97,11 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
     for index, slots in enumerate(flat.structure.slots):
         is_variable = isinstance(flat.structure.entries[index], VariableEntry)
         has_no_new_array = new.keys().isdisjoint(slots)
-        if is_variable and slots and has_no_new_array:
+        if is_variable and slots and has_no_new_array:  # one without arrays is copied
             unchanged[index] = flat.objects[index]
     leaves = replace_slots(flat.leaves, new, new.values())
-    (layer,), _ = unflatten(flat.structure, leaves, existing=unchanged, share=True).root
+    rebuilt = unflatten(flat.structure, leaves, existing=unchanged, share=True)
+    (layer,), _keywords = rebuilt.root  # as `flatten_layer` has flattened it
     return layer
 
 
@@ -132,8 +134,11 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
 def _differences(first: Flat, other: Flat) -> Iterator[str]:
     """Yields a text for each difference of two layers: in structure, or else in types of arrays."""
     if other.structure != first.structure:
-        # Compared as the arguments of a function whose only parameter is named so.
-        signature = Signature(("layer",), (), static=frozenset(), donated=frozenset())
+        # `differences` compares calls: the signature and the structure of the arguments of each.
+        # Here these are calls of a function with one parameter, ``layer``, as texts name it.
+        signature = Signature(
+            names=("layer",), keywords=(), static=frozenset(), donated=frozenset()
+        )
         yield from differences((signature, first.structure), (signature, other.structure))
         return
     for location in locations_of(other):
@@ -146,7 +151,7 @@ def _differences(first: Flat, other: Flat) -> Iterator[str]:
 def _type_text(x: AnyArray) -> str:
     """Returns the type of an array, as ``float32[2,4]``, whatever memory it is in.
 
-    Layers that are offloaded to the host have the types of others.
+    A layer that is offloaded to the host has the type of one on the device.
     """
     array_type = jax.typeof(x)
     if memory_of(x):
@@ -155,6 +160,7 @@ def _type_text(x: AnyArray) -> str:
 
 
 # JAX finds what it has traced before by the function, so equal options have to give the same one.
+# By type as well: ``unroll=True`` unrolls all layers, ``unroll=1`` none.
 @functools.lru_cache(maxsize=256, typed=True)
 def loop_of_calls(
     axes: StateAxes, length: int, unroll: int | bool, policy: Policy | bool
@@ -169,7 +175,10 @@ def loop_of_calls(
         but its inputs, False for no recomputation.
     """
     step = call_layer if policy is False else _recomputed_call(policy)
-    return loop(step, (axes, Carry, None, None), Carry, length, unroll)
+    # The arguments of a step: a slice of the layers, the carried ``x``, and args and kwargs, which
+    # are the same in all steps. It returns the next ``x`` alone.
+    in_axes, out_axes = (axes, Carry, None, None), Carry
+    return loop(step, in_axes, out_axes, length, unroll)
 
 
 def loop(
@@ -222,39 +231,50 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _call_with_ints(
-    layer: object, x: object, further: object, ints: tuple[tuple[int, int], ...]
+    layer: object,
+    x: object,
+    args_and_kwargs: tuple[tuple[object, ...], dict[str, object]],
+    ints: tuple[tuple[int, int], ...],
 ) -> Any:
-    """Calls a layer with further ``(args, kwargs)``, in which ints are put into their places.
+    """Calls a layer, after the ints are put back that `_recomputed_call` took out.
 
-    The function that ``remat`` gets: what is not static in its arguments, it traces, and a layer
-    may need an int as a shape. Graph objects are leaves, as `_recomputed_call` counts positions.
+    This is the function that ``remat`` gets. It traces what is not static in its arguments, but a
+    layer may need an int as a shape.
 
     Args:
       layer: the layer.
       x: what the layer before has returned.
-      further: the other arguments, with a placeholder for each int.
-      ints: for each int its position among the leaves of ``further``, and the number; static.
+      args_and_kwargs: the other arguments, with a placeholder for each int.
+      ints: for each int its position among the leaves of these, and the number; static.
     """
-    leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
+    # As `_recomputed_call` flattens them, so that positions are the same.
+    leaves, treedef = jax.tree.flatten(args_and_kwargs, is_leaf=_compat.is_graph_object)
     for position, number in ints:
         leaves[position] = number
-    return call_layer(layer, x, *jax.tree.unflatten(treedef, leaves))
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    return call_layer(layer, x, args, kwargs)
 
 
 def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     """Returns :func:`call_layer` under ``remat``, in which ints stay Python numbers.
 
     ``remat`` traces ints that are not static, but layers may use them as shapes. So they are taken
-    out of the further arguments, and passed as a static one.
+    out of the other arguments, and passed as a static one. Flags, which are ints for Python, go the
+    same way.
+
+    Args:
+      policy: as for :func:`recompute_in_backward`.
     """
-    run = recompute_in_backward(_call_with_ints, policy, static_argnums=3)
+    run = recompute_in_backward(_call_with_ints, policy, static_argnums=3)  # ``ints``
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
         ints = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
-        # In the place of each int is a flag, which `remat` does not trace.
+        # Something has to be in the place of each int, or the positions would change. A flag is
+        # not traced by `remat`.
         positions = [position for position, _ in ints]
-        leaves = replace_slots(leaves, positions, [False] * len(ints))
+        placeholders = [False] * len(ints)
+        leaves = replace_slots(leaves, positions, placeholders)
         return run(layer, x, jax.tree.unflatten(treedef, leaves), ints)
 
     return call
