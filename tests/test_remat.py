@@ -218,6 +218,17 @@ class PolicyTest(parameterized.TestCase):
         sources = {x.source for x in saved_residuals(loss, Model(), X) if x.shape == (3, 8, 16)}
         assert sources == {"model.blocks.layers"}
 
+    def test_of_a_while_loop(self):
+        """What the body computes last is kept, though the condition returns one value as well."""
+
+        def fun(x, y):
+            start = jax.lax.stop_gradient(x)
+            scale = jax.lax.while_loop(lambda z: z.sum() < 9, lambda z: jnp.sin(z * 2), start)
+            return jnp.sum(scale * y)
+
+        operations = {x.operation for x in saved_residuals(fun, X, X) if x.operation != "argument"}
+        assert operations == {"sin"}
+
     @parameterized.parameters("jit", "remat", "vmap", "scan")
     def test_a_trace_of_another_call_is_not_used_again(self, name):
         """JAX has traced the inner function without filters, and for a block of another path."""

@@ -4,9 +4,12 @@ The buffer assignment has an *allocation* for each block of memory, and the *buf
 their offsets; the live ranges say at which steps of the schedule each is in use. Figures of memory
 that JAX reports are sums over these. Parts of the two files:
 
-    allocation 0: size 1024, parameter 0, …          the schedule, and where buffers are live
-     value: <7 dot.1{0} @0> (size=512,offset=0)…      3:dot.1
-                                                      dot.1{0}:3-9
+    allocation 0: size 1024, parameter 0, …
+     value: <7 dot.1{0} @0> (size=512,offset=0)…     an array in it, item 0 of what dot.1 makes
+
+      3:dot.1                                        step 3 of the schedule
+    BufferLiveRange:
+      dot.1{0}:3-9                                   the array is live from step 3 to step 9
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ def read_buffers(folder: Path) -> Buffers | None:
         return None
     schedule, _, live = ranges[0].read_text().partition("BufferLiveRange:")
     names = tuple(_STEP.findall(schedule))  # of the instructions
-    # (instruction, index as written) → the first and the last step at which the array is live.
+    # (instruction, index as written) → the first and the last step at which the array is live. What
+    # the program returns is live until one step after the last.
     spans = {
         (name, index): (int(first), min(int(last), len(names) - 1))
         for name, index, first, last in _RANGE.findall(live)
@@ -83,8 +87,8 @@ def read_buffers(folder: Path) -> Buffers | None:
     for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):
         head, _, values_in_it = block.partition("\n")
         size = _ALLOCATION.match(head)
-        # Other memory, such as a TPU's vector memory, has a colour. The memory of a thread is on a
-        # stack.
+        # Only the main memory counts. Other memory, such as a TPU's vector memory, has a colour
+        # other than 0; the memory of a thread is on a stack; constants are a part of the program.
         if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
             continue
         number = re.search(r", parameter (\d+),", head)
@@ -107,19 +111,22 @@ def read_buffers(folder: Path) -> Buffers | None:
 def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
     """Yields buffers; one that an operation replaces in place ends before the result begins.
 
-    By the compiler's live ranges both are live at that step, though they are the same memory.
+    By the compiler's live ranges both are live at that step, though they are the same memory: those
+    that begin at one offset.
     """
     by_offset: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer in sorted(buffers, key=lambda buffer: (buffer.first, buffer.last)):
         by_offset[buffer.offset].append(buffer)
     for in_one_place in by_offset.values():
         for buffer, following in itertools.zip_longest(in_one_place, in_one_place[1:]):
+            # If the next one begins after this one has ended, this changes nothing.
             last = buffer.last if following is None else min(buffer.last, following.first - 1)
             if last >= buffer.first:  # else another one took its place at once
                 yield dataclasses.replace(buffer, last=last)
 
 
-# As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format.
+# As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format; for
+# examples see the top of this file.
 _STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)")

@@ -144,7 +144,8 @@ class LineTable(AsData):
         heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
         total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
         is_measured = any(row.measured is not None for row in self.rows)
-        header = (*_HEADER, "measured") if is_measured else _HEADER
+        figures = (*_FIGURES, "measured") if is_measured else _FIGURES
+        header = _NAMES + figures
         for file in dict.fromkeys(row.file for row in self.rows):  # each once, in order
             yield text(file or NO_LINE)
             lines: list[tuple[Cell, ...]] = []
@@ -153,15 +154,17 @@ class LineTable(AsData):
                     style = _heat((getattr(row, heated_by) or 0) / total)
                     # Without a profile, the last cell, which is for measured times, is left out.
                     lines += [line[: len(header)] for line in _lines_of(row, most, style)]
-            yield table(header, lines, numbers=len(header) - 4)
-            yield text("")
+            yield table(header, lines, numbers=len(figures))
+            yield text("")  # an empty line between the tables
         if self.why is not None:
             yield text(f"unknown: {self.why}")
         if self.why_types is not None:
             yield text(self.why_types)
 
 
-_HEADER = "line", "code", "types", "collectives", "flops", "bytes", "at least", "at the peak"
+# The columns of words, and of figures, which are aligned to the right.
+_NAMES = ("line", "code", "types", "collectives")
+_FIGURES = ("flops", "bytes", "at least", "at the peak")
 
 
 def _heat(share: float) -> str:
@@ -170,23 +173,30 @@ def _heat(share: float) -> str:
 
 
 def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple[Cell, ...]]:
-    """Yields the lines that a row takes in a table with the columns of ``_HEADER`` and `measured`.
+    """Yields the lines that a row takes in a table with the columns of words, figures, `measured`.
 
-    Code, types and collectives have texts below each other, up to ``most``, None for all. The
-    number and the figures are in the first line.
+    Code, types and collectives have texts below each other. The number and the figures are in the
+    first line.
+
+    Args:
+      row: the row.
+      most: how many texts each column has; None for all.
+      code_style: the style of the code.
     """
-    code = [row.code[:60], *(f"  in {path}" for path in row.modules)]
-    collectives = ["?"] if row.collectives is None else [*map(str, row.collectives)]
-    columns = code[:most], _folded([*map(str, row.types)], most), _folded(collectives, most)
-    (first_code, *first_texts), *following = itertools.zip_longest(*columns, fillvalue="")
-    figures = (
-        *(count_text(row.flops), bytes_text(row.bytes), time_text(row.seconds)),
-        *(bytes_text(row.at_peak), time_text(row.measured)),
-    )
+    # Below the code are the modules that it runs in, which are left out if only one text is wanted.
+    code = [row.code[:60], *(f"  in {path}" for path in row.modules)][:most]
+    types = _folded([*map(str, row.types)], most)
+    sent = ["?"] if row.collectives is None else [*map(str, row.collectives)]
+    figures = [count_text(row.flops), bytes_text(row.bytes), time_text(row.seconds)]
+    figures += [bytes_text(row.at_peak), time_text(row.measured)]
     number = "" if row.line is None else str(row.line)
-    yield (number, text(first_code, code_style), *first_texts, *figures)
-    for texts in following:
-        yield ("", *texts, *[""] * len(figures))
+    # The column with most texts has one in each line; others end earlier.
+    columns = itertools.zip_longest(code, types, _folded(sent, most), fillvalue="")
+    for index, (code_text, type_text, sent_text) in enumerate(columns):
+        if index == 0:
+            yield (number, text(code_text, code_style), type_text, sent_text, *figures)
+        else:
+            yield ("", code_text, type_text, sent_text, *[""] * len(figures))
 
 
 def _folded(texts: list[str], most: int | None) -> list[str]:

@@ -74,6 +74,10 @@ class Phase:
     bytes: int
 
 
+_MOST_BARS = 40
+_BAR_WIDTH = 24  # of a full bar, in characters
+
+
 class MemoryOverTime(tuple[Phase, ...], Pictured):
     """The memory in use over one call, which ``print`` and notebooks show as bars.
 
@@ -84,13 +88,13 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a bar for each of at most 40 phases."""
-        most = max((phase.bytes for phase in self), default=0) or 1  # the length of a full bar
-        # Of each ``step`` neighbours, the one with the most bytes.
-        step = max(1, math.ceil(len(self) / 40))
+        largest = max((phase.bytes for phase in self), default=0) or 1
+        # Of more than 40 phases, each bar is of the one with the most bytes of a few neighbours.
+        step = max(1, math.ceil(len(self) / _MOST_BARS))
         rows = []
         for start in range(0, len(self), step):
             phase = max(self[start : start + step], key=lambda phase: phase.bytes)
-            bar = text("█" * round(24 * phase.bytes / most))
+            bar = text("█" * round(_BAR_WIDTH * phase.bytes / largest))
             rows.append((_pass(phase.path, phase.backward), bar, bytes_text(phase.bytes)))
         yield table(("memory over time", "", "in use"), rows, numbers=1)
 
@@ -169,22 +173,26 @@ class ModuleTable(AsData):
         Modules in one list are alike, so what they make is one text: ``2 GiB activations of
         model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``.
         """
-        # (kind, list of modules or module) → bytes; the path is empty for arguments.
-        sizes: Counter[tuple[str, str]] = Counter()
-        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # modules of the list
+        # Of each text the kind, and a list of modules, such as ``model.blocks``, or a module; the
+        # path is empty for arguments.
+        sizes: Counter[tuple[str, str]] = Counter()  # bytes
+        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # the modules of the list
         for row in self.rows:
-            item = _ITEM.match(row.path or "")  # ``model.blocks[0]``, in the list ``model.blocks``
+            # Of ``model.blocks[0].up`` the item ``model.blocks[0]``, of the list ``model.blocks``.
+            item = _ITEM.match(row.path or "")
             for kind, size in (row.at_peak or {}).items():
-                path = ""
-                if kind in ("activations", "gradients", "intermediates"):
-                    path = item[1] if item else row.path or ""
-                sizes[kind, path] += size
-                if item:
-                    items[kind, path].add(item[0])
+                if kind not in ("activations", "gradients", "intermediates"):
+                    sizes[kind, ""] += size
+                elif item is None:
+                    sizes[kind, row.path or ""] += size
+                else:
+                    sizes[kind, item[1]] += size
+                    items[kind, item[1]].add(item[0])
         texts = []
         for (kind, path), size in sizes.most_common(most):
-            count = len(items[kind, path]) if path else 0
+            count = len(items[kind, path])
             where = f" of {path}" if path else ""
+            # Modules of one list are alike, so that each has the mean.
             each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
             texts.append(f"{bytes_text(size)} {kind}{where}{each}")
         return texts
@@ -210,21 +218,23 @@ class ModuleTable(AsData):
         """Yields what ``print`` shows: a sentence on the peak, and a row for each module."""
         yield text(self.summary())
         is_measured = any(row.measured is not None for row in self.rows)
-        header = _HEADER if is_measured else _HEADER[:-1]
+        names = ["module", "at the peak", "mostly"]  # columns of words
+        figures = ["flops", "bytes", "sent", "at least", *(["measured"] if is_measured else [])]
         lines = []
         for row in self.rows:
-            held = row.at_peak or {}
-            size = None if row.at_peak is None else sum(held.values())
+            held = row.at_peak or {}  # bytes by use; none if the row holds nothing
+            size = None if row.at_peak is None else sum(held.values())  # None if it is unknown
             mostly = max(held, key=held.__getitem__, default="")
-            figures = bytes_text(row.bytes_accessed), bytes_text(row.bytes_sent)
-            cells = count_text(row.flops), *figures, time_text(row.seconds), time_text(row.measured)
-            line = _pass(row.path, row.backward), bytes_text(size), mostly, *cells
-            lines.append(line[: len(header)])
+            line = [_pass(row.path, row.backward), bytes_text(size), mostly]
+            line += [count_text(row.flops), bytes_text(row.bytes_accessed)]
+            line += [bytes_text(row.bytes_sent), time_text(row.seconds)]
+            if is_measured:
+                line.append(time_text(row.measured))
+            lines.append(line)
         # Models with more modules have `at_depth`.
-        yield table(header, lines, numbers=len(header) - 3, most=40)
+        yield table(names + figures, lines, numbers=len(figures), most=40)
 
 
-_HEADER = "module", "at the peak", "mostly", "flops", "bytes", "sent", "at least", "measured"
 _ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group
 
 

@@ -75,41 +75,40 @@ class Cost(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the figures, why some are unknown, copies to the host."""
-        texts = [
-            count_text(self.flops),
-            bytes_text(self.bytes_accessed),
-            count_text(self.transcendentals),
+        rows = [
+            ("flops", count_text(self.flops)),
+            ("bytes accessed", bytes_text(self.bytes_accessed)),
+            ("transcendentals", count_text(self.transcendentals)),
         ]
-        yield table((f"cost {self.stage}", ""), zip(_NAMES, texts, strict=True), numbers=1)
+        yield table((f"cost {self.stage}", ""), rows, numbers=1)
         if self.why:
             yield text(f"unknown: {self.why}", "yellow")
         if self.host_bytes:
             yield text(f"copied between device and host in one call: {bytes_text(self.host_bytes)}")
 
 
-_NAMES = ("flops", "bytes accessed", "transcendentals")  # as XLA calls them
-
-
 def cost_of(analysis: Any, stage: str) -> Cost | None:
     """Reads the cost that JAX's ``cost_analysis`` reports; None if it reports nothing.
 
     Args:
-      analysis: what the method of the stage returned.
-      stage: what the figures are for.
+      analysis: what the method of the stage returned: numbers by name.
+      stage: what the figures are for, such as `COMPILED`.
     """
     if not isinstance(analysis, Mapping) or not analysis:
         return None
-    flops, accessed, transcendentals = (_figure(analysis, name) for name in _NAMES)
     return Cost(
-        flops=flops,
-        bytes_accessed=accessed,
-        transcendentals=transcendentals,
+        flops=_figure(analysis, "flops"),
+        bytes_accessed=_figure(analysis, "bytes accessed"),
+        transcendentals=_figure(analysis, "transcendentals"),
         stage=stage,
         optimal_seconds=_figure(analysis, "optimal_seconds") or None,  # 0 if it makes none
     )
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:
-    """Reads a figure: XLA omits those that are zero, and writes -1 for those it does not know."""
+    """Reads a figure by XLA's name; None if XLA does not know it.
+
+    XLA omits figures that are zero, and writes -1 for those that it does not know.
+    """
     value = float(figures.get(name, 0.0))
     return value if math.isfinite(value) and value >= 0 else None

@@ -26,11 +26,15 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh
 
 
 class _Axis(NamedTuple):
-    """A mesh axis as (before, part, after), of which groups run along the part."""
+    """A mesh axis as an array (before, part, after), of which groups run along the part.
+
+    Along an axis of size 8, ``:(2)4`` is (2, 4, 1): the groups are 0 to 3 and 4 to 7. ``:(1)4`` is
+    (1, 4, 2): they are 0, 2, 4, 6 and 1, 3, 5, 7.
+    """
 
     before: int  # the size of what varies more slowly; each of its positions has own groups
     part: int  # 1 if groups do not run along the axis
-    after: int
+    after: int  # the size of what varies faster; each of its positions has own groups, too
 
 
 # mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}
@@ -80,7 +84,8 @@ def _mesh_groups(text: str) -> Groups:
     """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``.
 
     Groups run along the axes in the last braces; of ``'a':(1)2`` along a part of size 2, with 1
-    before it. ``device_ids`` are the devices in the order of the mesh, as a list or as an iota.
+    before it. ``device_ids`` are the devices in the order of the mesh, as a list or as an iota;
+    without these, they are in order. ``mesh['a'=2,'b'=2] {'a'}`` is ((0, 2), (1, 3)).
     """
     match = _MESH.match(text)
     if match is None:
@@ -101,10 +106,13 @@ def _mesh_groups(text: str) -> Groups:
             after=sizes[name] // taken,
         )
     dims = [*itertools.chain(*axes.values())]
-    # (before, part, after, before, part, after, …) → (before, after, …, part, part, …)
-    groups = np.moveaxis(devices.reshape(dims), range(1, len(dims), 3), range(-len(axes), 0))
-    # → (groups, devices of a group)
-    return _tuples(groups.reshape(-1, math.prod(axis.part for axis in axes.values())))
+    array = devices.reshape(dims)  # (before, part, after, before, part, after, …)
+    is_part = [i % 3 == 1 for i in range(len(dims))]
+    others = [i for i in range(len(dims)) if not is_part[i]]
+    parts = [i for i in range(len(dims)) if is_part[i]]
+    array = array.transpose(others + parts)  # (before, after, before, after, …, part, part, …)
+    group_size = math.prod(axis.part for axis in axes.values())
+    return _tuples(array.reshape(-1, group_size))  # (groups, devices of a group)
 
 
 def _tuples(groups: np.ndarray) -> Groups:
@@ -116,15 +124,16 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """Finds the mesh axes over which, or over parts of which, groups run.
+    """Finds the mesh axes over which groups run; of some, it may be a part that they run over.
 
     None if they run over different axes, are not all combinations of positions along these, or do
-    not have each device of the mesh once.
+    not have each device of the mesh once. ``groups`` have positions in the mesh.
     """
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
     # The dimensions of the mesh in which positions differ: the same for all groups, or unknown.
+    # There is a group, since each device of the mesh is in one.
     axes, *others = {_axes_of_group(group, dims) for group in groups}
     return None if others or axes is None else tuple(sizes[axis][0] for axis in axes)
 
@@ -132,11 +141,14 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
 def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
     """Finds the dimensions of the mesh, of sizes ``dims``, in which positions of devices differ.
 
-    None unless all combinations of these positions occur.
+    None unless all combinations of these positions occur: on a mesh of 2 × 4, the devices 0 and 5
+    differ in both dimensions, but are not all four combinations. ``group`` has positions in the
+    mesh, counted in its order.
     """
     positions = np.unravel_index(np.array(group), dims) if dims else ()  # by dimension
     counts = [len(np.unique(indices)) for indices in positions]
     axes = tuple(axis for axis, count in enumerate(counts) if count > 1)
+    # Devices are different, so as many as there are combinations are all of them.
     return axes if math.prod(counts) == len(group) else None
 
 

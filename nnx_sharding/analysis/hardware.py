@@ -88,10 +88,12 @@ class Hardware(JsonForm):
         """Yields what ``print`` shows: the name, and each figure with its unit and source."""
         yield text(self.name, "bold")
         rows = []
-        for name in _FIGURES:
+        for name in _FIGURES:  # the names of the fields that are figures
             figure, source = getattr(self, name), self.sources.get(name, "")
-            if figure is not None or source:  # what was to be measured, but was not, says so
-                to_text = _TO_TEXT.get(name.rpartition("_")[2], str)
+            # A figure that `calibrate` could not measure is None, and its source says why.
+            if figure is not None or source:
+                unit = name.rpartition("_")[2]  # "memory_bandwidth" → "bandwidth"
+                to_text = _TO_TEXT.get(unit, str)
                 rows.append((name, UNKNOWN if figure is None else to_text(figure), source))
         yield table(("figure", "value", "source"), rows)
 
@@ -145,6 +147,7 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
         return Hardware.load(hardware)
     keys = {key.lower(): key for key in HARDWARE}
     if hardware.lower() not in keys:
+        # Hints are the names for users, without the kinds that JAX gives devices.
         names = {key.lower(): key for key in _BY_NAME}
         # One hint, and only for a name that is close, as another would mislead.
         close = difflib.get_close_matches(hardware.lower(), names, n=1, cutoff=0.75)
@@ -192,24 +195,60 @@ _A100 = _gpu("a100/", "https://developer.nvidia.com/blog/defining-ai-innovation-
 # Bandwidths that a vendor gives for both directions together, and flops that it gives with
 # sparsity, are halved. A TPU7x chip is two devices to JAX, each with half of its figures. The
 # memory of TPUs is what their compiler says it has when it refuses a program (libtpu 0.0.50).
-_HOPPER, _BLACKWELL = (3958e12 / 2,) * 2, (9e15 / 2,) * 2
 _TABLE = (
-    Hardware("TPU v4", 275e12, _gib(30.75), 1200e9, 300e9, 3, None, 6.25e9, None, None, _V4),
-    Hardware("TPU v5e", 197e12, _gib(15.75), 819e9, 200e9, 2, None, 3.125e9, 394e12, None, _V5E),
-    Hardware("TPU v5p", 459e12, _gib(95.73), 2765e9, 600e9, 3, None, 6.25e9, 918e12, None, _V5P),
-    Hardware("TPU v6e", 918e12, _gib(31.24), 1638e9, 400e9, 2, None, 12.5e9, 1836e12, None, _V6E),
     Hardware(
-        "TPU7x", 2307e12 / 2, _gib(94.74), 7380e9 / 2, 300e9, 3, None, 6.25e9, None, 4614e12 / 2,
-        _TPU7X,
+        name="TPU v4", flops=275e12, memory_bytes=_gib(30.75), memory_bandwidth=1200e9,
+        interconnect_bandwidth=300e9, torus_dimensions=3, network_bandwidth=6.25e9,
+        sources=_V4,
     ),
-    Hardware("A100 40GB", 312e12, 40 * _GB, 1555e9, 300e9, 0, 8, 25e9, 624e12, None, _A100),
-    Hardware("A100 80GB", 312e12, 80 * _GB, 2039e9, 300e9, 0, 8, 25e9, 624e12, None, _A100),
-    Hardware("H100 SXM", 1979e12 / 2, 80 * _GB, 3350e9, 450e9, 0, 8, 50e9, *_HOPPER, _gpu("h100/")),
-    Hardware("H200", 1979e12 / 2, 141 * _GB, 4800e9, 450e9, 0, 8, 50e9, *_HOPPER, _gpu("h200/")),
-    Hardware("B200", 2250e12, 180 * _GB, 8000e9, 900e9, 0, 8, 50e9, *_BLACKWELL, _gpu("dgx-b200/")),
+    Hardware(
+        name="TPU v5e", flops=197e12, memory_bytes=_gib(15.75), memory_bandwidth=819e9,
+        interconnect_bandwidth=200e9, torus_dimensions=2, network_bandwidth=3.125e9,
+        int8_flops=394e12, sources=_V5E,
+    ),
+    Hardware(
+        name="TPU v5p", flops=459e12, memory_bytes=_gib(95.73), memory_bandwidth=2765e9,
+        interconnect_bandwidth=600e9, torus_dimensions=3, network_bandwidth=6.25e9,
+        int8_flops=918e12, sources=_V5P,
+    ),
+    Hardware(
+        name="TPU v6e", flops=918e12, memory_bytes=_gib(31.24), memory_bandwidth=1638e9,
+        interconnect_bandwidth=400e9, torus_dimensions=2, network_bandwidth=12.5e9,
+        int8_flops=1836e12, sources=_V6E,
+    ),
+    Hardware(
+        name="TPU7x", flops=2307e12 / 2, memory_bytes=_gib(94.74), memory_bandwidth=7380e9 / 2,
+        interconnect_bandwidth=300e9, torus_dimensions=3, network_bandwidth=6.25e9,
+        fp8_flops=4614e12 / 2, sources=_TPU7X,
+    ),
+    Hardware(
+        name="A100 40GB", flops=312e12, memory_bytes=40 * _GB, memory_bandwidth=1555e9,
+        interconnect_bandwidth=300e9, domain=8, network_bandwidth=25e9,
+        int8_flops=624e12, sources=_A100,
+    ),
+    Hardware(
+        name="A100 80GB", flops=312e12, memory_bytes=80 * _GB, memory_bandwidth=2039e9,
+        interconnect_bandwidth=300e9, domain=8, network_bandwidth=25e9,
+        int8_flops=624e12, sources=_A100,
+    ),
+    Hardware(
+        name="H100 SXM", flops=1979e12 / 2, memory_bytes=80 * _GB, memory_bandwidth=3350e9,
+        interconnect_bandwidth=450e9, domain=8, network_bandwidth=50e9,
+        int8_flops=3958e12 / 2, fp8_flops=3958e12 / 2, sources=_gpu("h100/"),
+    ),
+    Hardware(
+        name="H200", flops=1979e12 / 2, memory_bytes=141 * _GB, memory_bandwidth=4800e9,
+        interconnect_bandwidth=450e9, domain=8, network_bandwidth=50e9,
+        int8_flops=3958e12 / 2, fp8_flops=3958e12 / 2, sources=_gpu("h200/"),
+    ),
+    Hardware(
+        name="B200", flops=2250e12, memory_bytes=180 * _GB, memory_bandwidth=8000e9,
+        interconnect_bandwidth=900e9, domain=8, network_bandwidth=50e9,
+        int8_flops=9e15 / 2, fp8_flops=9e15 / 2, sources=_gpu("dgx-b200/"),
+    ),
 )  # fmt: skip
 
-# By jax.Device.device_kind.
+# jax.Device.device_kind → the name in the table.
 _KINDS = {
     "TPU v5 lite": "TPU v5e",
     "TPU v5": "TPU v5p",
@@ -222,9 +261,11 @@ _KINDS = {
     "NVIDIA B200": "B200",
 }
 
-# One hop between TPUs takes about a microsecond: https://jax-ml.github.io/scaling-book/sharding
+# By the names that users know, which messages list. One hop between TPUs takes about a microsecond:
+# https://jax-ml.github.io/scaling-book/sharding
 _BY_NAME = {
     known.name: dataclasses.replace(known, latency=1e-6 if known.torus_dimensions else None)
     for known in _TABLE
 }
+# By these names, and by the kinds of devices as well.
 HARDWARE: Mapping[str, Hardware] = _BY_NAME | {k: _BY_NAME[name] for k, name in _KINDS.items()}

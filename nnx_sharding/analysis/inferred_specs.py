@@ -48,6 +48,9 @@ def compiled_values(
 ) -> list[MadeValue]:
     """Completes values whose specs the compiler chose by the specs in the compiled program.
 
+    The program in front of partitioning writes them (`_written_specs`); without it, they are
+    inferred from shapes on one device (`_specs_of_shards`).
+
     Args:
       made: the values of the trace.
       modules: the paths of the modules that it calls.
@@ -70,7 +73,8 @@ def compiled_values(
     return completed
 
 
-# By operation and shape of the whole value; None if it is unknown.
+# By operation and shape of the whole value. None if it is unknown, also where several values of one
+# operation and shape are sharded in different ways.
 _Specs: TypeAlias = dict[tuple[OperationKey, Shape], PartitionSpec | None]
 
 
@@ -88,7 +92,10 @@ def _written_specs(
         if sharding is not None and len(instruction.results) == 1:
             shape = instruction.results[0].dims
             spec = read_sharding(sharding, len(shape), sizes)
-            if specs.setdefault((key, shape), spec) != spec:
+            is_first = (key, shape) not in specs
+            if is_first:
+                specs[key, shape] = spec
+            elif specs[key, shape] != spec:  # stays unknown from now on, as no spec is None
                 specs[key, shape] = None
     return specs
 
@@ -128,7 +135,8 @@ def inferred_activations(
 ) -> Iterator[ActivationRow]:
     """Fills in how activations are sharded in a compiled program, where the compiler chose.
 
-    What a module returns is the last value of its shape that is made within its call.
+    What a module returns is taken to be the last value of its dtype and shape that is made within
+    its call, in the module itself or in one that it calls.
 
     Args:
       rows: the activations.
@@ -141,8 +149,9 @@ def inferred_activations(
         if value.backward:
             continue
         path = value.module or ""
-        for outer in [*enclosing_paths(path), path]:
+        for outer in [*enclosing_paths(path), path]:  # what it calls is within its call
             key = outer, value.dtype, value.shape
+            # A constraint may leave dimensions open: for these, the value before it counts.
             last[key] = _with_constraint(value.spec, last.get(key))
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))

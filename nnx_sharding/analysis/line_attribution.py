@@ -47,33 +47,40 @@ def line_table(
       whole: the program before it is partitioned, with the sharding of each value; None if unknown.
       measured: the times of the instructions of a program of this trace; None without a profile.
     """
+    # Cost and memory, by place: of a `LineFinder`, a place is a line.
     code_lines = [value.line for value in made if value.line]
     finder = LineFinder(program.module, code_lines)
     times = None
     if measured is not None:
         times = seconds_by_place(LineFinder(measured.module, code_lines), measured)
     # Lines without a cost have rows, too.
-    places = [*(Place(path, False) for path in finder.lines), UNKNOWN]
+    places = [*(Place(path, backward=False) for path in finder.lines), UNKNOWN]
     no_arguments = Arguments(program.module, ())  # no line makes them
     figures, _, reasons = figures_by_place(finder, no_arguments, program, places, times)
+    # Types, with the specs that the compiler chose.
     if program.mesh is not None:
         made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     rows_with_types = {(row.file, row.line): row for row in typed_table(made).rows}
-    held_without_line = None  # bytes of arguments, or of what the compiler made
+    # All bytes at the peak that no line has made: of arguments, and of what the compiler made.
+    held_without_line = None
     if program.buffers is not None:
         of_lines = (x.at_peak.total() for place, x in figures.items() if x.at_peak and place.path)
         held_without_line = max(program.buffers.in_use()) - sum(of_lines)
     rows = []
     for place, figure in figures.items():
+        # A place without a path is that of no line, and has the bytes that are left.
         file, number = finder.lines.get(place.path or "", (None, None))
-        sent, held = figure.collectives, figure.at_peak
+        at_peak = held_without_line
+        if place.path and figure.at_peak is not None:
+            at_peak = figure.at_peak.total()
+        sent = figure.collectives
         row = dataclasses.replace(
             rows_with_types.get((file, number), LineRow(file, number)),
             collectives=None if sent is None else _by_kind(sent),
             flops=figure.cost.flops,
             bytes=figure.cost.bytes_accessed,
             seconds=figure.seconds,
-            at_peak=held.total() if held is not None and place.path else held_without_line,
+            at_peak=at_peak,
             measured=figure.measured,
         )
         rows.append(row)
@@ -86,7 +93,8 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
     The first type of a line is that of its result.
     """
     by_line: defaultdict[Line | None, list[MadeValue]] = defaultdict(list)
-    for value in reversed(made):  # the result of a line is what it makes last
+    # The result of a line is what it makes last, so values are listed from the last to the first.
+    for value in reversed(made):
         by_line[value.line].append(value)
     rows = []
     for line, values in by_line.items():
@@ -95,12 +103,14 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
             kind = ValueType(value.dtype, value.shape, value.spec, value.backward, count=0)
             counts[kind] += value.times
         types = [dataclasses.replace(kind, count=count) for kind, count in counts.items()]
-        types.sort(key=lambda kind: kind.backward)  # the forward pass first
+        # The forward pass first; the sort is stable, so that the result stays in front.
+        types.sort(key=lambda kind: kind.backward)
         file, number = line or (None, None)
         code = "" if line is None else source_text(*line)
         modules = sorted({value.module for value in values if value.module})
         rows.append(LineRow(file, number, code, tuple(types), tuple(modules)))
-    return LineTable(_ordered(rows), "figures, as the program is not compiled", _remark(made))
+    why_unknown = "figures, as the program is not compiled"
+    return LineTable(_ordered(rows), why=why_unknown, why_types=_remark(made))
 
 
 def _ordered(rows: Iterable[LineRow]) -> tuple[LineRow, ...]:

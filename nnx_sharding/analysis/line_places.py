@@ -2,7 +2,13 @@
 
 XLA keeps the tracebacks of operations. Only lines that the trace has count, so that the line that
 compiles the program does not. All else is as in `places.py`, where a *place* is a module: an
-instruction that the compiler made has the line of the nearest ones that it serves.
+instruction that the compiler made has the line of the nearest ones that it serves. Here, the path
+of a place is a line, ``model.py:12``.
+
+From other modules:
+
+    operations   the names that XLA has joined to the name of one instruction
+    module_of    the path of the user's module in the name of an operation; None for none
 """
 
 from __future__ import annotations
@@ -48,7 +54,7 @@ class LineFinder(PlaceFinder):
         """
         for computation in self._module.computations:
             for instruction in computation.instructions:
-                place = self._written_place(instruction)
+                place = self._written_place(instruction)  # its line, if the user wrote it
                 if place is None:
                     continue
                 # Such as ``jit(step)/transpose(jvp(model))/up/dot_general``.

@@ -58,15 +58,16 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
     sums: defaultdict[str, float] = defaultdict(float)  # by the name of the instruction
     runs: set[tuple[Any, Any]] = set()  # (call of the program, device)
     with warnings.catch_warnings():
-        # Python 3.13 deprecates types such as those of jaxlib's statistics. Where warnings are
-        # errors, that one ends the process.
+        # Python 3.13 warns of types such as those of jaxlib's statistics. If the user makes
+        # warnings errors, jaxlib cannot raise this one, and the process ends.
         warnings.simplefilter("ignore", DeprecationWarning)
         for event in _events(read_profile(profile), module.name):
             home = module.homes.get(event.operation)
             if home is not None:
                 runs.add(event.run)
                 opcode = module.within[home][event.operation].opcode
-                # The times of these are in the events of what they call.
+                # Other callers run what they call as one kernel, with one event. The time of these
+                # is in the events of what they call.
                 if opcode not in ("while", "call", "conditional", "async-start"):
                     sums[event.operation] += event.seconds
     if not runs:
@@ -82,23 +83,23 @@ def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
 
     On CPUs and GPUs events name their program, so only those of this ``name`` count. On TPUs they
     do not: all count, and an event is called like the text of its instruction. A profile has a
-    *plane* for each device, and in it *lines* of events.
+    *plane* for each device, or one for all virtual devices of a CPU, and in it *lines* of events.
     """
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 stats = {key: value for key, value in event.stats if key in _STATS}
                 if stats.get("hlo_module") == name:
-                    operation = str(stats.get("hlo_op"))
+                    operation = str(stats.get("hlo_op"))  # without one, no instruction has the name
                     device = stats.get("device_ordinal", plane.name)
                 elif line.name == "XLA Ops" and (match := _TPU_OPERATION.match(event.name)):
                     operation, device = match[1], plane.name
                 else:
                     continue
-                yield Event(
-                    operation, run=(stats.get("run_id"), device), seconds=event.duration_ns * 1e-9
-                )
+                call = stats.get("run_id")  # the same for all operations of one call
+                yield Event(operation, run=(call, device), seconds=event.duration_ns * 1e-9)
 
 
 _STATS = {"hlo_op", "hlo_module", "run_id", "device_ordinal"}
+# %fusion.3 = f32[8]{0} fusion(…)
 _TPU_OPERATION = re.compile(r"%([\w.\-]+) = ")

@@ -68,10 +68,13 @@ class Memory(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a bar for each figure, and what holds the peak."""
-        # All fields but the last two, which are no sizes.
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-2]}
-        # Most programs have nothing on the host, so zeros there are left out.
-        known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
+        known: dict[str, int] = {}  # by the name of the field
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            is_size = field.name not in ("by_path", "by_module") and size is not None
+            # Most programs have nothing on the host, so zeros there are left out.
+            if is_size and (size or not field.name.startswith("host_")):
+                known[field.name] = size
         most = max(known.values(), default=0) or 1  # the length of a full bar
         rows = [
             (name.replace("_", " "), text("█" * round(24 * size / most), "blue"), bytes_text(size))
@@ -97,9 +100,12 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
         for ours, theirs in _NAMES.items()
     }
     peak = None
-    if None not in [sizes[name] for name in _NAMES]:
-        held = sizes["arguments"] + sizes["outputs"] - sizes["aliased"]  # donated ones count once
-        # The size of temporaries that the TPU compiler reports counts the gaps between them twice.
+    if None not in [sizes[name] for name in _NAMES]:  # all are known
+        # Outputs that reuse donated arguments are among both.
+        held = sizes["arguments"] + sizes["outputs"] - sizes["aliased"]
+        # The TPU compiler also reports the size of all that it allocates, without code. That of
+        # temporaries counts the gaps between them twice, so that the sum is too large: then the
+        # rest of the total is theirs.
         allocated = _size(getattr(analysis, "total_allocation_bytes", None)) or 0
         if held <= allocated < held + sizes["temporaries"]:
             sizes["temporaries"] = allocated - held
@@ -107,7 +113,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     return Memory(**sizes, peak=peak, by_path=dict(by_path or {}))
 
 
-# Our names of figures → the words in JAX's.
+# Our names of figures → the words in JAX's, such as ``argument_size_in_bytes``.
 _NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
 _NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
 

@@ -53,11 +53,18 @@ def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
 
     Without dimensions in which they do not differ, but for the slice; empty if they do not say.
     """
-    if devices[0].platform == "tpu":  # a topology of one slice has no slice_index
+    names: tuple[str, ...]
+    if devices[0].platform == "tpu":
+        names = ("slice", "x", "y", "z", "core")  # coordinates are three also in a torus of two
+        # A topology of one slice has no slice_index.
         rows = [(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices]
-    elif hasattr(devices[0], "slice_index"):
-        rows = [(d.slice_index,) for d in devices]
+    elif hasattr(devices[0], "slice_index"):  # GPUs in several nodes
+        names, rows = ("slice",), [(d.slice_index,) for d in devices]
     else:
         return {}
-    columns = zip(("slice", "x", "y", "z", "core"), zip(*rows, strict=True), strict=False)
-    return {name: column for name, column in columns if name == "slice" or len({*column}) > 1}
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))  # by dimension, of all devices
+    return {
+        name: column
+        for name, column in columns.items()
+        if name == "slice" or len(set(column)) > 1  # they differ
+    }

@@ -38,14 +38,20 @@ def common(paths: Sequence[str]) -> str:
 
 
 def operations(operation: str) -> list[str]:
-    """Lists what XLA merged to one operation, which it names ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
+    """Lists the names that XLA joined to one, in two ways: ``f/(a/dot:b/dot)`` and ``f/a;f/b``.
+
+    The first is ``["f/a/dot", "f/b/dot"]``. Brackets within these are not taken apart.
+    """
     merged = []
     for name in operation.split(";"):
-        # Where the brackets begin, after the common part ``f/``.
-        start = 0 if name.startswith("(") else name.find("/(") + 1
-        has_brackets = name.endswith(")") and (start > 0 or name.startswith("("))
-        parts = name[start + 1 : -1].split(":") if has_brackets else [name[start:]]
-        merged += [name[:start] + part for part in parts]
+        # The position of the first bracket: 2 in ``f/(a/dot:b/dot)``, 0 in ``(a/dot:b/dot)``. It is
+        # -1 without one, as in ``jit(f)/dot``, whose brackets do not begin a scope.
+        start = 0 if name.startswith("(") else name.find("/(") + 1 or -1
+        if start < 0 or not name.endswith(")"):
+            merged.append(name)
+        else:
+            common_part, inside = name[:start], name[start + 1 : -1]
+            merged += [common_part + part for part in inside.split(":")]
     return merged
 
 
@@ -56,10 +62,12 @@ def module_of(operation: str, known: Collection[str]) -> str | None:
     """
     module: str | None = None
     for scope in operation.split("/")[:-1]:  # the last is the operation itself
-        if scope.startswith(("jit(", "pjit(")):  # functions, which may be called as modules are
+        # Scopes of functions, whose names may be those of modules: ``jit(model)``.
+        if scope.startswith(("jit(", "pjit(")):
             continue
-        part = scope.rpartition("(")[2].rstrip(")")  # without the transforms around it
-        # An attribute or a key of the module so far; or another argument of the function.
+        part = scope.rpartition("(")[2].rstrip(")")  # "transpose(jvp(model))" → "model"
+        # An attribute of the module so far, ``up``; a key in it, ``[0]``; or another argument of
+        # the function, ``teacher``.
         paths = [part] if module is None else [f"{module}.{part}", f"{module}{part}", part]
         module = next((path for path in paths if path in known), module)
     return module

@@ -155,13 +155,14 @@ def parameter_table(tree: Any) -> ParameterTable:
     rows, faults = ParameterTable(), []  # all faults are told in one error
     flat = flatten(tree)
     structure = flat.structure
+    # The places of all arrays: in Variables, or on their own (`root_slots`).
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        of_variable = variable_fields(structure, location.object_index)
+        of_variable = variable_fields(structure, location.object_index)  # those of the row
         for path, array in arrays_at(flat, location, location.path):
             try:
                 sharding = getattr(array, "sharding", None)
                 rows.append(row_of(ParameterRow, path, array, sharding, **of_variable))
-            except ValueError as error:
+            except ValueError as error:  # a sharding that does not divide the shape
                 faults.append(f"  {path or 'the root'}: {error}")
     head = "the shardings of these arrays do not divide their shapes:"
     raise_listed(ValueError, head, faults, "Change the shapes or the shardings.")
@@ -304,11 +305,12 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
 
 
 def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -> ParameterRow:
-    """Makes the row of an argument of a program, with a spec that names each dimension.
+    """Makes the row of an argument of a program, with a spec that has an entry for each dimension.
 
     Args:
       path: its path.
       info: its shape, its dtype, and whether it is donated, as ``jax.stages.Compiled.args_info``.
+        The row has these figures, as of an array.
       sharding: its sharding in the program.
       **more: other fields of the row.
     """
@@ -429,9 +431,12 @@ _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes
 
 
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
-    """Draws at most so many activations for consoles: with coloured axes, and units for bytes."""
+    """Draws activations for consoles: with coloured axes, and units for bytes.
+
+    ``most`` is the number of rows that are shown; one more says how many there are besides.
+    """
     rows = list(rows)
-    styles = spec_styles(rows)
+    styles = spec_styles(rows)  # a colour for each mesh axis in the specs
     lines = (
         (
             row.name,
@@ -445,4 +450,4 @@ def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
         )
         for row in rows
     )
-    return table(_HEADER, lines, numbers=2, most=most)
+    return table(_HEADER, lines, numbers=2, most=most)  # the last two columns are numbers

@@ -23,6 +23,7 @@ From other modules:
                 ``within`` its instructions, ``users`` the instructions that use each of them;
                 ``homes`` is the computation of an instruction
     Value       an array: a computation, and the name of the instruction in it
+    argument    the number of the argument that a value is; None for others
     module_of   the path of the innermost module in the name of an operation; None for none
     common      the innermost module around all of several; empty without one
     operations  the names that XLA has joined to the name of one instruction
@@ -89,15 +90,15 @@ class PlaceFinder:
     def place_of(self, instruction: Instruction) -> Place | None:
         """Finds the place of an instruction by its name, or by rules 1 to 3 of this file.
 
-        Returns None if these find none; then :meth:`place_around` its computation counts: for what
-        is fused into one kernel, the place of the fusion.
+        Returns None if these find none; then :meth:`place_around` its computation counts (rule 4).
         """
         name = instruction.name
         if name not in self._places:
-            place = self._place_by_names(instruction)
+            place = self._place_by_names(instruction)  # its own, or rule 1
             home = self._module.homes.get(name)  # the computation that it is in
+            # What is fused into one kernel has the place of the fusion, if it has no name itself.
             if place is None and home is not None and not self._module.runs[home].is_fused:
-                place = self._place_nearby(Value(home, name))
+                place = self._place_nearby(Value(home, name))  # rules 2 and 3
             self._places[name] = place
         return self._places[name]
 
@@ -115,14 +116,20 @@ class PlaceFinder:
         return place or self.place_around(collective.computation)
 
     def places_of_schedule(self, schedule: Iterable[str]) -> list[Place]:
-        """Lists the place at each step of a schedule; an unknown one is that of the step before.
+        """Lists the place at each step of a schedule.
 
-        ``schedule`` has the names of instructions in the order in which they run.
+        A step without a place of its own counts with the one before, so that it does not split the
+        time in which a module runs.
+
+        Args:
+          schedule: the names of instructions in the order in which they run. The program may lack
+            some of them.
         """
         places: list[Place] = []
         place = UNKNOWN
         for name in schedule:
-            instruction = self._module.maker(Value(self._module.homes.get(name, ""), name))
+            home = self._module.homes.get(name)  # the computation that has it
+            instruction = None if home is None else self._module.within[home][name]
             if instruction is not None and instruction.opcode not in _UNTIMED:
                 place = self.place_of(instruction) or place
             places.append(place)
@@ -153,13 +160,16 @@ class PlaceFinder:
 
         ``jit(step)/transpose(jvp(model))/up/dot_general`` is in ``model.up``, backward.
         """
-        if operation is None or "/" not in operation:  # JAX's begin with the traced function's
+        # JAX's names begin with that of the traced function, ``jit(step)/``. A name without a slash
+        # is the compiler's own, or the path of a parameter.
+        if operation is None or "/" not in operation:
             return None
         if operation not in self._places_of_operations:
             names = operations(operation)
             modules = [module_of(name, self._module_paths) for name in names]
             paths = [path for path in modules if path is not None]
-            # JAX makes the backward pass by transposing what is linear in a tangent.
+            # JAX makes the backward pass by transposing what is linear in a tangent. What XLA has
+            # merged of both passes is of the forward pass.
             backward = all("transpose(" in name for name in names)
             place = Place(common(paths) if paths else "", backward)
             self._places_of_operations[operation] = place
@@ -181,17 +191,19 @@ class PlaceFinder:
     def _place_nearby(self, value: Value) -> Place | None:
         """Applies rules 2 and 3 to the instruction of a value; None if nothing near has a place.
 
-        Instructions outside of modules count if no others are near. What is computed from the
-        backward pass belongs to it.
+        Instructions outside of modules count if no others are near.
         """
         outside: Place | None = None  # the nearest place outside of modules
+        # At distance 0 are the operands and the users of the instruction itself.
         for distance, (before, after) in enumerate(self._places_by_distance(value)):
             places = before + after
             if not places:
                 continue
-            backward = any(place.backward for place in before) or all(
-                place.backward for place in places
-            )
+            # What is computed from the backward pass runs in it; what the backward pass uses may be
+            # of the forward pass, unless nothing else is near.
+            is_from_backward = any(place.backward for place in before)
+            backward = is_from_backward or all(place.backward for place in places)
+            # The pass has to come from a neighbour, so rule 2 needs one as well.
             paths = self._modules_of_parameters(value) if distance == 0 else []  # rule 2
             paths = paths or [place.path for place in places if place.path]  # rule 3
             if paths:
@@ -202,7 +214,8 @@ class PlaceFinder:
     def _places_by_distance(self, value: Value) -> Iterator[_Nearest]:
         """Yields the places next to the instruction of a value, then those one step further, ….
 
-        The search goes on from instructions without a name only.
+        The search goes on from instructions without a name only, for `_MAX_DISTANCE` steps. A place
+        outside of modules is a place, too.
         """
         within = self._module.within[value.computation]
         users = self._module.users[value.computation]
@@ -212,19 +225,23 @@ class PlaceFinder:
             before = {x for name in before for x in within[name].operand_names if x in within}
             before -= seen
             seen |= before
-            after = {user.name for name in after for user, _ in users.get(name, ())} - seen
+            after = {user.instruction.name for name in after for user in users.get(name, ())}
+            after -= seen
             seen |= after
             # In the order of names, so that results do not depend on the order of sets.
             places = {name: self._place_by_names(within[name]) for name in sorted(before | after)}
             yield _Nearest(
-                before=[place for name, place in places.items() if place and name in before],
-                after=[place for name, place in places.items() if place and name in after],
+                before=[x for name, x in places.items() if x is not None and name in before],
+                after=[x for name, x in places.items() if x is not None and name in after],
             )
             before = {name for name in before if places[name] is None}
             after = {name for name in after if places[name] is None}
 
     def _modules_of_parameters(self, value: Value) -> list[str]:
-        """Lists the modules of the parameters that the instruction of a value takes."""
+        """Lists the modules of the parameters that the instruction of a value takes.
+
+        Also of those that only copies, slices or transposes are between, by the user or not.
+        """
         paths = []
         for operand in self._module.operands(value):
             source = computing_value(self._module, operand, past_user_moves=True)

@@ -99,7 +99,10 @@ class ProgramReport(JsonForm):
           path: the file.
           hlo: whether to write the text of the program, which is most of a report.
         """
-        super(ProgramReport, self if hlo else dataclasses.replace(self, hlo=None)).save(path)
+        if not hlo:
+            dataclasses.replace(self, hlo=None).save(path)
+            return
+        super().save(path)
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
         """Returns the same report with another roofline.
@@ -111,31 +114,41 @@ class ProgramReport(JsonForm):
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        """Yields the parts of the report, from top to bottom, for a terminal of this width."""
+        """Yields the parts of the report, from top to bottom, for a terminal of this width.
+
+        An empty text is an empty line between two parts.
+        """
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
         versions = ", ".join(f"{name} {version}" for name, version in self.made_with.items())
         yield text(f"made with {versions}", "dim")
         # The largest arrays are what matters to memory.
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
-        yield from ("", rows_table(largest, width, most=12), "")
+        yield ""
+        yield rows_table(largest, width, most=12)
+        yield ""
         if self.activations:
-            yield from (activations_table(self.activations, most=12), "")
+            yield activations_table(self.activations, most=12)
+            yield ""
         yield text("memory: unknown") if self.memory is None else self.memory
         if self.by_module is not None:
-            yield from ("", self.by_module)
+            yield ""
+            yield self.by_module
         yield ""
         yield self.cost or text(f"cost: unknown, {why_unread(self.hlo)}")
-        yield from ("", self._sent())
+        yield ""
+        yield self._sums_of_collectives()
         collectives = self.collectives or Collectives()
         sent = collectives.by_purpose()
         if any(sent):
             parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
             yield text(f"sent for: {', '.join(parts)}")
         if collectives.resharded:
-            yield from ("", collectives.resharded)
+            yield ""
+            yield collectives.resharded
         if self.roofline is not None:
-            yield from ("", self.roofline)
+            yield ""
+            yield self.roofline
             if self.platform == "cpu":
                 yield text(
                     "estimated from the program compiled for CPU; the TPU or GPU compiler will "
@@ -144,14 +157,15 @@ class ProgramReport(JsonForm):
         if self.cost is not None and self.cost.optimal_seconds is not None:
             estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
-        # What a user may ask about first: a collective for resharding, or an argument.
-        subjects = [x.name for x in (self.collectives or Collectives()).resharded]
+        # An example of what `Compiled.why` explains, which takes the name of a collective or the
+        # path of an argument: first those that a user may want to change.
+        subjects = [x.name for x in collectives.resharded]
         subjects += [row.path for row in self.parameters]
         if subjects:
             line = f'compiled.why("{subjects[0]}") says why it is so; as for any path above'
             yield text(line, "dim")
 
-    def _sent(self) -> Any:
+    def _sums_of_collectives(self) -> Any:
         """Draws what one device sends, by kind and mesh axes."""
         if self.collectives is None:
             return text(f"collectives: unknown, {why_unread(self.hlo)}")
@@ -178,7 +192,7 @@ def describe(
       hlo: the text of the compiled program; None if the backend has none.
       activations: what modules return.
     """
-    shardings = compiled.shardings()
+    shardings = compiled.shardings()  # of all arguments and results; None for some
     mesh = mesh_of(shardings)
     if mesh is not None:
         first = mesh.devices.flat[0]
@@ -199,8 +213,9 @@ def describe(
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
-        # Its table by module refers to the program, which would stay in memory with the report.
-        memory=memory and dataclasses.replace(memory, by_module=None),
+        # Its function that makes the table by module refers to the program, which would stay in
+        # memory as long as the report.
+        memory=None if memory is None else dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),
         activations=tuple(activations),

@@ -57,6 +57,8 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
     def bytes(self, memory: str = "device") -> int:
         """Sums the bytes that are kept in a memory, not counting arguments.
 
+        Those are in memory in any case.
+
         Args:
           memory: ``"device"`` or ``"host"``.
 
@@ -89,7 +91,8 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
             yield text("  ".join(cells))
 
 
-# Primitives by which JAX marks what a policy keeps; the operation is the one before them.
+# Primitives by which JAX marks what a policy keeps, as `checkpoint_name` and offloading do; the
+# operation is the one before them.
 _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 
 
@@ -128,7 +131,8 @@ def residual_of(
             if not calls:
                 return residual("argument", source=names[position])
             outer, call = calls[-1]
-            # The last inputs of the call: a `cond` has its predicate before the inputs of a branch.
+            # The inputs of a jaxpr are the last ones of its call: a `cond` has its predicate before
+            # those of a branch, and a `scan` has as many as its body.
             given = call.invars[len(call.invars) - len(jaxpr.invars) + position]
             # A loop stacks the carry of each step, which is no array outside of it.
             if given.aval.shape != aval.shape:  # type: ignore[attr-defined]
@@ -139,9 +143,12 @@ def residual_of(
         equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if equation is None:
             return None
-        inner = _compat.jaxprs_of(equation)
+        # Those that return what the call does. The condition of a `while` returns one value, as
+        # the loop itself may. All branches of a `cond` return the same: the first one is followed.
+        condition = getattr(equation.params.get("cond_jaxpr"), "jaxpr", None)
+        inner = (x for x in _compat.jaxprs_of(equation) if x is not condition)
         inside = [x for x in inner if len(x.outvars) == len(equation.outvars)]
-        if inside:  # go into the call; all branches of a `cond` return the same, so the first
+        if inside:  # go into the call
             calls.append((jaxpr, equation))
             jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]
         elif equation.primitive.name in _MARKS:  # which compute nothing

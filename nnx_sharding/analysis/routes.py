@@ -72,45 +72,57 @@ def _route_of_tpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware
     """Finds the worst connection of groups of TPUs, given as positions in the mesh: (groups, size).
 
     Unknown for devices that do not say where they are, or in another torus than the hardware's.
+    Coordinates in which the devices of the mesh do not differ are not in its description: they are
+    0 for all.
     """
     zeros = [0] * groups.size
     names = ("slice", "x", "y", "z")
     places = np.array([mesh.coordinates.get(name, zeros) for name in names])  # (4, devices)
-    extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]  # chips along x, y and z
+    # Chips along x, y and z: the largest coordinate less the smallest, and one.
+    extents = [int(extent) + 1 for extent in np.ptp(places[1:], axis=1)]
     fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
     if not mesh.coordinates.keys() - {"slice"} or not fits:
         return UNKNOWN
-    grouped = np.moveaxis(places[:, groups], 1, 0)  # (groups, 4, devices of a group)
-    # Up to translation there are far fewer shapes than groups.
-    shapes = np.unique(grouped - grouped.min(2, keepdims=True), axis=0)
+    grouped = places[:, groups].transpose(1, 0, 2)  # (groups, 4, devices of a group)
+    # Groups are mostly alike but for where they are: as seen from the smallest coordinates of each,
+    # there are far fewer shapes than groups.
+    smallest = grouped.min(axis=2, keepdims=True)  # (groups, 4, 1)
+    shapes = np.unique(grouped - smallest, axis=0)
     routes = {_torus_route(shape, extents, hardware) for shape in shapes}
-    return min(routes, key=lambda route: (-route.slices, route.num_links))  # the slowest
+    # The slowest: over most slices, since the network between them is slow, then with fewest links.
+    return min(routes, key=lambda route: (-route.slices, route.num_links))
 
 
 def _route_of_gpus(groups: np.ndarray, mesh: MeshDescription, hardware: Hardware) -> Route:
     """Finds the connection of groups of GPUs, given as positions in the mesh: (groups, size).
 
-    If the mesh does not say in which nodes they are, nodes of ``Hardware.domain`` are assumed.
+    If the mesh does not say in which nodes they are, nodes of ``Hardware.domain`` are assumed, or
+    without that, a single node.
     """
     links = "NVLink" if hardware.domain else UNKNOWN.links
+    num_devices = groups.size  # each device of the mesh is in one group
+    # The node of each device, by its position in the mesh.
     if mesh.coordinates.keys() == {"slice"}:
-        nodes = np.array(mesh.coordinates["slice"])  # (devices,)
+        nodes = np.array(mesh.coordinates["slice"])
     else:  # not known, or a mesh of TPUs, which has x, y and z, too
-        domain = hardware.domain or groups.size
-        nodes = np.arange(groups.size) // domain
-        if groups.size > domain:
+        domain = hardware.domain or num_devices
+        nodes = np.arange(num_devices) // domain
+        if num_devices > domain:
             links += f" (nodes of {domain} assumed)"
-    size = groups.shape[1]
+    group_size = groups.shape[1]
     num_nodes = max(len({*nodes[group].tolist()}) for group in groups)
-    return Route(links, devices=size, chips=size, slices=num_nodes)
+    return Route(
+        links, devices=group_size, chips=group_size, slices=num_nodes
+    )  # a chip is a device
 
 
 def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
     """Tells whether links close a dimension to a ring.
 
     ``extents`` are the numbers of chips along x, y and z. A torus of two dimensions wraps around
-    where it is as large as a pod, 16 chips. One of three consists of cubes of 4×4×4 chips, and
-    wraps around if these are whole.
+    where it is as large as a pod, 16 chips. One of three consists of cubes of 4×4×4 chips, whose
+    faces optical switches connect: it wraps around in all dimensions, or if a cube is cut in any of
+    them, in none.
     """
     # https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     if hardware.torus_dimensions == 2:
@@ -134,18 +146,19 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
         size = len(coordinates)
         if size < 2:
             continue
-        # With a gap of 2, every other chip is of another group, which shares the links.
+        # With a gap of 2, every other chip is of another group, which shares the links: each group
+        # has half of them.
         gap = int(np.diff(coordinates).min())
         is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
-        is_open |= not is_ring
-        links_at_end = 2 if is_ring else 1
+        is_open = is_open or not is_ring
+        links_at_end = 2 if is_ring else 1  # the chip at the end of a line has one neighbour
         torus.append((size, links_at_end / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"
         words.append(f"{name} ({shape}, {gap} apart)" if gap > 1 else f"{name} ({shape})")
     return Route(
         links=f"ICI {' + '.join(words)}",
         devices=places.shape[1],
-        chips=len(np.unique(places, axis=1).T),
+        chips=np.unique(places, axis=1).shape[1],  # distinct places
         slices=len(np.unique(places[0])),
         torus=tuple(torus),
         is_open=is_open,
@@ -158,8 +171,9 @@ def most_messages(
     """Counts the messages of a permutation over the busiest link, for each device of a chip.
 
     Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
-    shortest, half of the message takes each. ``pairs`` are (source, target), by positions in the
-    mesh.
+    shortest, half of the message takes each. Devices of one chip share its links, and each counts
+    with its part of the bandwidth of a link, so that the messages are divided by their number.
+    ``pairs`` are (source, target), by positions in the mesh.
     """
     zeros = [0] * math.prod(mesh.axes.values())
     places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
@@ -171,11 +185,12 @@ def most_messages(
         for i, size in enumerate(extents):
             ahead = end[i] - chip[i]
             hops_by_direction = {1: ahead, -1: -ahead}  # on a line, the negative one is no way
-            if _is_closed(i, extents, hardware):
+            if _is_closed(i, extents, hardware):  # around a ring of 8, 3 ahead are 5 in reverse
                 hops_by_direction = {way: hops % size for way, hops in hops_by_direction.items()}
             hops = min(hops for hops in hops_by_direction.values() if hops >= 0)
             shortest = [way for way, count in hops_by_direction.items() if count == hops]
             for way, hop in itertools.product(shortest, range(hops)):
+                # The chip after so many hops; on a ring, the one after the last is the first.
                 passed = (*chip[:i], (chip[i] + way * hop) % size, *chip[i + 1 :])
                 load[i, way, *passed] += 1 / len(shortest)
             chip[i] = end[i]  # in the next dimension, the message goes on from there

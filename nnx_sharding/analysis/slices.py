@@ -11,7 +11,10 @@ From other modules:
     Groups         tuples with the numbers of the devices in each group
     Instruction    one instruction, as written; ``rest`` are its operands and attributes
     number_lists   reads ``{0,1},{2,3}`` as ((0, 1), (2, 3))
-    reached        a node, and all that can be reached from it by a function
+    reached        a node, and all that can be reached from it by a function, depth-first
+
+Exchanges name a device in one of two ways (`Position`): by its id, or by a pair of the number of
+its slice, counted from 1 as the compiler does, and its own number in the slice.
 """
 
 from __future__ import annotations
@@ -45,9 +48,11 @@ _KINDS = {
     "REDUCE_SCATTER": "reduce-scatter",
 }
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+# …_xla_megascale_target={1,2}x{0:3},_xla_megascale_transfer_type="ALL_REDUCE"…
 _EXCHANGE = re.compile(
     r'_xla_megascale_target="?(?P<groups>[{}x\d,:>-]+?)"?,_xla\w*_type="(?P<kind>\w+)"'
 )
+# The array of the shape of a `recv`, (f32[8]{0}, u32[], token[]).
 _RECEIVED = re.compile(r"\(([^()]+?\{[^{}]*\}|[^(),{}]+), ")
 
 
@@ -68,30 +73,35 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
         if len(transfers) != 2 or len(ends) != 2:
             continue
         send, recv = ends["send"], ends["recv"]
-        match = _EXCHANGE.search(transfers[0].rest)
-        shape = _RECEIVED.match(recv.shape_text)  # the first part of (array, context, token)
+        match = _EXCHANGE.search(transfers[0].rest)  # which both have
+        shape = _RECEIVED.match(recv.shape_text)
         if match is None or match["kind"] not in _KINDS or shape is None:
             continue
         operation = _operation_of_sent(send, by_name)
         metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
+        # The receive becomes the collective, of what is sent: ``all-reduce(%x), between_slices=…``.
+        # ``rest`` is its text behind the first bracket.
         rest = f'%{send.operand_names[0]}), between_slices="{match["groups"]}"{metadata}'
-        # The receive becomes the collective, of what is sent; the send does nothing.
-        replaced[send.name] = send._replace(opcode="after-all")
         replaced[recv.name] = recv._replace(
             opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
         )
-    # The end of the send does nothing, that of the receive passes the result on in a tuple.
+        # The send becomes an ``after-all``, which does nothing.
+        replaced[send.name] = send._replace(opcode="after-all")
     for end in instructions:
-        opcode = {"send-done": "after-all", "recv-done": "tuple"}.get(end.opcode)
-        if opcode and end.operand_names[0] in replaced:
-            replaced[end.name] = end._replace(opcode=opcode)
+        if end.opcode == "send-done" and end.operand_names[0] in replaced:
+            replaced[end.name] = end._replace(opcode="after-all")
+        if end.opcode == "recv-done" and end.operand_names[0] in replaced:
+            # It returns (array, token), so the result of the collective is an item of a tuple.
+            replaced[end.name] = end._replace(opcode="tuple")
     return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
 
 def _operation_of_sent(send: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
-    """Finds the operation that made what is sent, as exchanges themselves have none.
+    """Finds the operation that made what is sent, such as ``jit(f)/mlp/dot_general``.
 
-    It is the first on the way back along first operands, such as ``jit(f)/mlp/dot_general``.
+    Exchanges have no name of an operation themselves. The way back from the send is along first
+    operands, which are what a send sends and what a copy or a bitcast moves; the first name on it
+    counts.
     """
 
     def first_operand(instruction: Instruction) -> list[Instruction]:
@@ -104,7 +114,8 @@ def _operation_of_sent(send: Instruction, by_name: Mapping[str, Instruction]) ->
 def positions_of(mesh: Any) -> dict[Position, int]:
     """Returns the positions of devices in a mesh of several slices; empty for any other mesh.
 
-    Each device has two keys: its id, and its slice and number in that.
+    Each device has two keys: its id, and the pair of its slice and its number in that. With the ids
+    0 and 1 in one slice and 7 in another: ``{0: 0, (1, 0): 0, 1: 1, (1, 1): 1, 7: 2, (2, 0): 2}``.
     """
     if not hasattr(mesh, "devices"):
         return {}
@@ -113,7 +124,7 @@ def positions_of(mesh: Any) -> dict[Position, int]:
     positions: dict[Position, int] = {}
     for position, (device, number) in enumerate(zip(mesh.devices.flat, slices, strict=False)):
         positions[device.id] = position
-        positions[number + 1, counts[number]] = position
+        positions[number + 1, counts[number]] = position  # JAX counts slices from 0
         counts[number] += 1
     return positions if len(counts) > 1 else {}
 
@@ -125,7 +136,8 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
       text: the attribute ``between_slices``, in one of three forms::
 
           {1,2}x{0:3}        for each of the devices 0 to 3 of a slice, a group of this device in
-                             slice 1 and in slice 2: ((1, 0), (2, 0)), …, ((1, 3), (2, 3))
+                             slice 1 and in slice 2: ((1, 0), (2, 0)), …, ((1, 3), (2, 3));
+                             ``{1,2}x{0}`` for a single device
           {0,4},{1,5}        groups of device ids: (0, 4), (1, 5)
           {0->4},{1->5}      pairs of device ids
 
@@ -142,6 +154,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
         groups = [list(ids) for ids in number_lists(text.replace("->", ","))]
     devices = dict.fromkeys(device for group in groups for device in group)  # in order
     in_mesh = devices.keys() <= positions.keys()  # the program may be of other devices
+    # Without positions in the mesh, groups still have sizes: any numbers tell devices apart.
     numbering = positions if in_mesh else {device: n for n, device in enumerate(devices)}
     return Placed(tuple(tuple(numbering[d] for d in group) for group in groups), in_mesh)
 
@@ -150,7 +163,9 @@ def groups_within(groups: Groups, positions: Mapping[Position, int]) -> Placed:
     """Repeats groups of devices of one slice for all slices of the mesh.
 
     With two slices of four devices each, ((0, 1), (2, 3)) becomes ((0, 1), (2, 3), (4, 5), (6, 7)).
+    Groups with devices that the mesh lacks are returned as they are: those of one slice.
     """
+    # The keys are ids, and pairs of a slice and a number.
     slices = sorted({key[0] for key in positions if isinstance(key, tuple)})
     in_slices = [tuple((n, place) for place in group) for n in slices for group in groups]
     if not all(device in positions for group in in_slices for device in group):

@@ -44,13 +44,16 @@ class Pictured:
         """Returns HTML for notebooks, drawn by rich, with colours for any background."""
         from rich.terminal_theme import TerminalTheme
 
-        # Colours with enough contrast on light and on dark: a notebook may be either.
-        grey, colours = (118, 118, 118), [(211, 47, 47), (20, 132, 60), (150, 108, 0)]
-        colours += [(46, 112, 220), (168, 75, 190), (0, 128, 142)]
-        # Black and white are grey, too.
-        theme = TerminalTheme((255, 255, 255), (0, 0, 0), [grey, *colours, grey])
+        # Terminals have eight colours: black, red, green, yellow, blue, magenta, cyan, white. These
+        # have enough contrast on light and on dark, as a notebook may be either; black and white do
+        # not, so that both are grey.
+        grey, red, green, yellow = (118, 118, 118), (211, 47, 47), (20, 132, 60), (150, 108, 0)
+        blue, magenta, cyan = (46, 112, 220), (168, 75, 190), (0, 128, 142)
+        colours = [grey, red, green, yellow, blue, magenta, cyan, grey]
+        theme = TerminalTheme(background=(255, 255, 255), foreground=(0, 0, 0), normal=colours)
         # Notebooks have other fonts, and break lines.
         style = "font-family: monospace; white-space: pre; overflow-x: auto"
+        # rich replaces ``{code}``.
         html = f'<div class="nnx-sharding"><pre style="{style}">{{code}}</pre></div>'
         console = _recording(self)
         return console.export_html(theme=theme, code_format=html, inline_styles=True)
@@ -64,7 +67,8 @@ def drawn(*pictures: RenderableType) -> str:
 def _lines(picture: RenderableType) -> Iterable[str]:
     """Lays out a picture as rich does: rich itself takes 0.6 ms for each row of a table.
 
-    So tables are laid out here, and texts that need no wrapping; rich does the rest.
+    So tables (`Table` is the class below) are laid out here, and texts that fit into a line; rich
+    does the rest.
     """
     from rich.text import Text
 
@@ -72,13 +76,18 @@ def _lines(picture: RenderableType) -> Iterable[str]:
         return itertools.chain.from_iterable(map(_lines, picture._pictures(_WIDTH)))
     if isinstance(picture, Table):
         return picture.lines()
+    # The text as a whole is shorter than a line, so that none of its lines needs wrapping.
     if isinstance(picture, Text) and len(picture) < _WIDTH:
         return picture.plain.split("\n")
     return _recording(picture).export_text().splitlines()
 
 
 def _recording(*pictures: RenderableType) -> Console:
-    """A console that has drawn pictures, independent of environment variables."""
+    """Returns a console that has drawn pictures, and exports them as text or HTML.
+
+    It draws the same everywhere: rich would take the width and the colours from the terminal, and
+    from variables such as ``COLUMNS``. What it records has styles, although it writes none.
+    """
     from rich.console import Console
 
     console = Console(
@@ -132,18 +141,20 @@ class Table:
         from rich.box import Box
         from rich.table import Table
 
+        # The characters of lines between rows, for each of eight kinds of rows: there are dashes
+        # below the header and above the footer.
         rules = Box("    \n    \n -  \n    \n    \n -  \n    \n    \n")
         table = Table(
             box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="",
             show_footer=self._footer is not None,
         )  # fmt: skip
         footer = self._footer or [""] * len(self._header)
-        for number, (name, sum_, is_number) in enumerate(
+        for number, (title, total, is_number) in enumerate(
             zip(self._header, footer, self._is_number, strict=True)
         ):
             table.add_column(
-                _cell(name),
-                _cell(sum_),
+                _cell(title),
+                _cell(total),
                 justify="right" if is_number else "left",
                 overflow="fold",  # names are never cut off
                 no_wrap=number > 0,  # only the first column, with paths, is broken
@@ -153,24 +164,31 @@ class Table:
         return table
 
     def lines(self) -> list[str]:
-        """Lays out the table in full width, with the same result as by rich."""
+        """Lays out the table in full width, with the same result as by rich.
+
+        Each row is one line: what is printable has no line breaks.
+        """
         footers = [] if self._footer is None else [self._footer]
         header, *rows = [
             [_plain(cell) for cell in row] for row in (self._header, *self._rows, *footers)
         ]
         widths = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
-        # rich keeps one column between the cells, and one to the right of each but the last.
-        rule = " ".join(["-" * (width + 1) for width in widths[:-1]] + ["-" * max(widths[-1], 1)])
+        # rich keeps one space between the columns, and one to the right of the cells of each but
+        # the last, below which the dashes go on. A column has one character at least.
+        dashes = ["-" * (width + 1) for width in widths[:-1]]
+        rule = " ".join([*dashes, "-" * max(widths[-1], 1)])
         first, *lines = [self._line(row, widths) for row in (header, *rows)]
         if footers:
-            lines.insert(-1, rule)
+            lines.insert(-1, rule)  # above the footer, which is the last line
         return [first, rule, *lines]
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         """Joins the cells of a row, each filled up to the width of its column."""
         cells = []
         for cell, width, is_number in zip(row, widths, self._is_number, strict=True):
-            shown = cell.rstrip()  # though its width counts all of it
+            # rich aligns a cell without the spaces at its end, though the column is as wide as with
+            # them. Columns of numbers are aligned to the right.
+            shown = cell.rstrip()
             space = " " * (width - _width(shown))
             cells.append(space + shown if is_number else shown + space)
         return "  ".join(cells)

@@ -49,7 +49,7 @@ class MadeValue(NamedTuple):
     why: str | None  # why the spec is unknown, or lacks axes
     backward: bool
     module: str | None  # the path of the innermost module
-    times: int  # in one call of the function
+    times: int  # in one call of the function; the body of a `while` loop counts once
 
 
 def made_values(traced: jax.stages.Traced, modules: Collection[str]) -> list[MadeValue]:
@@ -80,13 +80,16 @@ def _walk(
         runs = times * equation.params["length"] if name == "scan" else times
         for inner in inner_jaxprs:
             yield from _walk(inner, line, scope, runs, modules)
-        # What a call returns is made in it, and counted there; a loop stacks that.
+        # What a call, such as a `jit`, returns is made in it, and was yielded above: the types are
+        # equal. What a `scan` returns has other types, as it stacks the results of its runs, so it
+        # is a value of its own.
         if any([x.aval for x in inner.outvars] == avals for inner in inner_jaxprs):
             continue
         backward, module = "transpose(" in scope, module_of(scope, modules)
         for aval in avals:
             if hasattr(aval, "shape"):  # tokens have none
                 spec, why = _spec_of(aval)
+                # If the type has no spec, since all axes are Auto, a constraint says one.
                 if name == "sharding_constraint" and why == BY_COMPILER and spec is None:
                     spec, why = _constrained(equation.params["sharding"], len(aval.shape))
                 yield MadeValue(
@@ -113,7 +116,9 @@ def _line_of(equation: JaxprEqn) -> Line | None:
 def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
     """Returns the spec in the type of a traced value, and why it is unknown or lacks axes.
 
-    ``aval`` is the type, of a class of JAX; the reason is None for a spec that is complete.
+    ``aval`` is the type, of a class of JAX. The reason, such as `BY_COMPILER`, is a text for the
+    user; it is None for a spec that is complete. On a mesh with Explicit and Auto axes, there are
+    both: the spec has the former, and lacks the latter.
     """
     sharding = getattr(aval, "sharding", None)
     if not aval.shape:  # a number has no dimension to shard
@@ -121,7 +126,7 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
     if sharding is None or sharding.mesh.empty:
         return None, BY_COMPILER
     sizes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
-    kinds = {kind for kind, size in sizes if size > 1}
+    kinds = {kind for kind, size in sizes if size > 1}  # along others, nothing is divided
     if AxisType.Manual in kinds:
         return None, _UNDER_SHARD_MAP
     why = BY_COMPILER if AxisType.Auto in kinds else None
@@ -129,11 +134,12 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
 
 
 def _constrained(sharding: Sharding, rank: int) -> tuple[PartitionSpec | None, str | None]:
-    """Returns the spec of a constraint on Auto axes, and why it lacks axes, if it does.
+    """Returns the spec of a constraint on Auto axes, and why it lacks axes: None if it does not.
 
-    It may leave dimensions to the compiler. ``rank`` is that of the array.
+    It may leave dimensions to the compiler, which are ``UNCONSTRAINED`` in the spec. ``rank`` is
+    that of the array.
     """
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding):  # others have no spec
         return None, BY_COMPILER
     spec = full_spec(sharding.spec, rank)
     is_whole = PartitionSpec.UNCONSTRAINED not in spec.partitions

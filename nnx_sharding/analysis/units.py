@@ -54,17 +54,20 @@ _SIZE = re.compile(
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    """Returns a text with control characters escaped, as names may contain anything.
+    """Returns a text with characters escaped that cannot be printed, as names may contain anything.
+
+    These are control characters, and others such as marks that reverse the direction of a text.
 
     Args:
       text: the text, or what is converted to one.
-      kept: control characters that stay.
-      escape: returns the text for a character; as Python writes it by default.
+      kept: those of these characters that stay.
+      escape: returns the text for a character; by default as in Python's ``repr``.
     """
 
     def shown(char: re.Match[str]) -> str:
         return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
 
+    # Only characters that are not in printable ASCII are asked: few in most texts.
     return re.sub(r"[^ -~]", shown, str(text))
 
 
@@ -86,7 +89,9 @@ def _scaled(n: float, units: Sequence[str], base: int) -> str:
     Numbers of the first unit are exact, others have three digits: ``12 B``, ``1.50 KiB``.
     """
     power = 0
-    while abs(n) >= base * 0.9995 and power < len(units) - 1:  # what would be rounded to 1000
+    # With three digits, 999.6 would be written as 1000, so it counts as 1.00 of the next unit. (Of
+    # 1024, the same share does.)
+    while abs(n) >= base * 0.9995 and power < len(units) - 1:
         n, power = n / base, power + 1
     exact = power == 0 and n == int(n)
     return f"{int(n) if exact else _digits(n)} {units[power]}"
