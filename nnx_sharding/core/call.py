@@ -147,24 +147,28 @@ def finish(
 
 # The attribute of a function of JAX that runs no Python code before its results are stored.
 DIRECT = "nnx_sharding_is_direct"
+# That of one with a program, for some shapes, for which JAX does run Python code.
+_NEVER_DIRECT = "nnx_sharding_is_never_direct"
 
 
 def mark_direct(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
     """Marks a jitted function as direct, if its first call has shown that JAX runs no Python code.
 
     That is so if all outputs are plain arrays, and the program has no effects, such as callbacks.
-    The fast write-back must be possible, too, with an output in containers that JAX builds itself;
-    if it is not, the mark of an earlier call is removed.
+    The fast write-back must be possible, too, with an output in containers that JAX builds itself.
+    All programs of the function have to be so, one for each shape of its arguments.
     """
+    if type(execute) is not _compat.JittedFunction or not _compat.trace_is_clean():
+        return  # an executable; or a call within a trace, which runs nothing
     *groups, outcome = outputs
     are_plain = all(type(x) is _compat.ArrayImpl for group in groups for x in group.arrays)
-    if type(execute) is not _compat.JittedFunction or outcome.has_effects or not are_plain:
-        return
     # None instead of ``returned``: Python code has to put the output together.
-    if outcome.update and outcome.update.returned is not None:
-        setattr(execute, DIRECT, True)
-    else:
+    is_written_in_c = bool(outcome.update) and outcome.update.returned is not None
+    if not are_plain or outcome.has_effects or not is_written_in_c:
         unmark_direct(execute)
+        setattr(execute, _NEVER_DIRECT, True)
+    elif not hasattr(execute, _NEVER_DIRECT):
+        setattr(execute, DIRECT, True)
 
 
 def unmark_direct(execute: Callable[..., Any]) -> None:
