@@ -144,10 +144,9 @@ class Dropout(NamedTuple):
     """The key of random bits, and the numbers of what has bits of its own."""
 
     words: jax.Array  # (2,), uint32: the key
-    rows: (
-        jax.Array
-    )  # (b,): the numbers of rows; or (1,) if all rows and heads drop the same weights
-    heads: jax.Array  # (k, g): the numbers of heads; or (1, 1)
+    # If all rows and heads drop the same weights, there is one number of each.
+    rows: jax.Array  # (b or 1,)
+    heads: jax.Array  # (k, g) or (1, 1)
 
 
 class Visibility(NamedTuple):
@@ -629,8 +628,7 @@ def _if_visible(
       state: a pytree of arrays.
     """
     for info in (queries, keys):
-        # Positions of (b, tokens) differ from row to row, so one may hide what another one does
-        # not.
+        # Positions of (b, tokens) differ from row to row: one row may hide what another one sees.
         if info.positions is None or info.positions.ndim > 1:
             return add(state)
     is_visible = may_attend(rule, queries.positions, keys.positions)  # type: ignore[arg-type]
@@ -647,14 +645,11 @@ def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
       axis: the dimension of a block, counted without that number: 1 for the result (b, 6, d).
     """
     moved = jnp.moveaxis(blocks, 0, axis)  # (b, 2, 3, d)
-    before, joined, after = (
-        moved.shape[:axis],
-        moved.shape[axis : axis + 2],
-        moved.shape[axis + 2 :],
-    )
+    before, after = moved.shape[:axis], moved.shape[axis + 2 :]
+    num_blocks, block_length = moved.shape[axis : axis + 2]
     # For each new dimension, the one of `moved` whose sharding it keeps; that of tokens has none.
     sources = [*range(axis), None, *range(axis + 2, moved.ndim)]
-    return reshape(moved, (*before, math.prod(joined), *after), sources)
+    return reshape(moved, (*before, num_blocks * block_length, *after), sources)
 
 
 def wide_dtype(x: jax.Array) -> Any:

@@ -493,8 +493,8 @@ class _Dispatch(NamedTuple):
             sorted_rows = own_rows[None]  # (1, C, features), as all groups are one
         unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation of `order`
         rows = jnp.take_along_axis(sorted_rows, unsort[:, :, None], 1)  # (groups or 1, C, features)
-        # Choices are k times all tokens: (groups, k, tokens, …), or (1, k, tokens of all groups,
-        # …).
+        # Choices are k times all tokens: (groups, k, tokens, features); without a capacity, the
+        # tokens are those of all groups.
         rows = rows.reshape(len(rows), k, -1, num_features)
         rows = rows.swapaxes(1, 2)  # the same with tokens before k
         rows = rows.reshape(num_groups, num_tokens, k, num_features)

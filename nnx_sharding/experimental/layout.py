@@ -202,8 +202,8 @@ def layout_of(
         in_type = axes_of(entries[dimension])
         named = [axis for axis in axes_of(given) if axis not in in_type]
         axes = [x for x in (*in_type, *named) if x not in sequence and x in sizes]
-        # Axes that do not divide the dimension cannot shard it. The last ones go first, as those
-        # of the type are in front: by these it is sharded already.
+        # Axes that do not divide the dimension cannot shard it. They are left out from the end:
+        # the first ones are in the type, so they shard it already.
         while query.shape[dimension] % math.prod(sizes[axis] for axis in axes):
             axes.pop()
         return tuple(axes)

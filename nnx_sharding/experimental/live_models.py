@@ -667,8 +667,8 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
       donate: whether the source gives its arrays up.
     """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
-    # A step may always take what the largest array needs, and 16 MiB. A sixteenth of all keeps the
-    # number of steps low where there are many small arrays.
+    # A step may always take what the largest array needs, and 16 MiB. With a sixteenth of all, many
+    # small arrays need no more than about 16 steps.
     most_bytes = max(largest, total // 16, _SMALL)
     # The goals of each step, by the devices of the program (None without one), and by whether its
     # results are final: a step that moves what it builds is another one than a step that does not.

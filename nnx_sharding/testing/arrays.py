@@ -128,8 +128,8 @@ def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.nd
         if dimension is None:
             continue
         # The mesh axis of size n moves in front of its dimension: (…, n, …, size, …) →
-        # (…, …, n, size, …). There the dimension has as many before it as it had, as one left.
-        position = len(layout) - 1 + dimension
+        # (…, …, n, size, …). The dimension stays where it is, at len(layout) + dimension.
+        position = len(layout) + dimension - 1
         whole = np.moveaxis(whole, mesh_axis, position)
         # Both are merged, and the mesh axis stays with size 1: (…, 1, …, n · size, …).
         merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
