@@ -73,9 +73,17 @@ _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-cal
 def _bytes_read(
     instruction: Instruction, operands: Operands, module: Module
 ) -> Sequence[int | None]:
-    """Counts the bytes that an operation reads of each operand; None for all of it.
+    """Counts the bytes that an operation reads of each operand.
 
     A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
+
+    Args:
+      instruction: the operation.
+      operands: the shapes of what it takes.
+      module: the program.
+
+    Returns:
+      For each operand the bytes; None if all of it is read.
     """
     opcode = base(instruction.opcode)
     count = len(operands)
@@ -95,7 +103,16 @@ def _bytes_read(
 
 
 def _bytes_read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
-    """Counts the bytes that a fusion of this computation reads of each of ``count`` operands."""
+    """Counts the bytes that a fusion reads of each operand.
+
+    Args:
+      callee: the computation that the fusion runs.
+      count: the number of its operands.
+      module: the program.
+
+    Returns:
+      For each operand the bytes; None if all of it is read.
+    """
     read = Counter[int]()  # bytes, by the number of the operand
     whole = set[int]()  # the operands that are read as a whole
     # Name of an instruction that is an operand, perhaps in another shape → the operand's number.

@@ -629,6 +629,11 @@ def _with_operation(
 
     TPU compilers leave out such names. They are those of the innermost instruction around it that
     has any, such as the fusion that it is in, and if that takes several operands, of these.
+
+    Args:
+      instruction: the collective.
+      computation: the computation that it is in.
+      module: the program.
     """
     around = [Located(computation, instruction), *module.around(computation.name)]  # from inside
     with_name = (located for located in around if located.instruction.operation is not None)

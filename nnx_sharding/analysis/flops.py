@@ -75,19 +75,25 @@ def product_flops(instruction: Instruction, operands: Operands) -> int | None:
 
 
 def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[int]) -> int | None:
-    """Counts the flops of a product, by the shapes of its first operand and its result.
+    """Counts the flops of a product: a multiplication and an addition for each term of its sums.
 
-    None if it is no product, or its text is damaged. The dimensions of ``lhs`` that it sums over
-    are an attribute, ``lhs_contracting_dims={1}``; those of a library's product are in its
-    configuration.
+    Args:
+      instruction: the product, or any other instruction.
+      lhs: the shape of its first operand.
+      result: the shape of its result.
+
+    Returns:
+      The flops; None if it is no product, or its text is damaged.
     """
+    # The dimensions of ``lhs`` that it sums over: of a dot the attribute
+    # ``lhs_contracting_dims={1}``, of a library's product a part of the call's configuration.
     summed = instruction.attributes.get("lhs_contracting_dims")
     if summed is None and instruction.opcode == "custom-call":
         match = _SUMMED.search(instruction.attributes.get("backend_config", ""))
         summed = match[1] if match else None
     if summed is None and instruction.opcode not in PRODUCTS:
         return None
-    axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
+    axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]  # none: an outer product
     if any(axis >= len(lhs) for axis in axes):
         return None
     flops = 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
@@ -99,6 +105,7 @@ def _real_per_complex(product: Instruction) -> int:
     return 4 if _is_complex(product.results[0]) else 1
 
 
+# "lhs_contracting_dimensions":["1"]
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
@@ -336,9 +343,15 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
 def _joined_in_windows(
     instruction: Instruction, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> int:
-    """Counts how often two elements are joined to reduce each window of ``inputs`` to one.
+    """Counts how often two elements are joined to reduce each window of an array to one element.
 
-    ``outputs`` has one element for each window. 0 if the text is damaged.
+    Args:
+      instruction: the reduction, whose text describes the windows.
+      inputs: the array, as a list of one shape.
+      outputs: what has one element for each window.
+
+    Returns:
+      The count; 0 if the text is damaged.
     """
     window = window_of(instruction)
     sizes = window.get("size", [])

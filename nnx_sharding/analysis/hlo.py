@@ -233,18 +233,18 @@ class Module(Values):
         return taken
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Lists the lines of code of an instruction and its callers: (file, line), innermost first.
+        """Lists the lines of code that led to an instruction: (file, line), innermost first.
 
-        ``metadata={… stack_frame_id=7}`` is the number of the innermost frame.
+        ``metadata={… stack_frame_id=7}`` is the number of the innermost frame in the table of
+        frames, each of which has the number of its parent: the frame that called it.
         """
         innermost = _FRAME_ID.search(instruction.attributes.get("metadata", ""))
-        number = int(innermost[1]) if innermost else 0
-        lines: dict[int, tuple[str | None, int]] = {}  # by frame
-        while number in self._frames and number not in lines:  # damaged text may have cycles
-            frame = self._frames[number]
-            lines[number] = frame.file, frame.line
-            number = frame.parent
-        return [(name, line) for name, line in lines.values() if name is not None]
+        number = int(innermost[1]) if innermost else 0  # no frame has the number 0
+        visited: dict[int, _Frame] = {}  # by number, innermost first
+        while number in self._frames and number not in visited:  # damaged text may have cycles
+            visited[number] = self._frames[number]
+            number = visited[number].parent
+        return [(frame.file, frame.line) for frame in visited.values() if frame.file is not None]
 
     @functools.cached_property
     def _frames(self) -> Mapping[int, _Frame]:

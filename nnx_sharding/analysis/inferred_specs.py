@@ -197,8 +197,12 @@ def spec_of_shard(
 ) -> PartitionSpec | None:
     """Returns the spec with which an array has shards of a shape; None if there is not just one.
 
-    With ``any_order``, axes over one dimension are in the order of the mesh, where shapes do not
-    say it.
+    Args:
+      shape: the shape of the whole array.
+      shard_shape: that of a shard.
+      sizes: the sizes of the mesh axes, in their order.
+      any_order: whether to take axes over one dimension in the order of the mesh. Shapes do not say
+        the order, so that otherwise two axes over one dimension are not clear.
 
     Example:
       >>> from nnx_sharding.analysis.inferred_specs import spec_of_shard
@@ -210,7 +214,8 @@ def spec_of_shard(
       True
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
-    # Shapes do not say the order of axes, so that several over one dimension are never clear.
+    # All sets of axes that may shard one dimension; with permutations each in all of its orders, of
+    # which none is the only one.
     choose = itertools.combinations if any_order else itertools.permutations
     subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
     counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}

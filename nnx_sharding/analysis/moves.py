@@ -56,6 +56,7 @@ def _sources(module: Module, value: Value, past_user_moves: bool) -> Sequence[Va
     """Lists the values that an array is moved or passed on from; empty if it is computed here.
 
     There are several for what a loop carries: the initial value, then what its body returns.
+    ``past_user_moves`` says whether moves that the user wrote are followed, too.
     """
     instruction = module.maker(value)
     operands = module.operands(value)

@@ -224,10 +224,14 @@ def axes_in(spec: PartitionSpec | str | None) -> tuple[str, ...]:
 
 
 def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays of one Variable, each after its path as text.
+    """Yields the arrays of one Variable, each after its path as text: ``("up/kernel", array)``.
 
-    ``path`` is that of the Variable, to which the keys in its value are added. What is no array,
-    such as a string, is left out.
+    What is no array, such as a string, is left out.
+
+    Args:
+      flat: the tree that has the Variable, as a structure and its leaves.
+      location: where the Variable is, with the numbers of its leaves (slots).
+      path: the path of the Variable, to which the keys in its value are added.
     """
     keys = keys_inside(flat, location.object_index, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
@@ -408,7 +412,11 @@ def activation_row(
 ) -> ActivationRow:
     """Makes the row of an array that a module returned.
 
-    ``names`` are ``path``, ``module``, ``method`` and ``output`` of the row.
+    Args:
+      array: the array, or its shape and dtype.
+      sharding: how it is sharded; None if that is unknown.
+      chosen_by: who chose that.
+      **names: ``path``, ``module``, ``method`` and ``output`` of the row.
     """
     spec = shard_shape = bytes_per_device = None
     if sharding is not None:

@@ -95,7 +95,7 @@ class _Purposes:
         # order: then input i is that of row i. Else `inputs_of` returns nothing.
         if inputs_of(module, used):
             arguments |= {number: row.path for number, row in enumerate(used)}
-        # Finds the arguments that a value is computed from, by moves alone.
+        # Finds the arguments that a value is computed from.
         self._origins = Origins(module, arguments, self._variables.paths)
         # Name of an instruction whose result is returned → the paths that it updates.
         self._updated_by = _returned_by(module, updated)

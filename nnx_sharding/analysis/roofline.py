@@ -98,7 +98,8 @@ def _exposed(transfers: Iterable[Transfer], hardware: Hardware) -> float | None:
     None if the time for one is unknown. Each computation schedules its own collectives, so that
     their waiting adds up (`_waiting`).
     """
-    # Name of the computation → its collectives, in the order of the program → their transfers.
+    # Name of the computation → its collectives, in the order of the program → the transfers of each
+    # over several kinds of links. No two collectives are equal, since their names differ.
     computations: defaultdict[str, defaultdict[Collective, list[Transfer]]]
     computations = defaultdict(lambda: defaultdict(list))
     for transfer in transfers:
@@ -374,6 +375,11 @@ def _why_unknown(
 
     Those for compute and memory are unknown if the cost is, that for the links if a bandwidth or a
     number of runs is.
+
+    Args:
+      cost: what one device does; None if it is unknown.
+      collectives: what the devices exchange; None if that is unknown.
+      traffic: what they send over which links, with the time, which is None if it is unknown.
     """
     if cost is None or collectives is None:
         return "the cost is unknown" if cost is None else "the collectives are unknown"

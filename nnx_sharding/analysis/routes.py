@@ -54,15 +54,22 @@ def route_of(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -
     """Finds how the devices along mesh axes are connected: the worst connection if groups differ.
 
     Unknown without a mesh, or if it does not say where its devices are.
+
+    Args:
+      axes: the mesh axes; None if they are unknown.
+      mesh: the mesh, and where its devices are; None without one.
+      hardware: what the devices are.
     """
     if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return UNKNOWN
     sizes = mesh.axes  # by name
     positions = np.arange(math.prod(sizes.values())).reshape(*sizes.values())  # (size of each axis)
-    over = [[*sizes].index(axis) for axis in axes]
+    group_dims = [[*sizes].index(axis) for axis in axes]  # the dimensions of these axes
     group_size = math.prod(sizes[axis] for axis in axes)
-    last = np.moveaxis(positions, over, range(-len(over), 0))  # (other axes…, axes of the group…)
-    groups = last.reshape(-1, group_size)  # (groups, size)
+    last = np.moveaxis(
+        positions, group_dims, range(-len(group_dims), 0)
+    )  # (others…, of the group…)
+    groups = last.reshape(-1, group_size)  # (groups, positions of the devices of one)
     if hardware.torus_dimensions:
         return _route_of_tpus(groups, mesh, hardware)
     return _route_of_gpus(groups, mesh, hardware)

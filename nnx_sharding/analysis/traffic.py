@@ -76,6 +76,11 @@ def transfers_of(
     """Yields what each collective sends over each kind of link: in a slice, between them, in chips.
 
     Collectives over the same mesh axes use the same links.
+
+    Args:
+      collectives: what the devices exchange.
+      mesh: where the devices are; None if that is unknown.
+      hardware: the bandwidths of the links.
     """
     slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     for axes in collectives.by_axes():  # each set of axes once
