@@ -404,7 +404,7 @@ def node_operations(
     """Returns the operations that change the attributes of a node; none is run here.
 
     An operation is a tuple of a function and its arguments. All operations of an update run one
-    after the other in C, so that no signal interrupts it.
+    after the other, in C unless the node is no ``nnx.Pytree``, so that no signal interrupts it.
 
     Args:
       node: the node.
@@ -419,8 +419,8 @@ def node_operations(
     operations: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
     # The state has the trace to which the node belongs, and that does not change.
     values = {str(key): value for key, value in changed if key != STATE}
-    # An array may replace a tracer that a failed trace left in the node. `node_items` has shown
-    # that tracer as data, but Flax's statuses may still say that the attribute is static.
+    # An array may replace a tracer of a trace that is over. `node_items` has shown that tracer as
+    # data, but the statuses of the node may still say that the attribute is static.
     leaked = [key for key in values if isinstance(attributes.get(key), jax.core.Tracer)]
     if leaked and STATUSES in attributes:
         new_statuses = attributes[STATUSES].update(dict.fromkeys(leaked, True))  # a new mapping

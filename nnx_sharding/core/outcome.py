@@ -157,7 +157,8 @@ def pack(
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
-    # With ``strict``, an output has to use the buffer of each donated array; else there are none.
+    # With ``strict``, an output has to use the buffer of each donated array. Otherwise none has to,
+    # and there are no slots to reuse.
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
     outcome.sources = tuple(sources[slot] for slot in range(len(after.leaves)))

@@ -249,7 +249,8 @@ def _is_joined(
     if is_weak:  # a weak type is kept only by jax.device_put
         return False
     # On the same devices, what would be resharded goes over the host only on CPUs, whose
-    # collectives take longer than copies. The host has no sums, and cannot reuse donated buffers.
+    # collectives take longer than copies. Only a program can add up an unreduced array, or reuse
+    # the buffers of a donated one.
     if current.device_set == target.device_set:
         is_sum = any(without_reductions(x) is not x for x in (current, target))
         is_for_program = is_ours or is_sum or not _is_on_cpus(target)

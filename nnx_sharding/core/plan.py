@@ -268,8 +268,9 @@ def make_plan(
     # Static values with arrays are refused, as these would become constants of the program.
     check_static_places(structure, named_parts(arguments), signature.static_names)
     locations = locate(structure, arguments)
-    expressions = enumerate(slot_names(len(leaves), locations))  # "" for an array without one
-    names = [expression or f"array {slot}" for slot, expression in expressions]
+    expressions = slot_names(len(leaves), locations)  # "" for an array without one
+    names = [expression or f"array {slot}" for slot, expression in enumerate(expressions)]
+    # One error lists all arguments that are not arrays, or all specs that do not fit the mesh.
     if isinstance(transform, Sharded):
         if error := arguments_not_arrays(names, leaves):
             raise error

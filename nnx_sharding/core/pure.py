@@ -170,12 +170,14 @@ def call_and_pack(
         after = left.as_declared(after, specs)
     option = transform.out_name
     after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
-    # 5. Checks of the whole trace, then the outputs.
+    # 5. Checks of the whole trace: outputs that the transform refuses, captured sharded arrays, and
+    # operations that XLA would compute wrong.
     transform.check_outputs(fun_name, names, after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
     if isinstance(transform, Sharded):
         mesh = mesh_of_types(arrays.leaves, transform.context)
         work_around_faults(mesh, name=name, strict=strict, nested=caller.nested)
+    # 6. The outputs of the program, and what they mean for the caller's objects.
     return pack(plan, fun_name, arrays.leaves, after, specs, names)
 
 

@@ -248,7 +248,7 @@ class RetypedArrays(NamedTuple):
         typed = retype_all([arrays[slot] for slot in known], outer, [specs[x] for x in known])
         for slot, array in zip(known, typed, strict=True):
             arrays[slot] = array
-        untyped = {slot: arrays[slot] for slot in inside if slot not in known}
+        untyped = {slot: arrays[slot] for slot in sorted({*inside} - {*known})}
         return LeavingArrays(arrays, untyped)
 
     def leave_with_specs(

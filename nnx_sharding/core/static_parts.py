@@ -331,7 +331,8 @@ def has_hidden_state(cls: type) -> bool:
 
     ``object.__reduce_ex__``, which refuses to pickle such objects, finds out in the same way: an
     object is larger than a bare ``object`` with a pointer for each slot, for the ``__dict__`` and
-    for the weak references. The class derives from no built-in one, as a list is larger, too.
+    for the weak references. This is for classes that derive from no built-in one: a list is larger,
+    too.
     """
     # An offset is 0 for what objects do not have. It is negative where the interpreter keeps the
     # dict or the weak references in front of the object, so that the size does not count them.

@@ -78,9 +78,9 @@ def check_static_places(
     # Static arguments are searched in any case.
     static_arguments = zip(statics, structure.statics, strict=True)
     starts = [_Place(name, child, in_argument=True) for name, child in static_arguments]
-    # Dynamic arguments are searched only if something in the structure must be wrong, since to
-    # search a model takes long: a static value that is a Variable or a module with arrays, or
-    # arrays of an object that is not copied.
+    # To search a model takes long, so dynamic arguments are searched only if there may be something
+    # wrong in them: a static value that is a Variable or a module with arrays, or arrays of an
+    # object that is not copied.
     has_hidden = any(map(_is_hidden, structure.identities()))
     uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
     if has_hidden or uncopied_have_arrays:

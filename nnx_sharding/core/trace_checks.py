@@ -118,9 +118,9 @@ def check_objects(
                 misused[_CAPTURED_OBJECT].append(_Misused(index, ()))
             elif old is not None and old.type is not entry.type:
                 misused[_CLASS_CHANGED].append(_Misused(index, ()))
-        elif isinstance(entry, StaticObject) and not updates:
-            is_new = old is None
-            if not is_new and old != entry:
+        elif isinstance(entry, StaticObject):
+            is_changed = old is not None and old != entry
+            if is_changed and not updates:
                 misused[_STATIC_CHANGED].append(_Misused(index, ()))
     # One kind of misuse at a time: the others may follow from it.
     misuse = next((misuse for misuse in kinds if misused[misuse]), None)

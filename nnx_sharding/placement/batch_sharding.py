@@ -407,7 +407,8 @@ class BatchSharding:
           mask: of shape (own rows,), which of these rows were loaded and not filled in.
         """
         leaves: list[Any] = list(arrays)
-        placed, shardings = self._placed, self._shardings  # positions among the leaves
+        # The positions of the leaves that are placed, and their shardings.
+        placed, shardings = self._placed, self._shardings
         if mask is not None:  # placed together with the arrays, as one more leaf with rows
             leaves.append(mask)
             placed, shardings = [*placed, len(arrays)], [*shardings, self.rows]

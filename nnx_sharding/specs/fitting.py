@@ -115,8 +115,10 @@ def fit_sharding(
     declared, mesh = pair
     spec = declared  # what is left of it, after corrections
     corrections: list[Mismatch] = []
+    # 1. The axes that the spec names: the mesh has them, and they may be named here, once.
     if lenient and shape is not None:
-        # Entries beyond the rank that name no axis say nothing, and are left out without a word.
+        # Without entries beyond the rank, whose axes then do not matter. Those that name no axis
+        # say nothing, and are left out without a word.
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
         spec = with_entries(spec, pad_entries(spec, len(shape)))
@@ -129,13 +131,14 @@ def fit_sharding(
         dropped = {axis for problem in refused for axis in problem.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
+    # 2. Dimensions that are left to the compiler.
     if not unconstrained:
         problems += [
             Mismatch(f"dimension {dimension} is UNCONSTRAINED; write None or a mesh axis")
             for dimension, entry in enumerate(spec.partitions)
             if entry is PartitionSpec.UNCONSTRAINED
         ]
-    # The sizes of the axes are only known, and compared, if the mesh has all of them.
+    # 3. The shape. The sizes of the axes are known only if the mesh has all of them.
     if shape is not None and not problems and len(spec) > len(shape):
         problems.append(_too_long(spec, shape))
     elif shape is not None and not problems:
@@ -431,9 +434,9 @@ def suggested_spec(x: object) -> str:
         return ": write jax.experimental.layout.Format(layout, sharding)"
     entries = x if isinstance(x, tuple | list) else (x,)
     axes = [axis for entry in entries for axis in axes_of(entry)]
-    if not axes:  # a tuple of None has no spec for each of several arrays
+    if not axes:  # such as (None, None): a prefix without specs, for two arrays
         return ""
-    if not all(isinstance(axis, str) for axis in axes):
+    if not all(isinstance(axis, str) for axis in axes):  # no names of mesh axes
         return ""
     return f": write P({', '.join(map(repr, entries))})"
 
