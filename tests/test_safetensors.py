@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -778,6 +779,13 @@ class ErrorTest(TestCase):
             assert len(list(folder.iterdir())) == len(others) + (3 if second == 1 else 1)
 
     def test_a_full_disk_leaves_the_old_model(self):
+        self._assert_a_full_disk_leaves_the_old_model()
+
+    def test_a_full_disk_without_hard_links_leaves_the_old_model(self):
+        with mock.patch.object(os, "link", side_effect=OSError(95, "Operation not supported")):
+            self._assert_a_full_disk_leaves_the_old_model()
+
+    def _assert_a_full_disk_leaves_the_old_model(self):
         rules = {r"w(\d)": "w{0}"}
 
         def model(value):

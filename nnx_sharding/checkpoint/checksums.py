@@ -6,6 +6,10 @@ has a checksum of each array in its manifest.
 
 The checksum is a sum modulo 2³² of a hash of each 32-bit word and its position. A sum needs no
 order, so each device can hash its own shard wherever it is, and only the sums are communicated.
+
+    words   1.5f32  → 0x3fc00000, at the position 7 of the array
+    salt    the position times a constant, modulo 2³², so that equal words count differently
+    sum     of the hashes of each word ^ salt
 """
 
 from __future__ import annotations
@@ -50,48 +54,51 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
     """
     if isinstance(x, jax.Array):
         if x.is_fully_replicated:  # one copy is enough
-            x = _local(x)
+            x = _first_local_shard(x)
         if x is None:
             return None
         if x.nbytes > _SMALL or not x.is_fully_addressable:
-            # On several CPU devices it waits: sums of several arrays at once may deadlock there.
-            [device_total] = finish_on_cpu([_on_devices(x)])
-            return _local(device_total)  # each device has the total
+            # On several CPU devices, this waits for the result: the programs for several arrays
+            # would compete for threads there, and may deadlock.
+            [device_total] = finish_on_cpu([_sum_on_devices(x)])
+            return _first_local_shard(device_total)  # each device has the total
     words = _words(np.atleast_1d(x), np).reshape(-1)
     host_total = np.uint32(0)
     with np.errstate(over="ignore"):  # it is a sum modulo 2**32
-        salts = _salts(np.arange(min(len(words), _CHUNK), dtype=np.uint32))
+        first_salts = _salts(np.arange(min(len(words), _CHUNK), dtype=np.uint32))
         for first in range(0, len(words), _CHUNK):
             chunk = words[first : first + _CHUNK]
-            mixed = _mixed(chunk, salts[: len(chunk)] + _salts(np.uint32(first % 2**32)))
-            host_total += np.sum(mixed, dtype=np.uint32)
+            # Salts are linear: that of the position first + i is the sum of both.
+            salts = first_salts[: len(chunk)] + _salts(np.uint32(first % 2**32))
+            host_total += np.sum(_hashes(chunk, salts), dtype=np.uint32)
     return host_total
 
 
-def _local(x: jax.Array) -> jax.Array | None:
+def _first_local_shard(x: jax.Array) -> jax.Array | None:
     """Returns the first shard of this process; None if it has none."""
     shards = x.addressable_shards
     return shards[0].data if shards else None
 
 
 @jax.jit
-def _on_devices(x: jax.Array) -> jax.Array:
+def _sum_on_devices(x: jax.Array) -> jax.Array:
     """Returns the checksum of a sharded array, as a replicated number."""
-    words = _words(fetch(x), jnp)
-    index = jnp.uint32(0)  # of each word in the array, in row-major order
+    words = _words(fetch(x), jnp)  # from the memory of the host, if it is there
+    # The position of each word in row-major order, modulo 2**32 as all numbers here.
+    positions = jnp.uint32(0)
     # The compiler shards iotas like the words; it would replicate a reshaped arange.
     for axis, size in enumerate(words.shape):
-        along = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        index = index * jnp.uint32(size % 2**32) + along
-    return jnp.sum(_mixed(words, _salts(index)), dtype=jnp.uint32)
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        positions = positions * jnp.uint32(size % 2**32) + index
+    return jnp.sum(_hashes(words, _salts(positions)), dtype=jnp.uint32)
 
 
-def _salts(index: Any) -> Any:  # np.ndarray or jax.Array, of uint32
-    """Returns the salt of each index, which is linear: that of a sum is the sum of both."""
-    return index * np.uint32(0x9E3779B9)
+def _salts(positions: Any) -> Any:  # np.ndarray or jax.Array, of uint32
+    """Returns the salt of each position. It is linear: the salt of a sum is the sum of both."""
+    return positions * np.uint32(0x9E3779B9)
 
 
-def _mixed(words: Any, salts: Any) -> Any:  # np.ndarray or jax.Array, of uint32
+def _hashes(words: Any, salts: Any) -> Any:  # np.ndarray or jax.Array, of uint32
     """Returns a hash of each word with its salt, one to one in the word, as MurmurHash3 ends."""
     x = words ^ salts
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
@@ -100,14 +107,23 @@ def _mixed(words: Any, salts: Any) -> Any:  # np.ndarray or jax.Array, of uint32
 
 
 def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as numpy says
-    """Returns the bits of an array as 32-bit words; numbers of fewer bits are one word each."""
+    """Returns the bits of an array as 32-bit words.
+
+    Numbers of fewer bits are one word each. Those of 64 bits are two words, and complex ones are
+    the words of the real and of the imaginary part.
+
+    Args:
+      x: the array, of NumPy or JAX.
+      numpy: ``np`` or ``jnp``, for the same.
+    """
     if x.dtype == np.bool_:  # of which JAX views no bits
         return x.astype(np.uint32)
     if x.dtype.kind == "c":  # which JAX cannot view as words
         x = numpy.stack([x.real, x.imag], axis=-1)
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     if (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits < 8:
-        x = x.astype(np.float32 if is_float else np.int32)  # elements that share a byte
+        # Elements such as int4 share a byte in JAX, but not in NumPy. Their values are the same.
+        x = x.astype(np.float32 if is_float else np.int32)
     word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
     if numpy is np:
         return np.ascontiguousarray(x).view(word).astype(np.uint32, copy=False)

@@ -1,8 +1,10 @@
 """``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers.
 
 A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
-complete. So an error, a full disk or the end of the process leaves the old one. In an
-``Operation``, processes meet at ``agree`` (``core/agreement.py``), and fail together.
+complete. So an error, a full disk or the end of the process leaves the old one.
+
+At ``operation.agree()``, each process waits for all others, and fails if one has failed. It raises
+an error if the named facts differ among processes, and returns what the first process passes.
 """
 
 from __future__ import annotations
@@ -78,26 +80,34 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
     folder = stored.as_folder(path)
     with Operation("save", folder) as operation:
         operation.agree(path=str(folder))
+        # 1. The first process makes the folder to write to: in a draft, which is published at the
+        # end; or in a bucket, where nothing can be renamed, the final one.
         new, draft = folder, None
         if operation.is_first:
             stored.check_replaceable(folder, overwrite)
             if not stored.is_in_bucket(folder):
-                is_ours = lambda path: stored.is_of_orbax(path.removeprefix(_IN_DRAFT))  # noqa: E731
-                draft = operation.enter(Draft(Path(folder), is_ours))
+                draft = operation.enter(Draft(Path(folder), is_ours=_is_of_orbax_in_draft))
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
             stored.as_folder(new / "array_metadatas").mkdir(parents=True)
         new = stored.as_folder(operation.agree(str(new)))
+        # 2. All processes write.
         with progress(f"save {folder.name}"):
-            ModelHandler().save(new, args=ModelSave(tree))
+            ModelHandler().save(new, args=ModelSave(tree))  # which returns once all have written
+        # 3. The first process publishes.
         if operation.is_first:
             (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
-            stored.opened("save", new)  # only what can be read is published
+            stored.opened("save", new)  # an error if it cannot be read
             if draft is not None:
                 draft.publish(Path(new))
 
 
-_IN_DRAFT = "checkpoint/"
+_IN_DRAFT = "checkpoint/"  # the folder of the new checkpoint in a draft
+
+
+def _is_of_orbax_in_draft(path: str) -> bool:
+    """Whether Orbax may have written a file, by its path in a draft."""
+    return stored.is_of_orbax(path.removeprefix(_IN_DRAFT))
 
 
 @_compat.api_boundary
@@ -147,10 +157,12 @@ def restore(
       See :func:`save`.
     """
     with Operation("restore", path) as operation:
-        folder = stored.item_folder("restore", path)
+        folder = stored.item_folder("restore", path)  # where the arrays are: in it, or in an item
         operation.agree(path=str(folder))
+        # The arguments are a record because Orbax's managers pass them as one.
+        arguments = ModelRestore(tree, sharding, mesh, only, cast)
         with progress(f"restore {folder.name}"):
-            return restore_into(folder, ModelRestore(tree, sharding, mesh, only, cast))
+            return restore_into(folder, arguments)
 
 
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -170,7 +182,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
     def save(self, directory: FilePath, args: ModelSave) -> None:
         """Writes a :class:`ModelSave`; Orbax would wait in a loop, and some releases nest loops."""
-        [written] = _off_loop(lambda: asyncio.run(self.async_save(directory, args)))
+        [written] = _outside_of_loop(lambda: asyncio.run(self.async_save(directory, args)))
         written.result()
 
     def finalize(self, directory: FilePath) -> None:
@@ -181,14 +193,19 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         return restore_into(directory, args)
 
 
-def _off_loop(function: Callable[[], T]) -> T:
-    """Runs what runs a loop; in another thread if this one has a loop, as in a notebook."""
+def _outside_of_loop(function: Callable[[], T]) -> T:
+    """Calls a function that runs an event loop of asyncio, which refuses to run within another.
+
+    In a notebook, this thread runs a loop already, so the function is called in a new thread.
+    """
     try:
         asyncio.get_running_loop()
-    except RuntimeError:
+    except RuntimeError:  # there is none
         return function()
-    with ThreadPoolExecutor(1) as pool:  # a loop cannot run within a loop
-        return pool.submit(copy_context().run, function).result()  # which knows the operation
+    # In a copy of the context, where operations find the one that they are part of.
+    context = copy_context()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(context.run, function).result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +226,11 @@ class _Written:
             self.operation.wait_for(lambda: [future.result(timeout) for future in self.futures])
             self.operation.agree()
             if self.operation.is_first:
-                _off_loop(self.finalize)  # joins what all have written
+                _outside_of_loop(self.finalize)  # joins what all have written
 
 
 def _writing(folder: FilePath) -> AbstractContextManager[None]:
+    """Returns a context in which errors of Orbax are about writing to a folder."""
     return stored.orbax_errors(f"save: {folder} could not be written")
 
 
@@ -262,15 +280,22 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
-    """Returns the arguments for Orbax: nested dicts of arrays, and as metadata what it lacks."""
+    """Returns the arguments for Orbax: nested dicts of arrays, and metadata (`manifest_of`).
+
+    The metadata say what Orbax does not keep, such as checksums and the kinds of PRNG keys.
+
+    Args:
+      flat: the tree to save.
+      arrays: its arrays, with the names under which they are stored.
+    """
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
-    targets: list[Sharding | None] = []
+    targets: list[Sharding | None] = []  # None leaves an array where it is
     for leaf in flat.leaves:
         sharding = getattr(leaf, "sharding", None)
-        summed = without_reductions(sharding)
+        summed = without_reductions(sharding)  # the same object if nothing is unreduced
         targets.append(None if summed is sharding else summed)
     leaves = place_arrays(flat.leaves, targets)
-    contents = {array.name: _content(leaves[array.slot]) for array in arrays}
+    contents = {array.name: _value_for_orbax(leaves[array.slot]) for array in arrays}
     # The manifest has the arrays without elements, which Orbax does not store.
     stored_contents = {name: content for name, content in contents.items() if np.size(content)}
     if not stored_contents:
@@ -300,12 +325,15 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
     return flat, arrays
 
 
-def _content(leaf: Any) -> Any:
-    """Returns what is written for an array: a NumPy array unless it is global."""
+def _value_for_orbax(leaf: Any) -> Any:
+    """Returns an array or a number in a form that Orbax can store."""
     value = leaf[...] if names.is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
+        # Of numbers, Orbax stores bool, int and float. A NumPy number is float to Python, but would
+        # lose its dtype.
         return np.asarray(value) if isinstance(value, complex | np.generic) else value
-    # Of several processes, Orbax refuses arrays that one of them alone has.
+    # Of several processes, Orbax refuses arrays that one of them alone has, but takes NumPy arrays,
+    # and these have no PRNG keys. Keys of all processes it stores as their words itself.
     if jax.process_count() > 1 and value.is_fully_addressable:
         return np.asarray(jax.random.key_data(value) if is_keys(value) else value)
     return value

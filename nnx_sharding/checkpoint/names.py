@@ -61,19 +61,22 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
     ``("up", "kernel", "value")`` and the plain name ``("up", "kernel")``.
     """
     structure, arrays = flat.structure, []
-    # A location is a Variable, or an array outside of any.
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    # A location is a Variable, or an array outside of any, with the slots of its arrays.
+    for location in structure.walk(structure.root, slots=iter(structure.root_slots)):
         index = location.object_index  # None for a bare array
         entry = None if index is None else structure.entries[index]
-        level = (VALUE,) if isinstance(entry, VariableEntry) or not location.path else ()
-        # A Variable may hold a pytree: the paths of its arrays in that.
+        has_value_key = isinstance(entry, VariableEntry)
+        if not location.path:  # the tree is one array, which needs some key, too
+            has_value_key = True
+        value_key = (VALUE,) if has_value_key else ()
+        # A Variable may hold a pytree: the paths of its arrays in that. Otherwise it is one, ().
         paths = keys_inside(flat, index, len(location.slots))
         for slot, inside in zip(location.slots, paths, strict=True):
             leaf = flat.leaves[slot]
             array = NamedArray(
                 slot=slot,
                 leaf=leaf,
-                name=tuple(map(str, (*location.path, *level, *inside))),
+                name=tuple(map(str, (*location.path, *value_key, *inside))),
                 plain_name=tuple(map(str, (*location.path, *inside))),
                 path=path_string((*location.path, *inside)) or "the root",
                 variable_path=location.path,
@@ -136,7 +139,7 @@ def filled(
     caller: str,
     finish: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Returns the tree with new arrays; references get them as values.
+    """Returns the tree with new arrays, which modules and Variables in it get in place.
 
     Args:
       flat: the tree.
@@ -146,10 +149,12 @@ def filled(
     """
     leaves, references = list(flat.leaves), []
     for array, value in values:
-        if is_reference(array.leaf):
-            references.append((array.leaf, value))  # what holds it keeps the reference
+        if is_reference(array.leaf):  # a `jax.Ref` stays where it is, and gets another value
+            references.append((array.leaf, value))
         else:
             leaves[array.slot] = value
+    # All values have the shapes and dtypes of the tree, so nothing below should fail. `rebuild`
+    # checks first what it can, and then writes.
     tree = rebuild(flat, leaves, caller, finish=finish)
     for reference, value in references:
         reference[...] = value
@@ -177,17 +182,19 @@ def is_global(x: object) -> bool:
 
 def is_storable(x: object) -> bool:
     """Whether ``x`` is an array or a number that Orbax can store; it may be abstract."""
-    if isinstance(x, int):  # Orbax stores numbers as those of 64 bits
+    if isinstance(x, int):  # also a bool; Orbax stores numbers as those of 64 bits
         return -(2**63) <= x < 2**63
     kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | float | complex
-    if not is_reference(x) and (not isinstance(x, kinds) or isinstance(x, jax.core.Tracer)):
+    is_array_or_number = isinstance(x, kinds) and not isinstance(x, jax.core.Tracer)
+    # A reference is stored as its value, which is an array.
+    if not is_array_or_number and not is_reference(x):
         return False
-    return not hasattr(x, "dtype") or is_keys(x) or _is_storable(x.dtype)
+    return not hasattr(x, "dtype") or is_keys(x) or _has_tensorstore(x.dtype)
 
 
 @functools.cache
-def _is_storable(dtype: np.dtype[Any]) -> bool:
-    """Whether TensorStore has this dtype."""
+def _has_tensorstore(dtype: np.dtype[Any]) -> bool:
+    """Whether TensorStore, which stores the arrays for Orbax, has this dtype."""
     try:
         return dtype.kind not in "OSUMmT" and bool(tensorstore.dtype(dtype))
     except ValueError:  # such as uint4

@@ -7,6 +7,9 @@
     fill      the model, once all arrays are there
 
 A *target* is an array of the model, its *leaf* there, with the name that it has in the checkpoint.
+
+At ``operation.agree()``, each process waits for all others; ``wait_for`` runs what may wait for
+devices of other processes. If one process fails, all raise its error there.
 """
 
 from __future__ import annotations
@@ -51,23 +54,25 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         flat = flatten(given.tree)
         if not _compat.trace_is_clean():  # values would become its constants
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-        # What is wanted: the arrays that `only` selects, and where they go.
+        # The arrays that `only` selects, and where they go.
         arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
         names.check_unique("restore", arrays)
         shardings = _shardings(given, flat, arrays)
-        # Where it is in the checkpoint, and whether it fits.
+        # Where they are in the checkpoint, and whether they fit.
         stored = opened("restore", folder)
-        # Orbax alone may have stored plain names, as `nnx.to_pure_dict` makes them.
+        # The model's name is ("up", "kernel", "value"). Orbax alone may also have stored
+        # ("up", "kernel"), as `nnx.to_pure_dict` makes it; or the model has a bare array there, and
+        # the checkpoint a Variable. So plain names, without the "value", are compared, too.
         by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
         targets = []
         for array in arrays:
             name = array.name
-            if name not in stored.entries:
+            if name not in stored.entries:  # `_check_fit` lists those that are not there at all
                 name = by_plain_name.get(array.plain_name, array.plain_name)
             targets.append(_Target(array, shardings[array.slot], name))
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         operation.agree(arrays=lambda: names.digest(arrays))  # before anything is read
-        values = load(stored, _wanted(stored, targets), operation)
+        values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
     return names.filled(flat, converted, "restore")  # now that no process has failed
 
@@ -79,6 +84,9 @@ def _shardings(
 
     A ``mesh`` without a ``sharding`` replaces the mesh of the model's shardings, whose specs stay.
     None is for the default device, and for what stays a NumPy array or a number.
+
+    Raises:
+      ValueError: lists the shardings that do not divide their arrays, or have no devices.
     """
     declared: list[Any] = [None] * len(flat.leaves)
     if given.sharding is not None:
@@ -93,14 +101,15 @@ def _shardings(
         if isinstance(leaf, _ON_HOST):
             sharding = None
         if isinstance(sharding, NamedSharding):
-            # The model's own shardings fit, but a mesh of another size may not divide the arrays,
-            # and that of an abstract model has no devices. The user's shardings have their mesh.
+            # `assign_shardings` has given the user's shardings their mesh.
             mesh = sharding.mesh
             if given.sharding is None and given.mesh is not None:
                 mesh = given.mesh
+            # The model's own shardings fit. But a mesh of another size may not divide the arrays,
+            # and that of an abstract model has no devices: these are errors, not corrected.
             fit = fit_sharding(sharding.spec, mesh, leaf.shape)
             if isinstance(mesh, AbstractMesh):
-                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
+                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")  # one more
             if fit.problems:
                 problems.append(fit.line(array.path))
             elif mesh != sharding.mesh:
@@ -119,7 +128,16 @@ class _Target(NamedTuple):
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:
-    """Returns the shape and dtype that the checkpoint should have; of a number, its type."""
+    """Returns the shape and dtype that the checkpoint should have.
+
+    Instead of a dtype, it is the Python type ``int`` for a number such as 3: Orbax stores it with
+    64 bits, and it may be any integer. `_is_same_dtype` knows both.
+
+    Args:
+      leaf: what the model has: an array, PRNG keys, or a number.
+      entry: what the checkpoint has in its place.
+    """
+    # np.float64 is a float to Python, but keeps its dtype.
     if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
         return (), type(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
@@ -156,10 +174,11 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
     read = {target.name for target in targets}
     unread = [entry for name, entry in stored.entries.items() if name not in read]
     unknown = [entry.array.path or "the root" for entry in unread]
-    near = names.suggestions(len(missing) + len(unknown))  # near(path, paths): the one meant
+    # `near(path, paths)` is a hint at the path that was meant, such as "; did you mean 'up'?".
+    near = names.suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
-        "Not in the model": [] if is_part else [f"  {x}{near(x, missing)}" for x in unknown],
+        "Not in the model": [] if is_part else [f"  {x}{near(x, [*missing])}" for x in unknown],
         "Of another shape": shapes,
         names.OF_ANOTHER_DTYPE: dtypes,
     }
@@ -176,10 +195,13 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
       is_part: whether the checkpoint may have more than the model.
     """
     others = set(unknown)
+    # All that is missing may be below one key, as the checkpoint of {"model": model}.
     for top in dict.fromkeys(path.partition("/")[0] for path in unknown):
         if missing and others.issuperset(f"{top}/{path}" for path in missing):
+            # Integers are keys of tuples, lists or dicts. The first part of a tuple is the usual
+            # case; a dict does for all others.
             key = int(top) if top.isdecimal() else top
-            part = f"{{{key!r}: model}}" if key else "(model,)"
+            part = "(model,)" if key == 0 else f"{{{key!r}: model}}"
             return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
     if missing and all("opt_state" in path.split("/") for path in (*missing, *unknown)):
         return (
@@ -194,32 +216,39 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
 def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> bool:
     """Whether a stored array may fill one of the wanted dtype, or a number of the wanted type.
 
-    ``cast`` allows others of the same kind. ``stored`` is a dtype of NumPy, or of PRNG keys.
+    Args:
+      stored: a dtype of NumPy, or of PRNG keys.
+      wanted: a dtype, or for a Python number its type. A number is filled by one of any size.
+      cast: whether another dtype of the same kind will do.
     """
-    if isinstance(wanted, type):  # asked for first, as a dtype may be equal to float
+    if isinstance(wanted, type):  # not compared with ==, as np.dtype("float64") == float
         kinds = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
         return bool(np.issubdtype(stored, kinds[wanted]))
     return names.is_castable(stored, wanted, cast)
 
 
-def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
-    """Returns the sharding with which each stored array is read, each process its own shards.
+def _shardings_to_read(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
+    """Returns the sharding with which each array is read, by its name in the checkpoint.
 
-    None is to read the array to the host of each process.
+    With a sharding, each process reads only its own shards. With None, each reads the whole array
+    to its host, and `_converted` places it.
     """
-    wanted: dict[Name, Sharding | None] = {}
+    result: dict[Name, Sharding | None] = {}
     for target in targets:
         stored_dtype = stored.entries[target.name].array.dtype
         dtype = getattr(target.array.leaf, "dtype", stored_dtype)
-        # An array of this process alone is not read with its sharding; and integers that may wrap
-        # are read to the host, since JAX may shorten them while it reads them.
-        is_to_host = names.may_wrap(stored_dtype, dtype) or (
+        # JAX may shorten integers while it reads them: only on the host it can be seen whether they
+        # wrap.
+        may_wrap = names.may_wrap(stored_dtype, dtype)
+        # Orbax refuses to save arrays of one process alone, so it is not asked to make any.
+        is_of_this_process_alone = (
             jax.process_count() > 1
             and target.sharding is not None
             and target.sharding.is_fully_addressable
         )
-        wanted[target.name] = None if is_to_host else target.sharding
-    return wanted
+        is_to_host = may_wrap or is_of_this_process_alone
+        result[target.name] = None if is_to_host else target.sharding
+    return result
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
@@ -232,7 +261,7 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
         leaf = target.array.leaf
         value = values.pop(target.name)  # which frees it before the next one needs memory
         dtype = getattr(leaf, "dtype", None)
-        # Those of a jax.Array do not wrap: see `_wanted`.
+        # A jax.Array was read with its sharding, so its numbers do not wrap (`_shardings_to_read`).
         if dtype and isinstance(value, np.ndarray) and (limits := out_of_range(value, dtype)):
             wrapping.append(f"  {target.array.path}: {limits}, {dtype}")
         else:
@@ -248,7 +277,7 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
 
 
 def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
-    """Returns what was read as the kind of value that the model has in its place.
+    """Converts what was read to the kind of value that the model has in its place.
 
     Args:
       leaf: what the model has: an array, PRNG keys, or a number.
@@ -271,15 +300,22 @@ def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
 def _on_devices(
     value: Any, sharding: Sharding | None, dtype: np.dtype[Any], *, is_weak: bool
 ) -> jax.Array:
-    """Converts the dtype and places the result; without a sharding, on the default device."""
+    """Converts what was read to an array of a dtype, in its sharding.
+
+    Args:
+      value: what was read, on devices or on the host.
+      sharding: where it goes; None for the default device.
+      dtype: the dtype of the model.
+      is_weak: whether the array has a weak type, as that of a number.
+    """
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jax.device_put(host) if sharding is None else place_arrays([host], [sharding])[0]
     if value.dtype != dtype or value.weak_type != is_weak:
-        # Orbax lacks unreduced and reduced arrays, so it was read without these axes.
+        # Where it is: Orbax has read it in this sharding, but for unreduced and reduced axes.
         convert = _conversion(without_reductions(sharding), dtype, is_weak)
         [value] = finish_on_cpu([convert(value)])
-    [placed] = place_arrays([value], [sharding])
+    [placed] = place_arrays([value], [sharding])  # with these axes; else nothing moves
     return cast(jax.Array, placed)
 
 
@@ -287,5 +323,5 @@ def _on_devices(
 def _conversion(
     sharding: Sharding | None, dtype: np.dtype[Any], is_weak: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a compiled function that converts the dtype; JAX caches it by shape."""
+    """Returns a function of ``jax.jit`` that converts an array, without moving it."""
     return jax.jit(lambda x: _compat.converted(x, dtype, is_weak), out_shardings=sharding)

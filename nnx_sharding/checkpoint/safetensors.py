@@ -6,6 +6,13 @@
 Loading, JAX asks for the region of each shard, and its boxes are read. Saving goes the same way in
 reverse: each process writes the boxes of its shards into files that all share, which
 ``tensor_release`` publishes once all are complete.
+
+A *region* of an array is a range of each of its dimensions. A *placement* says which part of a
+tensor is which part of an array, so it tells what a region shares with the tensor: *boxes*, ranges
+of each axis of the tensor.
+
+At ``operation.agree()``, each process waits for all others, and fails if one has failed. It raises
+an error if the named facts differ among processes, and returns what the first process passes.
 """
 
 from __future__ import annotations
@@ -123,15 +130,17 @@ def load_safetensors(
         patterns = read_rules(_LOAD, loaded_rules(rules))
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
         paths = {array.path for array in everything}
-        head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
+        head = f"{_LOAD}: {os.fspath(path)} does not fit the model."  # of an error
         with tensor_files.open_tensors(_LOAD, path) as tensors:
+            # What fills each array, from headers alone: an error comes before anything is read.
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
             digest = functools.partial(names.digest, arrays.values())
             operation.agree(path=lambda: str(as_folder(path)), arrays=digest)
             values = _load_arrays(arrays, filled_by, tensors)
-        operation.agree()  # from here on, devices compute together
+        operation.agree()  # all have read their shards; from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
         placed = operation.wait_for(lambda: place_arrays(values, shardings))
+    # Only now, after any error, the model is changed.
     return names.filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 
@@ -147,42 +156,47 @@ def _load_arrays(
     """
     values: list[Array] = []
     overflows = []
-    on_host: list[int] = []  # the indices of values that still have to be put on a device
-    pending_bytes = 0  # the size of these
+    # The indices of values that are still on the host, and have to be on a device. Many are moved
+    # at once, which is faster, but not all, since those on the host take memory, too.
+    pending: list[int] = []
+    pending_bytes = 0
     leaves = [array.leaf for array in arrays.values()]
     with progress(_LOAD, len(arrays), quiet=_num_bytes(leaves) < _SHORT) as advance:
         for path, array in arrays.items():
-            misfits: set[str] = set()
+            misfits: set[str] = set()  # the dtypes of tensors whose numbers do not fit
             parts = [(placement, tensors[name]) for placement, name in filled_by[path]]
             value = _load_array(array.leaf, parts, misfits)
             if isinstance(value, np.ndarray) and not isinstance(array.leaf, np.ndarray):
-                on_host.append(len(values))
+                pending.append(len(values))
                 pending_bytes += value.nbytes
             values.append(value)
             if pending_bytes >= _CHUNK:
-                _put_on_device(values, on_host)
-                pending_bytes = 0
+                _put_on_device(values, pending)
+                pending, pending_bytes = [], 0
             if misfits:
                 dtypes = " and ".join(sorted(misfits))
                 overflows.append(f"  {path}: {dtypes} as {array.leaf.dtype}")
             advance(path)
-        _put_on_device(values, on_host)
+        _put_on_device(values, pending)
     head = f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:"
     raise_listed(CheckpointError, head, overflows, "Use a larger dtype in the model.")
     return values
 
 
 def _num_bytes(arrays: Iterable[AnyArray]) -> int:
+    """Returns the size of arrays in memory."""
     return sum(array_bytes(x.shape, x.dtype) for x in arrays)
 
 
-def _put_on_device(values: list[Array], on_host: list[int]) -> None:
-    """Puts some of the values on the default device, uncommitted; CPUs adopt the memory."""
+def _put_on_device(values: list[Array], indices: Sequence[int]) -> None:
+    """Puts the values at these indices on the default device, uncommitted.
+
+    CPUs adopt the memory of the NumPy arrays.
+    """
     # One call for many arrays takes a third of the time of one for each.
-    arrays = jax.device_put([values[i] for i in on_host])
-    for i, array in zip(on_host, arrays, strict=True):
+    arrays = jax.device_put([values[i] for i in indices])
+    for i, array in zip(indices, arrays, strict=True):
         values[i] = array
-    on_host.clear()
 
 
 def selected_weights(
@@ -197,12 +211,14 @@ def selected_weights(
 
     Raises:
       TypeError: one that is selected has a dtype that these files do not support.
-      ValueError: none is selected, or one has a sharding without devices.
+      ValueError: there are no arrays, or none is selected, or one has a sharding without devices.
     """
 
     def is_supported(leaf: object) -> bool:
+        """Whether it is an array of a dtype that files may have; a number is not."""
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
+    # This raises the errors for what is selected, and if nothing is.
     weights = names.selected(
         caller,
         everything,
@@ -222,9 +238,17 @@ def selected_weights(
 
 
 def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
-    """Returns what a leaf becomes, in its sharding, or on the host if it is uncommitted.
+    """Reads what becomes of a leaf of the model.
 
-    Dtypes whose numbers do not fit go into ``misfits``.
+    Args:
+      leaf: the array of the model, which may be abstract.
+      parts: the tensors that fill it.
+      misfits: gets the dtypes of tensors whose numbers do not fit into the dtype of the leaf.
+
+    Returns:
+      An array in the sharding of the leaf, or if that has none, or is on no certain device, a NumPy
+      array. Unreduced and reduced axes are left out of the sharding; `load_safetensors` places the
+      array with them at last.
     """
 
     @functools.cache  # devices may hold the same shard
@@ -238,8 +262,8 @@ def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
     def read_shard(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
         return read(bounds_of(index, leaf.shape))
 
-    summed = without_reductions(sharding)
-    array: jax.Array = jax.make_array_from_callback(leaf.shape, summed, read_shard)
+    without_sums = without_reductions(sharding)
+    array: jax.Array = jax.make_array_from_callback(leaf.shape, without_sums, read_shard)
     # Otherwise what is read for the next array would take memory simultaneously.
     jax.block_until_ready(array)
     return array
@@ -248,13 +272,18 @@ def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
 def _read_region(
     leaf: Any, parts: Parts, bounds: Region, misfits: set[str]
 ) -> np.ndarray[Any, Any]:
-    """Returns the values of a region of an array. Dtypes that do not fit go into ``misfits``."""
+    """Reads the values of a region of an array from all tensors that fill it.
+
+    ``misfits`` gets the dtypes of tensors whose numbers do not fit into that of ``leaf``.
+    """
     result = aligned([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
+        # `target` is a view of the elements of `result` that the box fills, in the tensor's order.
         for box, target in _boxes_in_region(placement, bounds, result):
-            is_alike = target.dtype == tensor.dtype and target.flags.c_contiguous
-            values = tensor_files.read_box(tensor, box, target if is_alike else None)
-            if np.may_share_memory(values, target):  # it was read in place, as it is
+            # Bytes can be read to their final place if nothing is converted or transposed.
+            may_read_in_place = target.dtype == tensor.dtype and target.flags.c_contiguous
+            values = tensor_files.read_box(tensor, box, target if may_read_in_place else None)
+            if np.may_share_memory(values, target):  # they are in place
                 continue
             values = values.reshape(target.shape)
             # What does not fit is reported by the caller, for all tensors at once.
@@ -275,20 +304,26 @@ def _boxes_in_region(
       bounds: the region.
       data: the values of the region, which may still be unset.
     """
+    # In chunks, so that converting or transposing them takes little memory.
     for chunk_bounds, chunk in _chunks(data, bounds):
         for piece in placement.pieces(chunk_bounds):
             yield piece.box, piece.view(chunk)
 
 
 def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
-    """Whether converting numbers wrapped no integer and made nothing infinite or NaN."""
+    """Whether converting numbers wrapped no integer and made nothing infinite or NaN.
+
+    Both dtypes are integers, or both are floats or complex, as `names.is_castable` has it.
+    """
     old, new = values.dtype, converted.dtype
     if not values.size or old == new:
         return True
     if jnp.issubdtype(new, jnp.integer):
         return not out_of_range(values, new)
     old_largest, new_largest = (float(limits.max) for limits in map(jnp.finfo, (old, new)))
-    if old_largest <= 1.01 * new_largest:  # float32 as bfloat16, too
+    # Counting takes time, and is left out for float32 as bfloat16, too, whose largest number is
+    # 0.4 % smaller.
+    if old_largest <= 1.01 * new_largest:
         return True
     return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
 
@@ -296,20 +331,24 @@ def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool
 def _chunks(
     data: np.ndarray[Any, Any], bounds: Region
 ) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
-    """Splits a region of an array, so that converting or transposing it takes little memory."""
-    count = -(-data.nbytes // _CHUNK)
-    if count <= 1:
+    """Splits a region of an array along one dimension into chunks of about `_CHUNK` bytes.
+
+    They are larger if no dimension is long enough for so many.
+    """
+    num_chunks = -(-data.nbytes // _CHUNK)  # rounded up
+    if num_chunks <= 1:
         yield bounds, data
         return
-    # Along the first dimension that is long enough, the parts are contiguous in most files.
-    long = [axis for axis, size in enumerate(data.shape) if size >= count]
-    axis = long[0] if long else int(np.argmax(data.shape))
+    # The first dimension that is long enough: parts along it are contiguous in most files.
+    long_enough = [axis for axis, size in enumerate(data.shape) if size >= num_chunks]
+    axis = long_enough[0] if long_enough else int(np.argmax(data.shape))
     begin, end = bounds[axis]
-    step = -(-data.shape[axis] // count)
+    step = -(-data.shape[axis] // num_chunks)
     for first in range(begin, end, step):
         last = min(first + step, end)
-        part = (*bounds[:axis], (first, last), *bounds[axis + 1 :])
-        yield part, data[(*[slice(None)] * axis, slice(first - begin, last - begin))]
+        chunk_bounds = (*bounds[:axis], (first, last), *bounds[axis + 1 :])
+        before = [slice(None)] * axis  # all of the dimensions before this one
+        yield chunk_bounds, data[(*before, slice(first - begin, last - begin))]
 
 
 @_compat.api_boundary
@@ -353,23 +392,28 @@ def save_safetensors(
             "processes share, and upload the files."
         )
     with Operation(_SAVE, folder) as operation:
+        # 1. All processes find the same tensors.
         arrays = selected_weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))
         operation.agree(path=str(folder), arrays=lambda: names.digest(arrays.values()))
+        # 2. The first process creates the files in a draft, a folder next to the files that are
+        # there, and tells the others where.
         groups = _group_into_files(tensors, max_shard_size)
-        release, sent = None, None
+        release, draft_and_files = None, None
         if operation.is_first:
             begun = new_release(Path(folder), len(groups), overwrite=overwrite)
             release = operation.enter(begun)
             _create_files(release, groups, tensors)
-            sent = [str(release.draft.folder), release.files]
-        local, files = operation.agree(sent)
+            draft_and_files = [str(release.draft.folder), release.files]
+        draft, files = operation.agree(draft_and_files)
+        # 3. Each process writes its shards into them.
         is_short = _num_bytes(tensors.values()) < _SHORT
         with progress(_SAVE, len(tensors), quiet=is_short) as advance:
             for name, group in zip(files, groups, strict=True):
-                _fill_file(Path(local, name), {x: tensors[x] for x in group}, advance)
+                _fill_file(Path(draft, name), {x: tensors[x] for x in group}, advance)
+        # 4. Once all have written, the first process publishes the files.
         operation.agree()
         if release is not None:
             release.publish()
@@ -391,56 +435,77 @@ def _create_files(
 def _fill_file(
     path: Path, tensors: Mapping[str, NewTensor], advance: Callable[[str], object]
 ) -> None:
-    """Writes the values of a file that this process has to write."""
+    """Writes the values that this process has of the tensors of one file.
+
+    Args:
+      path: the file, whose header says where each tensor begins.
+      tensors: the tensors of the file, by name.
+      advance: is called with each name, to show the progress.
+    """
     with path.open("r+b", buffering=0) as file:
         stored = tensor_files.read_header(_SAVE, path, file)
-        writer = tensor_files.Writer(file)
+        writer = tensor_files.Writer(file)  # collects many small writes
         for name, tensor in tensors.items():
             for placement, value in tensor.parts:
                 _write(writer, stored[name], placement, value)
             advance(name)
         writer.flush()
-        os.fsync(file.fileno())  # what is written here, other machines may not be able to sync
+        # In a network file system, only the machine that wrote them can bring bytes to the disk,
+        # so it does not suffice that the first process syncs the file before it publishes it.
+        os.fsync(file.fileno())
 
 
 def _write(
     writer: tensor_files.Writer, tensor: StoredTensor, placement: Placement, value: Array
 ) -> None:
-    """Writes what this process holds of an array, which is a part of a tensor."""
-    for bounds, data in _shards(value):
-        for box, values in _boxes_in_region(placement, bounds, data):
+    """Writes the shards that this process holds of an array to where they are in a tensor."""
+    for region, data in _shards(value):
+        for box, values in _boxes_in_region(placement, region, data):
             writer.add(tensor, box, values)
-        if data.nbytes >= _CHUNK:  # on other devices than CPUs, it is a copy
+        # The writer keeps `data` until it flushes. Of accelerators, `data` is a copy on the host:
+        # without this, large copies of several shards would be in memory at once.
+        if data.nbytes >= _CHUNK:
             writer.flush()
 
 
 class NewTensor(NamedTuple):
-    """A tensor to write, and its parts."""
+    """A tensor to write."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    parts: list[tuple[Placement, Array]]
+    parts: list[tuple[Placement, Array]]  # the arrays that fill it
 
 
 def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
-    """Returns the tensors to write, by name."""
-    values: dict[str, Array] = {
-        path: array.leaf[...] if names.is_reference(array.leaf) else array.leaf
-        for path, array in arrays.items()
-    }
+    """Returns the tensors to write, by name; an error lists the arrays that do not fit into them.
+
+    ``arrays`` are the arrays to save, by path.
+    """
+    values: dict[str, Array] = {}
+    for path, array in arrays.items():
+        # A `jax.Ref` is read by an index: its value is what is saved.
+        values[path] = array.leaf[...] if names.is_reference(array.leaf) else array.leaf
     tensors: dict[str, NewTensor] = {}
     unnamed = []
     for path, value in values.items():
         try:
-            for place in places_of_array(rules, path, value.shape):
-                new = NewTensor(place.tensor_shape, np.dtype(value.dtype), [])
-                tensors.setdefault(place.name, new).parts.append((place, value))
+            for placement in places_of_array(rules, path, value.shape):
+                new = NewTensor(placement.tensor_shape, np.dtype(value.dtype), parts=[])
+                tensors.setdefault(placement.name, new).parts.append((placement, value))
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
+    # Only for its errors: whether arrays fill each tensor completely, and lose nothing.
     head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
-    nouns = ("array", "tensor")
-    fill_by_rules(head, rules, tensors, values, values, reverse=True, nouns=nouns)
+    fill_by_rules(
+        head,
+        rules,
+        tensors,
+        arrays=values,
+        everything=values.keys(),
+        reverse=True,
+        nouns=("array", "tensor"),
+    )
     return tensors
 
 
@@ -464,12 +529,13 @@ def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     """Yields the regions of an array that this process writes, with their values."""
     if not names.is_global(value) and jax.process_index() != 0:
-        return  # all processes have the same array, and the first one writes it
+        return  # this process has all of it, as have all others: the first one writes it
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
-    # Of unreduced arrays, a file has the sums.
-    sharding, summed = without_reductions(value.sharding), value
+    # Each device has a summand of an unreduced array, and a file has their sum.
+    summed = value
+    sharding = without_reductions(value.sharding)  # the same object if nothing is unreduced
     if sharding is not value.sharding:
         [summed] = place_arrays([value], [sharding])
     for shard in summed.addressable_shards:

@@ -53,7 +53,9 @@ _OF_ORBAX = re.compile(
 )
 # What ``jax.random`` calls the kinds of PRNG keys, by the names of their dtypes.
 KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
-_BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
+# Where the arrays may be below a folder: in itself, or as an item of a step of `Checkpoints` or of
+# Orbax, which calls the only item of a step "default".
+_BELOW = ("", MODEL, "default")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -153,6 +155,7 @@ def orbax_errors(head: str) -> Iterator[None]:
 
 
 def _damaged(caller: str, folder: FilePath) -> str:
+    """Returns the beginning of the message of an error, which a reason may follow."""
     return f"{caller}: {folder} is damaged, or it is not a checkpoint of a model"
 
 
@@ -179,11 +182,14 @@ def is_checkpoint(folder: FilePath) -> bool:
 
 
 def check_replaceable(folder: FilePath, overwrite: bool) -> None:
-    """Raises an error if a folder exists and is not to be replaced."""
+    """Raises a FileExistsError if a folder exists and is not to be replaced.
+
+    Only a folder with nothing but a checkpoint is replaced, as that deletes what it holds.
+    """
     if not folder.exists():
         return
     reason = ""
-    if is_in_bucket(folder):
+    if is_in_bucket(folder):  # even with `overwrite`
         reason = "exists, and nothing can be replaced at once in a bucket; delete it first"
     elif not overwrite:
         reason = "exists; overwrite=True replaces it if it is a checkpoint"
@@ -199,13 +205,17 @@ def check_replaceable(folder: FilePath, overwrite: bool) -> None:
 
 
 def _foreign_entries(folder: FilePath, above: str = "") -> Iterator[str]:
-    """Yields what is in a checkpoint's folder, at any depth, that Orbax did not write."""
+    """Yields what is in a checkpoint's folder, at any depth, that Orbax did not write.
+
+    These are paths in the checkpoint. ``above`` is that of ``folder``: ``"ocdbt.process_0/"``.
+    """
     for path in sorted(folder.iterdir()):
-        name = above + path.name
-        if not is_of_orbax(name) or os.path.islink(path):
-            yield name
+        path_in_checkpoint = above + path.name
+        # Orbax makes no links, and what one names is not looked through.
+        if not is_of_orbax(path_in_checkpoint) or os.path.islink(path):
+            yield path_in_checkpoint
         elif path.is_dir():
-            yield from _foreign_entries(path, f"{name}/")
+            yield from _foreign_entries(path, f"{path_in_checkpoint}/")
 
 
 def is_of_orbax(path: str) -> bool:
@@ -214,7 +224,16 @@ def is_of_orbax(path: str) -> bool:
 
 
 def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
-    """Finds the folder with the arrays: the given one, or the item of a step in it."""
+    """Finds the folder with the arrays: the given one, or the item of a step in it.
+
+    Args:
+      caller: the function that the user called, for messages.
+      path: the folder of a checkpoint, or of a step.
+
+    Raises:
+      NoCheckpointError: there is no such folder.
+      CheckpointError: it has several steps, or no checkpoint, or an incomplete one.
+    """
     folder = as_folder(path)
     if _UNFINISHED in folder.name:  # Orbax renames complete ones
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
@@ -272,16 +291,18 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
             f"reads {_VERSION}."
         )
     checksums_by_name, key_dtypes = manifest.get("checksums", {}), manifest.get("keys", {})
-    # By name, what has the shape and dtype of each array.
+    # By name, what has the shape and dtype of each array: leaves of Orbax's own types, and ours.
     leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
     stored = {tuple(str(path_key(key)) for key in path): leaf for path, leaf in leaves}
     empty = {
-        tuple(name): StoredArray("", tuple(shape), _dtype_of(dtype))
+        tuple(name): StoredArray("", tuple(shape), _dtype_of(dtype))  # the path is made below
         for name, shape, dtype in manifest.get("empty", ())
     }
-    variables = _variables([*stored, *empty])
+    variables = _names_of_variables([*stored, *empty])
     entries = {}
     for position, (name, leaf) in enumerate((stored | empty).items()):
+        # The manifest joins names by dots. They differ, as Orbax does the same in its files, and
+        # `names.check_unique` refuses others.
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
         if joined in key_dtypes:  # Orbax stores their words, in one more dimension
             shape, dtype = shape[:-1], _dtype_of(key_dtypes[joined])
@@ -304,7 +325,7 @@ def _without_value(name: Name, variables: Collection[Name]) -> Name:
     return name
 
 
-def _variables(names: Iterable[Name]) -> set[Name]:
+def _names_of_variables(names: Iterable[Name]) -> set[Name]:
     """Finds the names of what looks like a Variable: it contains a value and nothing else."""
     inside: dict[Name, set[str]] = {}
     for name in names:
@@ -331,9 +352,16 @@ def key_words(keys: jax.Array | StoredArray) -> jax.ShapeDtypeStruct:
 def load(
     stored: Stored, wanted: Mapping[Name, Sharding | None], operation: Operation
 ) -> dict[Name, Any]:
-    """Reads arrays by name, with these shardings or to the host, and compares their checksums.
+    """Reads arrays and compares their checksums.
 
-    Each process reads its own shards. PRNG keys are their words.
+    Args:
+      stored: the checkpoint.
+      wanted: the sharding for each array, by its name in the checkpoint, of which each process
+        reads its own shards; None to read it to the host.
+      operation: the processes that do this together.
+
+    Returns:
+      The arrays, by name. PRNG keys are their words.
     """
     arrays = _read(stored, wanted)
     # Orbax opens files one after the other, so it may have read some of either checkpoint.
@@ -341,21 +369,23 @@ def load(
         raise CheckpointError(
             f"restore: another job replaced {stored.folder} while it was read. Read it again."
         )
-    summed: dict[Name, Any] = {}
+    to_compare: dict[Name, Any] = {}
     for name, array in arrays.items():
         entry = stored.entries[name]
-        # With 64 bits disabled, JAX may shorten the numbers while it reads them.
+        # With 64 bits disabled, JAX may shorten the numbers while it reads them, so that their
+        # checksum is another one. Keys are read as words, whose dtype is not theirs anyway.
         may_be_cut = isinstance(array, jax.Array) and not is_keys(entry.array)
         is_cut = may_be_cut and array.dtype != entry.array.dtype
         if entry.checksum is not None and not is_cut:
-            summed[name] = array
-    operation.agree()  # from here on, devices compute together
-    sums = operation.wait_for(lambda: checksums([*summed.values()]))
-    wrong = [
-        f"  {stored.entries[name].array.path or 'the root'}"
-        for name, total in zip(summed, sums, strict=True)
-        if total not in (None, stored.entries[name].checksum)
-    ]
+            to_compare[name] = array
+    operation.agree()  # all processes are here; from here on, devices compute together
+    sums = operation.wait_for(lambda: checksums([*to_compare.values()]))
+    wrong = []
+    for name, total in zip(to_compare, sums, strict=True):
+        entry = stored.entries[name]
+        # This process cannot tell (None) if it holds no shard; another one does.
+        if total is not None and total != entry.checksum:
+            wrong.append(f"  {entry.array.path or 'the root'}")
     head = f"restore: {stored.folder} is damaged. These arrays are not what was written:"
     raise_listed(CheckpointError, head, wrong)
     return arrays
@@ -364,32 +394,37 @@ def load(
 def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
     """Reads arrays as :func:`load` does, but compares no checksums."""
     treedef: Any = jax.tree.structure(stored.tree)
-    # Orbax's leaves in its order; those that are not wanted are placeholders.
-    items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
-    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
+    # What Orbax is asked for: a value and options for each of its leaves, in its order. It skips
+    # leaves whose value is a placeholder, and reads those with any other value.
+    is_wanted: Any = 0
+    requests: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
+    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves  # enough for numbers
+    positions: dict[Name, int] = {}
     for name, sharding in wanted.items():
         entry = stored.entries[name]
         if entry.position is None:
             continue
-        items[entry.position] = 0  # anything but a placeholder is read
+        positions[name] = entry.position
+        requests[entry.position] = is_wanted
         if entry.is_number:
             continue
         if sharding is None:
             options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
         else:  # Orbax has neither unreduced nor reduced arrays
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
-    if 0 in items:  # Orbax refuses to read nothing
-        args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
+    values: list[Any] = []
+    if positions:  # Orbax refuses to read nothing
+        args = ocp.args.PyTreeRestore(treedef.unflatten(requests), treedef.unflatten(options))
         with orbax_errors(_damaged("restore", stored.folder)):
             restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
-            items = treedef.flatten_up_to(restored)
+            values = treedef.flatten_up_to(restored)
     arrays: dict[Name, Any] = {}
     for name in wanted:
-        entry = stored.entries[name]
-        if entry.position is None:  # without elements, which Orbax does not store
-            form = key_words(entry.array) if is_keys(entry.array) else entry.array
+        array = stored.entries[name].array
+        if name not in positions:  # without elements, which Orbax does not store
+            form = key_words(array) if is_keys(array) else array
             arrays[name] = np.zeros(form.shape, form.dtype)
         else:
-            item = items[entry.position]
-            arrays[name] = jax.random.key_data(item) if is_keys(item) else item
+            value = values[positions[name]]
+            arrays[name] = jax.random.key_data(value) if is_keys(value) else value
     return arrays

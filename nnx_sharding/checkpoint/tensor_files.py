@@ -54,7 +54,7 @@ _LARGE = 2**20
 # Below this many bytes, a read costs more than reading what is between it and the next one.
 _SHORT = 256
 
-# The bytes that are collected before they are written.
+# As many bytes are collected before they are written.
 _AT_ONCE = 2**24
 
 # A range of each dimension: where it begins and ends.
@@ -84,16 +84,18 @@ def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[Tensors]
     folder = as_folder(path)
     index = folder / INDEX_FILE
     for _ in range(3):
-        version = version_of(index)
-        with contextlib.ExitStack() as files:
+        version = version_of(index)  # also if there is none
+        with contextlib.ExitStack() as files:  # which closes them
             try:
                 tensors = _open_indexed(caller, folder, files)
             except NoCheckpointError:
+                # If the index is another one now, the old files may have been deleted before they
+                # were opened. A damaged file is an error in any case.
                 if version == version_of(index):
                     raise
                 continue
             if version == version_of(index):
-                yield tensors
+                yield tensors  # and then close the files
                 return
     raise CheckpointError(f"{caller}: {folder} is being replaced by other jobs. Load it again.")
 
@@ -126,34 +128,41 @@ def read_index(folder: FilePath) -> dict[str, str]:
 
 
 def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tensors:
-    """Opens a file and reads its header."""
+    """Opens a file, which stays open until ``files`` is closed, and reads its header."""
     try:
-        # A buffer would read eight KiB for a run of one.
+        # A buffer would read eight KiB (8192 bytes) each time that few bytes are needed.
         opened = files.enter_context(
             path.open("rb") if is_in_bucket(path) else Path(path).open("rb", buffering=0)  # noqa: SIM115
         )
         return read_header(caller, path, opened)
     except OSError as error:
-        hint = ""
-        if not is_in_bucket(path) and path.parent.is_dir():
-            present = sorted(os.listdir(path.parent))
-            hint = f" The folder has {', '.join(shortened(present)) or 'no files'}."
-            if path.name == MODEL_FILE and any(x.endswith(".safetensors") for x in present):
-                hint += (
-                    f" Of several files, {INDEX_FILE} has to say which has which tensor; if one "
-                    "has all, pass its path."
-                )
-            if drafts(Path(path.parent, MODEL_FILE)):
-                hint = " Files were begun there, but not written completely."
         raise NoCheckpointError(
-            f"{caller}: cannot read {path}: {error.strerror or error}.{hint}"
+            f"{caller}: cannot read {path}: {error.strerror or error}.{_hint_at_files(path)}"
         ) from error
+
+
+def _hint_at_files(path: FilePath) -> str:
+    """Says what is in the folder of a file that cannot be read; empty if that is not known."""
+    if is_in_bucket(path) or not path.parent.is_dir():
+        return ""
+    # A killed `save_safetensors` leaves its draft, whichever names its files were to have. That
+    # explains more than a list of the files that are there.
+    if drafts(Path(path.parent, MODEL_FILE)):
+        return " Files were begun there, but not written completely."
+    present = sorted(os.listdir(path.parent))
+    hint = f" The folder has {', '.join(shortened(present)) or 'no files'}."
+    if path.name == MODEL_FILE and any(name.endswith(".safetensors") for name in present):
+        hint += (
+            f" Of several files, {INDEX_FILE} has to say which has which tensor; if one "
+            "has all, pass its path."
+        )
+    return hint
 
 
 def read_header(caller: str, path: FilePath, file: BinaryIO) -> Tensors:
     """Reads the header of a file, which may be of anyone: nothing in it is believed unchecked."""
     try:
-        first = file.read(8)
+        first = file.read(8)  # fewer bytes if the file is shorter, which is refused below
         if first == b"version ":
             raise ValueError("it is a pointer of Git LFS, so the file itself has to be downloaded")
         start = 8 + int.from_bytes(first, "little")
@@ -162,14 +171,25 @@ def read_header(caller: str, path: FilePath, file: BinaryIO) -> Tensors:
             raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
         file.seek(8)
         return _checked_tensors(file, unique_json(file.read(start - 8)), start, end)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    # The first of these also come from a header that is JSON, but of another form, such as a list.
+    except (AttributeError, KeyError, TypeError, RecursionError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."
         ) from error
 
 
 def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end: int) -> Tensors:
-    """Returns the tensors of a file, whose bytes have to follow each other without gaps."""
+    """Returns the tensors of a file, whose bytes have to follow each other without gaps.
+
+    An entry of another form than ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}``
+    raises any error of wrong JSON data, which `read_header` reports.
+
+    Args:
+      file: the file, for the tensors.
+      entries: the header.
+      start: where the bytes of the first tensor begin in the file.
+      end: where the file ends.
+    """
     tensors: Tensors = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
@@ -180,6 +200,8 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
             raise ValueError(f"{name} has the shape {shape} and bytes {first} to {last}")
         if type(code) is not str:
             raise ValueError(f"{name} has the dtype {code!r}")
+        # A dtype that NumPy does not have stays a text: only using the tensor is an error. How many
+        # bytes it needs is not known.
         dtype = jnp.dtype(DTYPES[code]) if code in DTYPES else code
         if isinstance(dtype, np.dtype) and last - first != array_bytes(shape, dtype):
             raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
@@ -229,32 +251,38 @@ class Box(NamedTuple):
                 raise CheckpointError(f"{first}:{last} is outside of an axis of size {size}.")
 
     def runs(self) -> tuple[int, list[int]]:
-        """Returns the length of its contiguous runs of elements, and where they begin.
+        """Returns the length of its contiguous runs, and where they begin, both in elements.
 
         Of the first 2 columns in (3, 4), the length is 2, and they begin at 0, 4 and 8.
         """
         shape = self.shape
-        if shape == self.sizes:
+        if shape == self.sizes:  # the whole tensor is one run
             return math.prod(shape), [0]
-        # Trailing axes of which the box has all elements, and one more, are contiguous.
-        outer, run = len(self.sizes), 1  # ``outer`` becomes the number of axes before these
-        while outer:
-            outer -= 1
-            run *= shape[outer]
-            if shape[outer] != self.sizes[outer]:
+        # A run has all of the trailing axes that the box has completely, and the part that it has
+        # of the axis before them. `num_outer` becomes the number of axes before that one.
+        num_outer, run_length = len(self.sizes), 1
+        while num_outer:
+            num_outer -= 1
+            run_length *= shape[num_outer]
+            if shape[num_outer] != self.sizes[num_outer]:
                 break
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         pairs = list(zip(self.ranges, strides, strict=True))
-        within_run = sum(first * stride for (first, _), stride in pairs[outer:])
-        offsets = [np.arange(first, last) * stride for (first, last), stride in pairs[:outer]]
-        begins = functools.reduce(np.add.outer, offsets, np.array(within_run))  # (outer axes…)
-        return run, begins.reshape(-1).tolist()
+        # There is a run for each combination of indices of the outer axes; the other axes shift it.
+        shift = sum(first * stride for (first, _), stride in pairs[num_outer:])
+        offsets = [np.arange(first, last) * stride for (first, last), stride in pairs[:num_outer]]
+        begins = functools.reduce(np.add.outer, offsets, np.array(shift))  # (outer axes…)
+        return run_length, begins.reshape(-1).tolist()
 
     def widened(self, least: int) -> Box:
-        """Returns a box around this one, with whole trailing axes up to runs of this length."""
+        """Returns a box around this one whose runs have at least so many elements, if possible.
+
+        Its last axes are taken completely, one after the other, until the runs are long enough.
+        """
         ranges = list(self.ranges)
         for axis in reversed(range(len(ranges))):
-            if Box(self.sizes, ranges).runs()[0] >= least:
+            run_length, _ = Box(self.sizes, ranges).runs()
+            if run_length >= least:
                 break
             ranges[axis] = (0, self.sizes[axis])
         return Box(self.sizes, ranges)
@@ -274,18 +302,19 @@ def read_box(
     """
     assert isinstance(tensor.dtype, np.dtype)  # others were refused
     box.check()
-    file, size = tensor.file, tensor.dtype.itemsize
+    file, itemsize = tensor.file, tensor.dtype.itemsize
     # Runs of less than `_SHORT` bytes are read with what is between them.
-    wide = box.widened(-(-_SHORT // size))
+    least_elements = -(-_SHORT // itemsize)  # rounded up
+    wide = box.widened(least_elements)
     if out is not None and wide.shape == box.shape:
         data = out.reshape(box.shape)
     else:
         data = _scratch(wide.shape, tensor.dtype)
-    memory, done = data.reshape(-1).view("u1").data, 0
-    run, begins = wide.runs()
+    memory, done = data.reshape(-1).view("u1").data, 0  # in bytes
+    run_length, begins = wide.runs()  # in elements
     for begin in begins:
-        file.seek(tensor.offset + begin * size)
-        end = done + run * size
+        file.seek(tensor.offset + begin * itemsize)
+        end = done + run_length * itemsize
         while done < end:  # a read may return less than it should
             if not (count := _read_into(file, memory[done:end])):
                 raise CheckpointError(f"{file.name} became shorter while it was read.")
@@ -308,12 +337,13 @@ class Writer:
     def add(self, tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
         """Adds a box of a tensor: values in its dtype and the shape of the box."""
         box.check()
-        size = values.dtype.itemsize
-        memory = np.ascontiguousarray(values).reshape(-1).view("u1").data
-        run, begins = box.runs()
+        itemsize = values.dtype.itemsize
+        memory = np.ascontiguousarray(values).reshape(-1).view("u1").data  # the bytes
+        run_length, begins = box.runs()  # in elements
+        run_bytes = run_length * itemsize
         for i, begin in enumerate(begins):
-            part = memory[i * run * size : (i + 1) * run * size]
-            self._runs.append((tensor.offset + begin * size, part))
+            part = memory[i * run_bytes : (i + 1) * run_bytes]
+            self._runs.append((tensor.offset + begin * itemsize, part))
         self._size += len(memory)
         if self._size >= _AT_ONCE:
             self.flush()
@@ -342,9 +372,10 @@ def _scratch(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
     Repeated ``malloc`` would leave holes between the arrays that are kept.
     """
     size = math.prod(shape)
-    if size * dtype.itemsize < _LARGE:
+    if size * dtype.itemsize < _LARGE:  # also without elements, of which there is no mapping
         return np.empty(shape, dtype)
-    # All pages at once, where the system can: one by one takes half as long again.
+    # All pages at once, where the system can: one after the other takes 1.5 times as long.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
+    # The array keeps the mapping, which ends with it.
     return np.frombuffer(memory, dtype, size).reshape(shape)

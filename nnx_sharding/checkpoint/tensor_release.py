@@ -4,9 +4,12 @@ A folder holds one model: what ``model.safetensors.index.json`` names or, withou
 ``model.safetensors``. So one rename publishes any number of files: that of the index, or of the
 single file. The others get names that are free, before, and the old ones are deleted, after.
 
-What a killed process has left is told by hard links: its draft (see ``core/publishing.py``) has one
-of each file that it adds, and of each that it replaces. Of these, the folder keeps those of the
-model that is there now.
+A *draft* is a hidden folder next to the files (``core/publishing.py``). Files are written there,
+and to publish one is to give it a second name in the folder, by a hard link.
+
+The links also tell what a killed process has left: its draft has a link of each file that it has
+added to the folder, and of each old file. To *sweep* is to delete those that are in the folder and
+the draft, but not of the model that is there now.
 """
 
 from __future__ import annotations
@@ -31,52 +34,74 @@ class Release:
 
     folder: Path
     draft: Draft
-    files: list[str]
-    was: dict[str, Identity]  # of the index and the single file, one of which publishing replaces
+    files: list[str]  # their names, the same in the draft and in the folder
+    # What the index and the single file were when this began. Publishing replaces one of them, and
+    # must not replace what another job has published since.
+    was: dict[str, Identity]
 
     def publish(self) -> None:
-        """Publishes the files, and deletes those of the old model that no longer belong there."""
-        folder, local = self.folder, self.draft.folder
+        """Publishes the files, and deletes those of the old model that no longer belong there.
+
+        A process may be killed after any line: then the folder has the old model or the new one,
+        and the next draft sweeps the rest.
+        """
+        folder, draft = self.folder, self.draft.folder
+        # 1. Nothing is changed unless all files are on the disk, and can be read.
         for name in self.files:
-            with (local / name).open("rb") as file:
-                read_header(_CALLER, local / name, file)
+            with (draft / name).open("rb") as file:
+                read_header(_CALLER, draft / name, file)  # raises an error for a damaged file
         old = _model_files(folder)
         new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
-        *shards, last = new  # the last one makes them a model
         for name in new:
-            sync(local / name)
+            sync(draft / name)
         for name, version in self.was.items():
             check_unchanged(folder / name, version)
+        # 2. Add the files, but not the last one, which makes them the model.
+        *shards, last = new
         for name in shards:
-            _link(local / name, folder / name)
-        for name in old.difference(new):
-            with contextlib.suppress(OSError):  # without links, what is left is not swept
-                _link(folder / name, local / name)
+            _link(draft / name, folder / name)
+        for name in old.difference(new):  # so that they are swept if they are not deleted below
+            # Not `_link`, whose rename would take them from the old model while that is needed.
+            with contextlib.suppress(OSError):  # without links, they are not swept
+                os.link(folder / name, draft / name)
         if shards:  # an index must not be on the disk before the files that it names
-            sync(local, deep=False)  # by which they are swept if there will be no index
+            sync(draft, deep=False)  # by which they are swept if there will be no index
             sync(folder, deep=False)
-        exchange(local / last, folder / last)
+        # 3. From here on, readers find the new model.
+        exchange(draft / last, folder / last)
         sync(folder, deep=False)
-        if last == MODEL_FILE:  # until now, readers found the old index first
+        if last == MODEL_FILE:  # until the old index is gone, readers take that first
             (folder / INDEX_FILE).unlink(missing_ok=True)
+        # 4. Delete the old files.
         for name in old.difference(new):
             (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
-    """Begins a release of so many files; at the end, what was not published is deleted."""
+    """Begins a release of so many files, whose draft is deleted at the end.
+
+    The caller writes the files to the draft and calls ``publish`` within the context. Without that,
+    for example after an error, the folder stays as it was.
+    """
     with Draft(
         folder / MODEL_FILE,
         is_ours=lambda name: name == INDEX_FILE or name.endswith(".safetensors"),
-        sweep=lambda draft: _sweep(folder, draft),
+        sweep=lambda draft: _sweep(folder, draft),  # also the drafts of killed processes
     ) as draft:
         was = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
         yield Release(folder, draft, _free_names(folder, count, overwrite=overwrite), was)
 
 
 def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
-    """Returns names for files; those of several are new, so the old index names none of them."""
+    """Returns names for so many files.
+
+    A single file may have the name of the old one, which one rename replaces. Of several files, no
+    name is in the folder yet: until the new index is published, the old one must find its files.
+
+    Raises:
+      CheckpointError: the folder has a model, and ``overwrite`` is false.
+    """
     names = [MODEL_FILE]
     if count > 1:
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -86,7 +111,7 @@ def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
         listed = ", ".join(sorted(present))
         raise CheckpointError(f"{_CALLER}: {folder} has {listed}; overwrite=True replaces it.")
     if taken and count > 1:
-        version = secrets.token_hex(4)  # readers of the old index find the old files
+        version = secrets.token_hex(4)
         names = [name.replace("model-", f"model-{version}-", 1) for name in names]
     return names
 
@@ -102,25 +127,34 @@ def _model_files(folder: Path) -> set[str]:
 
 
 def _sweep(folder: Path, draft: Path) -> None:
-    """Deletes the files that a draft has, too, and that are not of the model in the folder."""
+    """Deletes the files in the folder that a draft has, too, and that are not of its model."""
     if not draft.is_dir():
         return
     current = _model_files(folder)
     if INDEX_FILE in current:
-        current.discard(MODEL_FILE)  # readers take the index first
+        # Readers take the index first, so a single file next to it is of no model.
+        current.discard(MODEL_FILE)
     for name in os.listdir(draft):
         in_folder = folder / name
-        if name not in current and in_folder.exists() and in_folder.samefile(draft / name):
+        if name in current or not in_folder.exists():
+            continue
+        if in_folder.samefile(draft / name):  # a hard link; a file of another job may have its name
             in_folder.unlink()
 
 
 def _link(old: Path, new: Path) -> None:
-    """Gives a file a second name, or a new one in file systems without hard links."""
+    """Gives a file a second name, or in file systems without hard links, a new one.
+
+    Without its old name, the file is not swept if this process is killed.
+
+    Raises:
+      OSError: there is a file of the new name, which is never replaced.
+    """
     try:
         os.link(old, new)
     except FileExistsError:
         raise
-    except OSError:
-        if new.exists():
+    except OSError:  # there are no hard links
+        if new.exists():  # `rename` would replace it
             raise
         old.rename(new)
