@@ -112,17 +112,21 @@ class Checkpoints:
           Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
             before, cannot be written.
         """
+        # In most calls, nothing is saved: these checks look at no files.
         step = operator.index(step)
-        latest = self.manager.latest_step()
+        latest = self.manager.latest_step()  # that this manager knows of
         if step < 0:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
         self._check_is_next(step, latest)
         if not force and not self.manager.should_save(step):
             return False
+        # At `agree`, each process waits for all others, and fails if one has failed.
         with self._operation("save") as operation:
+            # All processes mean the same step and folder.
             operation.agree(step=str(step), directory=str(self.manager.directory))
             self.manager.wait_until_finished()  # as `manager.save` does
-            self.manager.reload()  # other jobs may have saved steps
+            self.manager.reload()  # finds the steps of other jobs
+            # All take the latest step that the first process sees.
             newest = operation.agree(self.manager.latest_step())
             if newest != latest:
                 self._check_is_next(step, newest, " Another job has saved it since this started.")
@@ -131,7 +135,7 @@ class Checkpoints:
             items: dict[str, Any] = {MODEL: ModelSave(tree)}
             if data is not None:
                 items[DATA] = _DataArgs(_encoded(data))
-            operation.agree()  # all processes can save
+            operation.agree()  # all processes have come this far, so all can save
             args = ocp.args.Composite(**items)
             with progress(f"save step {step}"):
                 # Forced, as it was decided above that the step is saved.
@@ -177,8 +181,8 @@ class Checkpoints:
             Neither ``tree`` nor ``data`` is changed.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
-        restored = self._restored(step, args, data)
-        if restored is None:
+        restored = self._restored(step, args, data)  # an error if there is no such step
+        if restored is None:  # there are no steps at all
             raise NoCheckpointError(
                 f"Checkpoints.restore: no steps found in {self.manager.directory}."
             )
@@ -228,14 +232,28 @@ class Checkpoints:
             return restored.step
 
     def _restored(self, step: int | None, args: ModelRestore, data: Any) -> _Restored | None:
-        """Restores a step as :meth:`restore` does, the same on all processes; None without any."""
+        """Restores a step as :meth:`restore` does, the same on all processes.
+
+        Args:
+          step: the number of the step; None for the last one.
+          args: what is restored, and how.
+          data: a data iterator to set to its state in the step, or None.
+
+        Returns:
+          The step and the tree; None if no steps are stored.
+
+        Raises:
+          NoCheckpointError: there are steps, but not this one.
+          CheckpointError: it cannot be read; the message names earlier steps.
+        """
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()
             steps = sorted(self.manager.all_steps())
             last = steps[-1] if steps else None
             wanted = last if step is None else operator.index(step)
-            # Without a step, all restore the last one that the first process sees. The other facts
-            # have to be the same on all processes, or all raise an error.
+            # All restore the step that the first process wants, which is the last one that it sees
+            # if the user gave none. The named facts have to be the same on all processes, or all
+            # raise an error with these texts.
             wanted = operation.agree(
                 wanted,
                 step=str(step),
@@ -270,12 +288,13 @@ class Checkpoints:
         before = None
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
-            before = data.get_state()  # to go back to, if reading fails
+            before = data.get_state()  # to go back to, if reading the model fails
+            # The iterator's present state tells whether its states are bytes or JSON values.
             try:
                 state = content if isinstance(before, bytes) else json.loads(content)
             except ValueError as error:
                 raise CheckpointError(f"restore: the data state is damaged: {error}") from error
-            data.set_state(state)
+            data.set_state(state)  # first, since it may refuse the state: then nothing has changed
         try:
             return self.manager.restore(step, args=ocp.args.Composite(model=args))[MODEL]
         except BaseException:

@@ -33,7 +33,7 @@ _SMALLEST_SIDE, _LARGEST_SIDE = 256, 4096  # of the matrices: in the first produ
 _SIZES = 7  # of all-gathers
 _SHARES = 16  # parts of the time limit; each of the 13 measurements may repeat its calls for one
 _STEPS = 3  # training steps, whose estimates are compared with their times
-_STEP_FLOPS = 20  # of a training step, times side ** 3
+_STEP_FLOPS = 20  # a training step has this many times side ** 3 floating-point operations
 
 
 def calibrate(
@@ -61,8 +61,9 @@ def calibrate(
       side: of the matrices; None for as large as the time allows, up to 4096. The memory that is
         needed on a device is about 160 ``side ** 2`` bytes.
       time_limit: seconds after which no other measurement starts. The flops, the bandwidths and one
-        training step are measured in any case, if only once. ``sources`` says of how many sizes the
-        latency is, which is None of one, and of how many training steps the spread.
+        training step are measured in any case, if only once. ``sources`` says how many sizes of
+        all-gathers and how many training steps were measured in this time. The latency is None if
+        it was one size.
 
     Returns:
       The figures, with the name of the kind of device and the date. Those that cannot be measured
@@ -91,18 +92,22 @@ def calibrate(
     mesh, clock = Mesh(np.array(devices), ("device",)), _Clock(time_limit)
     known = HARDWARE.get(kind)
     side = side or _side_in_time(clock, mesh, dtype)
+    # What was measured, by the name of the figure; each of them says how.
     made_with = f"calibrate, jax {jax.__version__}, {len(devices)} devices"
-    sources = dict.fromkeys(("flops", "memory_bandwidth"), made_with)
+    sources = {"flops": made_with, "memory_bandwidth": made_with}
+    # Compute.
     flops = _measure_flops(clock, mesh, side, dtype)
-    large = _ones_on_each(mesh, (max(4 * side**2, 2**22),), jnp.float32)  # larger than any cache
-    add_seconds = clock.median_seconds(jax.jit(lambda x: x + 1), large)  # reads and writes all
+    # Memory: adding 1 reads and writes all of an array that is larger than any cache.
+    large = _ones_on_each(mesh, (max(4 * side**2, 2**22),), jnp.float32)
+    add_seconds = clock.median_seconds(jax.jit(lambda x: x + 1), large)
     memory_bandwidth = 2 * large.nbytes / mesh.size / add_seconds
+    # Interconnect.
     latency, interconnect = None, math.inf if known is None else known.interconnect_bandwidth
     if len(devices) > 1:
         fit = _fit_interconnect(clock, mesh, side)
         latency, interconnect = fit.latency, fit.bandwidth
         fitted = f"{made_with}, {fit.num_sizes} of {_SIZES} sizes"
-        sources |= dict.fromkeys(("interconnect_bandwidth", "latency"), fitted)
+        sources |= {"interconnect_bandwidth": fitted, "latency": fitted}
     # A device that does not report its memory has that of its kind, or its part of the host's.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     memory_bytes = host_bytes if known is None else known.memory_bytes
@@ -115,6 +120,7 @@ def calibrate(
         sources=sources,
         latency=latency,
     )
+    # How far estimates by these figures are off.
     steps = [*_time_steps(clock, mesh, side=side, dtype=dtype, hardware=measured)]
     errors = [abs(step.measured / step.estimated - 1) for step in steps]
     sources["spread"] = f"{made_with}, {len(steps)} of {_STEPS} training steps"
@@ -166,11 +172,13 @@ def _mean_seconds(fun: Callable[..., Any], args: Sequence[Any], *, calls: int) -
 
 
 def _side_in_time(clock: _Clock, mesh: Mesh, dtype: Any) -> int:
-    """Returns the largest side with which a training step takes an eighth of a share."""
+    """Returns the largest side with which a training step takes an eighth of a share.
+
+    So each measurement (`_Clock`) has time for at least eight calls.
+    """
     side = _LARGEST_SIDE
-    # A step has `_STEP_FLOPS` times side ** 3 flops.
-    seconds_per_cube = _STEP_FLOPS / _measure_flops(clock, mesh, _SMALLEST_SIDE, dtype)
-    while side > _SMALLEST_SIDE and seconds_per_cube * side**3 > clock.share / 8:
+    flops_per_second = _measure_flops(clock, mesh, _SMALLEST_SIDE, dtype)
+    while side > _SMALLEST_SIDE and _STEP_FLOPS * side**3 / flops_per_second > clock.share / 8:
         side //= 2
     return side
 
@@ -206,20 +214,24 @@ def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> _InterconnectFit:
 
     The largest gathers 4 ``side`` ** 2 numbers on each device, or a MiB.
     """
-    all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))  # nothing else
-    largest = max(4 * side**2, 2**18) // mesh.size
+    # Replicating a sharded array is an all-gather and nothing else.
+    all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    largest = max(4 * side**2, 2**18) // mesh.size  # the numbers that each device has of it
     *others, last = np.geomspace(64, largest, _SIZES).astype(int).tolist()
     # Both sides of the equation are divided by the seconds, 1 = latency / seconds + …, so that
     # relative errors count, and small sizes too: (1 / seconds, bytes / seconds).
     rows = list[tuple[float, float]]()
-    for length in (last, *others):  # the largest and the smallest say most
+    # The largest first: if time is over then, it alone gives nearly the bandwidth. Next are the
+    # smallest ones, which take nearly the latency.
+    for length in (last, *others):
         if not rows or clock.has_time:
             parts = _ones_on_each(mesh, (length,), jnp.float32)
             seconds = clock.median_seconds(all_gather, parts)
             sent = (mesh.size - 1) * length * 4  # bytes: each device sends its part to all others
             rows.append((1 / seconds, sent / seconds))
     if len(rows) == 1:
-        return _InterconnectFit(latency=None, bandwidth=rows[0][1], num_sizes=1)
+        [(_, bytes_per_second)] = rows  # the latency is in it
+        return _InterconnectFit(latency=None, bandwidth=bytes_per_second, num_sizes=1)
     latency, seconds_per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
     if seconds_per_byte <= 0:
         raise ValueError(
@@ -259,8 +271,10 @@ def _time_steps(
         grads = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, grads)
 
-    # Sharded weights are gathered, and their gradients scattered; whole ones are all-reduced.
-    variants = ((side, P("device")), (side, P()), (side // 2, P()))  # width, spec of the weights
+    # The width, and the spec of the weights. Sharded weights are gathered, and their gradients
+    # scattered; gradients of whole ones are all-reduced. With half the width, these take more of
+    # the time of a step. So the three depend on the figures to different degrees.
+    variants = ((side, P("device")), (side, P()), (side // 2, P()))
     for i, (width, spec) in enumerate(variants):
         if i > 0 and not clock.has_time:
             return
@@ -268,7 +282,7 @@ def _time_steps(
         compiled = jit(step, in_shardings=shardings, out_shardings=shardings[0])
         weights = [jnp.ones(shape, dtype) for shape in ((width, 2 * width), (2 * width, width))]
         args = jax.device_put((weights, jnp.ones((width * mesh.size, width), dtype)), shardings)
-        program = compiled.lower(*args).compile()
+        program = compiled.lower(*args).compile()  # of `jit` of this library, which has a roofline
         estimate = program.roofline(hardware).estimate
         if estimate:  # None if the compiler does not say what the program costs
             yield _TimedStep(clock.median_seconds(program, *args), estimate)

@@ -63,17 +63,20 @@ class Runner(NamedTuple):
         """
         mesh, shardings = candidate.mesh, candidate.in_shardings
         step = jit(fun, in_shardings=shardings, mesh=mesh, **options)
+        # The arguments are abstract: they get the shardings of the candidate, and no arrays yet.
         structure, state = split(place(tuple(args), shardings, mesh, copy=True))
         leaves, tree = jax.tree.flatten(state)
         # By their positions in the leaves; other leaves are numbers, which stay as they are.
         abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
-        whole = NamedSharding(mesh, PartitionSpec())  # of arrays that no strategy shards
+        replicated = NamedSharding(mesh, PartitionSpec())  # for arrays that no strategy shards
+        # One program makes all zeros where they belong. `full_like` also makes PRNG keys.
         make_zeros = jax.jit(
             lambda: {i: jax.lax.full_like(_unplaced(x), 0) for i, x in abstract.items()},
-            out_shardings={i: x.sharding or whole for i, x in abstract.items()},
+            out_shardings={i: x.sharding or replicated for i, x in abstract.items()},
         )
 
         def make_args() -> tuple[Any, ...]:
+            """Makes the arguments anew, with zeros in all arrays."""
             zeros = make_zeros()
             arrays = [zeros.get(i, x) for i, x in enumerate(leaves)]
             made: tuple[Any, ...] = merge(structure, jax.tree.unflatten(tree, arrays))
@@ -94,11 +97,17 @@ class Runner(NamedTuple):
             return self._mean_seconds(args, calls=max(2, min(_CALLS, int(_TURN_S / first))))
 
     def _mean_seconds(self, args: Any, *, calls: int) -> float:
-        """Returns the mean seconds of calls that are in flight together, as in training."""
+        """Returns the mean seconds of calls that are in flight together, as in training.
+
+        All calls have the same arguments. A step that updates its modules in place finds the new
+        arrays there, also if it has donated the old ones. What it returns is not passed on, so a
+        step that is donated bare arrays can only be called once (`take_turn`).
+        """
         jax.block_until_ready(_arrays(args))
         start = time.perf_counter()
         for _ in range(calls):
             result = self.step(*args)
+        # Donated arrays are deleted, and cannot be waited for.
         jax.block_until_ready([x for x in _arrays((result, args)) if not x.is_deleted()])
         return (time.perf_counter() - start) / calls
 
@@ -159,16 +168,16 @@ def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
     ``measure`` is the argument of ``plan``, for the message; ``meshes`` are those of candidates.
     """
     own = jax.local_devices()
+    # The kinds of the devices that are not here; one, unless the user named meshes of several.
     others = {device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}}
+    if not others:
+        return
     largest = max(mesh.size for mesh in meshes)
-    wrong = [
-        f"  {largest} × {', '.join(sorted(others))}: this process has {len(own)} × "
-        f"{own[0].device_kind}"
-    ]
+    needs = f"{largest} × {', '.join(sorted(others))}"
     raise_listed(
         ValueError,
         f"plan: measure={measure} runs candidates, but not all of their devices are here:",
-        wrong if others else [],
+        [f"  {needs}: this process has {len(own)} × {own[0].device_kind}"],
         "Leave out measure=, or plan for devices that this process has, without a topology.",
     )
 
