@@ -460,8 +460,8 @@ class Scope:
         spec_on_mesh = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
         if explicit and spec_on_mesh is not None:
             spec, _ = spec_on_mesh
-            # A sum over an axis that is left out. JAX has it over Explicit axes only, and the layer
-            # itself has to leave it out, so it is told.
+            # Over `unreduced` axes each device keeps its own summand of the output. These have to
+            # be Explicit, and only the layer itself can leave out the sum: by this option of it.
             if spec.unreduced:
                 kwargs = {**kwargs, "out_sharding": keep_axes(spec, explicit)}
         # The Explicit axes that are Auto while the method runs: all or none.

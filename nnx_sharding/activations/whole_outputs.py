@@ -47,12 +47,16 @@ from .variables import modules_in
 
 
 def column_axes(model: object, size: int) -> frozenset[AxisName]:
-    """Returns the mesh axes that shard columns of this number in a model.
+    """Returns the mesh axes that shard the columns of a model's output, found by their number.
 
-    They are the axes that shard each dimension of this size in its Variables. With 50,000 columns,
-    these are the dimensions of the vocabulary in an embedding and in a head. Only the size says
-    that they belong together, so axes that shard just some of these dimensions do not count. Empty
-    if no Variable has such a dimension.
+    They are the axes that shard each dimension of this size in the Variables of the model. For
+    logits of 50,000 words, these are the dimensions of the vocabulary in an embedding and a head.
+    Only the size says that they belong together, so an axis that shards just some of them does not
+    count. Empty if no Variable has such a dimension.
+
+    Args:
+      model: the module that returns the output.
+      size: the number of columns.
     """
     tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
     axes_of_dims: list[frozenset[AxisName]] = []  # of each dimension of this size
@@ -162,12 +166,11 @@ class _GatheredOutput(NamedTuple):
         return self.left is not None and id(self.array) in self.left.declared
 
     def line(self, *, says_place: bool = False, says_spec: bool = True) -> str:
-        """Returns a line for a warning, such as ``  model: f32[8,512], 16 kB, over 'model'``.
+        """Returns a line for a warning, such as ``  model: f32[8,512], 16.0 KiB, over 'model'``.
 
         Args:
           says_place: whether it also says where the module is called: ``, at train.py:12``.
-          says_spec: whether it also says what to write: ``: write PartitionSpec('data', 'model')``,
-            if that is known.
+          says_spec: whether it also says what to write, if that is known: ``: write P('data')``.
         """
         # Only a warning needs `analysis`, which takes long to import.
         from ..analysis.units import bytes_text

@@ -640,7 +640,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     spec = type_spec(x)
     axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # those that shard the rows
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
-    # Each device divides its own rows, so that none has to move: first over devices, then steps.
+    # Each device divides its own rows, so that none has to move.
     factors = (steps, *sizes.values())
     parts = math.prod(factors)
     if rows % parts == 0:

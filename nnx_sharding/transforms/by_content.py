@@ -68,8 +68,8 @@ def compiled_by_content(
     def call(*leaves: object) -> Any:
         # Tracing takes a fraction of the time of compiling, which a known content avoids.
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
-        # A sharding for each result, or None, which leaves it to JAX. None would be no leaf of a
-        # pytree by itself.
+        # A sharding for each result, or None, which leaves it to JAX. That has to be said to be a
+        # leaf: for JAX, None is an empty pytree.
         per_result = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
         flat_shardings = (*jax.tree.leaves(per_result, is_leaf=_is_none),)
         # `consts` are the captured arrays, which become arguments of the program. JAX does not take

@@ -423,7 +423,7 @@ class Lifted(LiftedFunction[P, R]):
             return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
 
         def compile_with(stage: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
-            return stage.compile(dict(options))  # a call is compiled with no options besides these
+            return stage.compile(dict(options))
 
         explain_memory(error, plan, make_recorder, compile_with)
 
@@ -522,7 +522,7 @@ class Lifted(LiftedFunction[P, R]):
             fun=self._fun,
             objects=flat.objects,
             observer=self._observer,
-            nested=not _compat.trace_is_clean(),
+            nested=not _compat.trace_is_clean(),  # whether they are a part of another trace
             plan=plan,
         )
         with key_traces_by_tags(flat.objects), called_by(caller):

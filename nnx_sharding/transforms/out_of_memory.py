@@ -89,7 +89,7 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     by_kind = table.by_kind()  # bytes on one device at the peak
     activations = by_kind.get("activations", 0)
     used = [row for row in rows if row.used]  # JAX drops arguments that the program does not use
-    # Sharded over all devices, an array takes one part of as many on each.
+    # An array that each device has as a whole: sharded over all of them, one part would remain.
     replicated = sum(
         row.bytes_per_device - row.bytes_per_device // row.num_devices
         for row in used

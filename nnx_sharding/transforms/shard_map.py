@@ -547,7 +547,12 @@ def shard_map(
 
 
 def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
-    """Whether a traced program computes arrays for which some of these axes are Auto."""
+    """Whether a traced program computes arrays for which some of these axes are Auto.
+
+    Args:
+      program: a jaxpr; those in its equations, as of a loop, are searched as well.
+      explicit: axes that are Explicit around the program.
+    """
     for equation in program.eqns:
         meshes = (getattr(x.aval.sharding, "mesh", None) for x in equation.outvars)
         if any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes):

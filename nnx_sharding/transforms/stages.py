@@ -497,8 +497,8 @@ class Lowered(Stage):
         try:
             program = compile_with(self._stage, {})
         except jax.errors.JaxRuntimeError as error:
-            # Raises another error if the program does not fit into memory. It asks for the recorder
-            # only then; a call in a `Lifted` has to make one first.
+            # Raises another error if the program does not fit into memory, for which it asks for
+            # the recorder. A function, because calls have to make one first.
             explain_memory(error, self._plan, lambda: self._recorder, compile_with)
             raise
         return self._compiled_to(program, compile_with)
