@@ -1,4 +1,9 @@
-"""``diff``, ``launch`` and ``explain``: commands that compile nothing."""
+"""``diff``, ``launch`` and ``explain``: commands that compile nothing.
+
+Each ``run_…`` takes the parsed command line, and returns the exit code. `say` prints a text, and
+`write` a result, which it also writes to the files of ``--json`` and ``--html``. A ``UsageError``
+is a mistake of the command line, with an exit code of its own.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ raises a ``UserError`` for a value that it cannot use.
 
 The result of `jit` and of its ``trace``, ``lower`` and ``compile`` are `Lifted`, `Traced`,
 `Lowered` and `Compiled`. Errors of the user's code become ``UserError``s (`user_code`), so that
-they are told apart from those of the command line.
+they are told apart from those of the command line, the ``UsageError``s.
+
+`say` prints a text or a table, `write` a result, which it also writes to files. With ``--json -``,
+JSON is all that is printed on standard output.
 """
 
 from __future__ import annotations

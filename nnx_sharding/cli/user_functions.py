@@ -1,4 +1,8 @@
-"""Finds the function that a user names on the command line, and tells its errors from ours."""
+"""Finds the function that a user names on the command line, and tells its errors from ours.
+
+A ``UsageError`` is a mistake of the command line, such as a function that does not exist. A
+``UserError`` is one in the user's code, such as a module that cannot be imported.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..analysis.parameters import device_bytes, parameter_table
+from ..analysis.parameters import ParameterRow, device_bytes, parameter_table
 from ..core.constrain import apply_shardings, is_shardable, mesh_in_trace, sharding_of
 from ..core.flatten import flatten
 from ..core.prefixes import Specs, check_specs
@@ -438,21 +438,26 @@ def analyze_sharding_strategy(
     held = dict.fromkeys(device_ids, 0) | device_bytes(rows)  # bytes by device
     most = max(held.values(), default=0)
     mean = sum(held.values()) / max(len(held), 1)
-    stats: dict[Any, Counter[str]] = {}
-    for row in rows:
-        counts = stats.setdefault(row.spec, Counter())
-        counts["arrays"] += 1
-        counts["parameters"] += math.prod(row.shape)
-        counts["bytes"] += row.bytes_total
-        counts["bytes_per_device"] += row.bytes_per_device
     sharded = [row for row in rows if row.shard_shape != row.shape]
     return {
         "total_parameters": sum(math.prod(row.shape) for row in rows),
         "sharded_parameters": sum(math.prod(row.shape) for row in sharded),
         "memory_per_device": held,
         "balance_score": mean / most if most else 1.0,
-        "partition_stats": {spec: dict(counts) for spec, counts in stats.items()},
+        "partition_stats": _sums_by_spec(rows),
     }
+
+
+def _sums_by_spec(rows: Iterable[ParameterRow]) -> dict[Any, dict[str, int]]:
+    """Returns, for each spec, how many arrays have it, and the sums of their sizes."""
+    sums: dict[Any, Counter[str]] = {}
+    for row in rows:
+        of_spec = sums.setdefault(row.spec, Counter())
+        of_spec["arrays"] += 1
+        of_spec["parameters"] += math.prod(row.shape)
+        of_spec["bytes"] += row.bytes_total
+        of_spec["bytes_per_device"] += row.bytes_per_device
+    return {spec: dict(of_spec) for spec, of_spec in sums.items()}
 
 
 def make_shard_and_gather_fns(

@@ -16,6 +16,11 @@ rows as choose its experts (``ragged_all_to_all`` on TPUs; padded blocks elsewhe
 device sorts by expert, for ``jax.lax.ragged_dot``.
 
 Back they go in the inverse order, and are added with their weights.
+
+A *row* is the features of a token, once for each choice of it. Along the axis of experts, each
+device has the *local* experts. Functions of what one device has run on each device by `shard_map`
+(`_Dispatch.on_each_device`); ``exchange(x, split, concat)`` in them is the all-to-all: the i-th
+part of one dimension goes to device i, and what arrives is concatenated along another.
 """
 
 from __future__ import annotations

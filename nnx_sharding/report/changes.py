@@ -3,7 +3,9 @@
 A *figure* is a number, or a text, in a report, such as the bytes at the peak. Each report becomes a
 flat table of figures by kind and name (`_figures`), and two tables are compared name by name. So a
 collective that is gone, a figure that is not known any more and a parameter with another spec are
-changes of one form. A *comparison* has a report for each of several *strategies*, by name.
+changes of one form: a `Change` from one value to another, whose ``relative`` growth is None unless
+both are numbers. A *comparison* has a report for each of several *strategies*, by name; a `Failure`
+where one does not compile.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 A *strategy* is a way to shard the arguments of a function. Arguments become abstract, each strategy
 shards them on its mesh, and the programs are compiled for their figures, such as memory, only
-(`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well.
+(`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well. A *planning mesh*
+has devices to compile for, which need not be attached; `on_topology` puts a TPU topology in context
+for it. A `Lifted` is a function that `jit`, its ``_transform``, has wrapped.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ size that cannot be read, and a pattern that matches nothing are a ValueError.
 
 Two figures of a collective are meant by "bytes": ``bytes`` is the size of what one device has of
 its result, ``bytes_sent`` what that device sends. `read_bytes` reads ``64 KiB`` as a number.
+
+A *row* is one array, of a model or among the arguments of a program, with its path, shape, spec and
+bytes. In messages, `_line` writes a collective, `_at` a row, and `_over` the axes of a question:
+`` over 'data'``, or nothing for any axes. `_fail` raises the AssertionError, with a line for each
+cause and a remedy.
 """
 
 from __future__ import annotations

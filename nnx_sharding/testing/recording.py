@@ -1,7 +1,9 @@
 """A step whose modules' inputs, outputs and gradients are recorded on each device.
 
 Callbacks in the program keep what a module takes and returns, and a ``custom_vjp`` keeps the
-gradients. `comparison` compares the records of one device with those of a mesh.
+gradients. `comparison` compares the records of one device with those of a mesh. Each array that a
+call takes or returns is a *site*, by whose number values are kept. On Manual axes, as in a
+``shard_map``, each device has a value of its own; otherwise there is one, of the whole array.
 
 The calls of modules are found by a *handler*: within `with_handler`, a call of a method goes to the
 handler instead. `jit` has one of its own, which constrains activations and keeps the call that runs
