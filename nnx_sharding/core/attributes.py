@@ -77,8 +77,9 @@ def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntr
     Args:
       flattener: the walk.
       node: the module.
-      position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
+      position: where a guard can read it again; ``UNRECORDED`` if nowhere.
     """
+    # Tree mode takes modules as pytrees, so their class has to be one.
     if not flattener.graph and not _compat.is_pytree_type(type(node)):
         raise no_tree(type(node))
     # ``values`` are in the order of ``form.keys``; ``in_dict`` has them in that of ``form.names``.

@@ -122,15 +122,16 @@ def finish(
 ) -> Any:
     """Updates the caller's objects, and returns the output.
 
-    If a signal interrupts it, it may be called again as long as ``results`` is not empty.
+    If a signal interrupts it, it is called again, unless ``results`` is empty by then.
 
     Args:
       plan: the plan of the call.
       flat: the arguments, as the caller passed them.
       leaves: their arrays, as the program got them.
       placed: the slots of those that were moved before.
-      results: has the outputs of the program as its only item. The general way clears it in the
-        step that changes the objects; the fast way may store the same arrays twice.
+      results: has the outputs of the program as its only item. The general way cannot be repeated,
+        so it clears this list in the step that changes the objects. The fast way can: it stores the
+        same arrays once more.
     """
     *groups, outcome = results[0]
     update = outcome.update
@@ -246,7 +247,10 @@ class Update(NamedTuple):
     def write_back(self, objects: Objects, leaves: Arrays, groups: Sequence[OutputGroup]) -> Any:
         """Sets the Variables, in one step that a signal cannot split, and returns the output.
 
-        ``leaves`` are the arrays that the program was given, ``groups`` those that it returned.
+        Args:
+          objects: the caller's objects, by index.
+          leaves: the arrays that the program was given, by slot.
+          groups: those that it returned.
         """
         # The arrays of each group, then the inputs: the group of an input is INPUT, which is -1.
         arrays_of = [*(group.arrays for group in groups), leaves]
@@ -330,6 +334,11 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
 
     The error has the attribute ``objects``, from which the functions around this one can tell
     which of these they capture.
+
+    Args:
+      plan: has the names of Variables, and the structure of the arguments.
+      objects: the objects of the arguments, by index.
+      outcome: says which of them the call has changed.
     """
     # Indices of Variables whose arrays or metadata changed, and of modules.
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
@@ -359,7 +368,14 @@ def _placing_operations(
 ) -> list[Operation]:
     """Returns the operations by which the caller's objects get the arrays that a call moved.
 
-    So they are moved only once. ``placed`` has the slots of these arrays in ``leaves``.
+    So they are moved only once.
+
+    Args:
+      plan: has the structure of the arguments, and ``attributes``, the JAX arrays that modules hold
+        themselves: by slot, the index of the module and the name.
+      flat: the arguments before the move.
+      leaves: their arrays after it, by slot.
+      placed: the slots of those that were moved.
     """
     moved = set(placed)
     structure = plan.structure

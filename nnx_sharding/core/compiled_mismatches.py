@@ -72,13 +72,18 @@ def _check_compiled_types(plan: Plan, leaves: Arrays, avals: Sequence[Any]) -> I
 def _check_compiled_shardings(
     plan: Plan, leaves: Arrays, shardings: Sequence[Sharding | None]
 ) -> Iterator[str]:
-    """Yields a line for each array with another sharding than the program was compiled for."""
+    """Yields a line for each array with another sharding than the program was compiled for.
+
+    Args:
+      plan: has the names of the arrays.
+      leaves: the arrays of the call, by slot.
+      shardings: those of the program's inputs, by slot; None for an input that it does not read.
+    """
     # An array with a declared sharding is moved there before, or there is an error that says so.
     declared = {*plan.placed_slots, *passed_shardings(plan)}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-        is_unused = compiled is None  # the program does not read it
         # What is not committed, JAX itself moves to where the program wants it.
-        if slot in declared or is_unused or not is_committed(leaf):
+        if slot in declared or compiled is None or not is_committed(leaf):
             continue
         if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
             actual, expected = describe_both(leaf.sharding, compiled)

@@ -103,7 +103,12 @@ def _explanation(
     """Returns the error for the first reason that the arguments show; None if they show none.
 
     Adds notes to the original error, on what the function captures and what is in host memory.
-    ``leaves`` are the arrays of the call that JAX refused with ``error``.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays of the call, by slot.
+      error: the error by which JAX refused them.
+      fun: the user's function.
     """
     # Notes go to errors of the user's function, too, so they come before all checks.
     if isinstance(error, _compat.TraceContextError):
@@ -244,8 +249,12 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
     """Whether JAX compares the type of an argument with the declared spec, and refuses another one.
 
-    Some arguments it moves to the declared sharding instead. ``mesh`` is the one in the type of the
-    argument, which may be empty.
+    Some arguments it moves to the declared sharding instead.
+
+    Args:
+      transform: says whether JAX gets the declared shardings as an option.
+      leaf: the argument.
+      mesh: the one in its type, which may be empty.
     """
     if mesh.empty and not isinstance(leaf, jax.core.Tracer):
         return False  # an array outside of a trace, on no mesh

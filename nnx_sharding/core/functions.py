@@ -241,7 +241,10 @@ def note_captured_arrays(fun: Callable[..., Any], fun_name: str, error: Exceptio
 def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exception) -> None:
     """Names the captured object that a function tried to change, in the text of the error.
 
-    Changes the error, by whose text the user finds the object; it gets a reference to the docs.
+    Args:
+      fun: the user's function, or the group of them that a transform takes.
+      fun_name: its name, for the text.
+      error: the error of Flax or ours. Its text is changed, and it gets a reference to the docs.
     """
     if isinstance(fun, FunctionGroup):
         for function in fun.functions:

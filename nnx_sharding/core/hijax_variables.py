@@ -47,7 +47,7 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
     num_before = len(flattener.leaves)
     value = flattener.pytree_child(_compat.get_value(plain))
     entry = VariableEntry(type(plain), describe_metadata(flattener, plain, UNRECORDED), value)
-    if recorder is None or not _compat.is_concrete_hijax(variable):
+    if recorder is None or not _compat.is_concrete_hijax(variable):  # a traced one has no leaves
         return entry
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
     # A guard compares all of the treedef, with the metadata, by value.
@@ -60,7 +60,7 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
     # A guard takes the leaves of the original for these, so they have to be the same objects.
     if [*map(id, values)] != [*map(id, leaves)]:
         return entry
-    # Now tells the recorder of the original what it would have been told of the copy.
+    # The recorder is told of the original what it would have been told of the copy.
     leaf_positions = recorder.open_hijax(position, treedef, leaves)
     for leaf_position, part in zip(leaf_positions, parts, strict=True):
         if part is LEAF:

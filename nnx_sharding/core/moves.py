@@ -116,7 +116,10 @@ def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
 def _in_device_order(array: AnyArray, target: NamedSharding, devices: object) -> Any:
     """Returns an array of the same buffers whose devices are in the order of the target.
 
-    ``devices`` are those of the target, in their order.
+    Args:
+      array: an array on the devices of the target, in any order.
+      target: the sharding that it gets next.
+      devices: those of the target, in their order.
     """
     if _compat.device_assignment(array.sharding) == devices:
         return array

@@ -89,9 +89,12 @@ def flatten_known(tree: object) -> Flat:
 
 
 def _flatten_recorded(tree: object, key: int, known: _Known) -> Flat:
-    """Flattens a module, and records how in ``known``, so that it is recognized the next time.
+    """Flattens a module, and records how, so that it is recognized the next time.
 
-    ``key`` is the id of the module.
+    Args:
+      tree: the module.
+      key: its id.
+      known: gets the walk that recognizes it, and its structure.
     """
     # As for a call with one argument, at position 0, which is flattened.
     recorder = WalkRecorder((tree,), dynamic=[0], static=[])

@@ -198,7 +198,13 @@ class WalkRecorder:
         return self._open_trees(self._dynamic, trees, treedefs)
 
     def open_tree(self, position: int, tree: Any, treedef: PyTreeDef) -> TreePositions:
-        """Records a pytree, level by level; returns the positions of its leaves and node data."""
+        """Records a pytree, level by level; returns the positions of its leaves and node data.
+
+        Args:
+          position: the position of the pytree.
+          tree: the pytree; a graph object is a leaf.
+          treedef: describes it.
+        """
         if is_leaf_treedef(treedef):  # ``tree`` itself is the leaf
             return TreePositions([position], [])
         if tree is None:  # a pytree without leaves
@@ -228,7 +234,10 @@ class WalkRecorder:
     ) -> TreePositions:
         """Records several pytrees; returns the positions of the leaves and node data of all.
 
-        Each has a position, and a treedef that describes it.
+        Args:
+          positions: the position of each.
+          trees: the pytrees.
+          treedefs: describe them.
         """
         leaves, aux = list[int](), list[int]()  # aux: node data
         for position, tree, treedef in zip(positions, trees, treedefs, strict=True):

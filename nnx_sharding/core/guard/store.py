@@ -73,9 +73,14 @@ class _Key(NamedTuple):
 def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
     """Returns what records how the arguments of a call are flattened.
 
-    The signature of the call knows an argument by its key: its position, or its name if it is
-    passed by keyword. The recorder numbers all of them, those by keyword last: for ``f(a, n=1)``
-    the keys 0 and ``"n"`` get the numbers 0 and 1.
+    The recorder numbers the arguments, those by keyword last. The signature of the call knows each
+    by its key: its position, or its name if it is passed by keyword. For ``f(a, n=1)``, the keys 0
+    and ``"n"`` have the numbers 0 and 1.
+
+    Args:
+      call: the arguments by their roles; its signature says which are static.
+      args: the positional arguments.
+      kwargs: those by keyword.
     """
     signature = call.signature
     number_of = {key: number for number, key in enumerate((*range(len(args)), *kwargs))}
@@ -88,7 +93,10 @@ def recorder_of(call: SortedCall, args: tuple[Any, ...], kwargs: dict[str, Any])
 def make_walk(recorder: WalkRecorder, arguments: tuple[Any, ...], name: str) -> Walk | None:
     """Returns the walk that was recorded; None if these arguments cannot be guarded.
 
-    If that is by an error, it is logged; ``name`` is that of the function.
+    Args:
+      recorder: was told how the arguments were flattened.
+      arguments: the same arguments, those by keyword last.
+      name: that of the function, for the log: an error here is no error of the call.
     """
     try:
         recipe = recorder.recipe()
@@ -216,6 +224,11 @@ class Guards:
         """Returns what ``find`` does, by templates: guards of modules that may be built alike.
 
         Where the same arguments come a second time, they get a guard of their own.
+
+        Args:
+          key: the types of the arguments, and the ids of the modules among them.
+          templates: guards of other arguments with these types.
+          arguments: the arguments, those by keyword last.
         """
         for template in templates:
             matched = match(template.walk, template.plan.structure, arguments)
@@ -277,6 +290,11 @@ class Guards:
         It serves also when the module of the guard is gone, but not without the ``identities``,
         which its walk compares by identity. When one of these is collected, all templates of the
         form go with it, since later calls make new ones.
+
+        Args:
+          form: the types of the arguments.
+          guard: the guard of the arguments.
+          identities: the objects that its walk compares by identity.
         """
         templates = self._templates  # not self, which the references would keep alive
         references = tuple(watch(identities, lambda _: templates.pop(form, None)))
@@ -305,7 +323,7 @@ class Guards:
         all_guards, recent = self._guards, self.recent  # not self, which would live as long
 
         def forget(_: object) -> None:
-            recent.clear()  # all of it, because entries do not know their keys; it fills again soon
+            recent.clear()  # all of it: which of these are for this key is not known
             all_guards.pop(key, None)
 
         children = (part.child for argument in plan.graph_arguments for part in argument.parts)
@@ -337,9 +355,9 @@ class Guards:
 
     def _guards_of(self, key: _Key) -> _GuardList:
         """Returns the guards of some arguments; adds an empty list if there are none."""
-        guards = self._guards.setdefault(key, _GuardList())
+        guard_list = self._guards.setdefault(key, _GuardList())
         make_room(self._guards, MAX_ARGUMENTS)
-        return guards
+        return guard_list
 
     def drop(self, plan: Plan) -> None:
         """Forgets an evicted plan, so that further models do not use it."""
