@@ -127,8 +127,8 @@ class LayerDimensions:
         self._resolved: dict[int, Stacked] = {}  # by id, what was found for the known Variables
 
         known = list(self._known_variables(flat))  # this fills `_norms`, too
-        # Without any candidate but (), no transform has stacked layers: so it is in most models,
-        # which need no paths, and nothing of the following.
+        # Without any candidate but (), no layer is stacked. That is so in most models, and nothing
+        # of the following is needed.
         is_any_stacked = any(candidate for x in known for candidate in x.candidates)
         if is_any_stacked:
             paths = flat.structure.paths_to_objects([((), flat.structure.root)])
@@ -139,8 +139,8 @@ class LayerDimensions:
             self._find_common_axes(known)  # of all, before any of them is decided
             for variable in known:
                 self._resolve(variable)
-        # Layers may be what has no name in all parameters that are known. In all other Variables,
-        # any dimension may have none.
+        # Among parameters of Flax's layers, the dimension of layers may be known by having no name.
+        # In other Variables, any dimension may have none.
         self._names.discard(None)
 
     def is_norm(self, subject: object) -> bool:

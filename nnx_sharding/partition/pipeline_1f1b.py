@@ -20,10 +20,11 @@ All ticks of a phase are one ``scan``. The backward pass cannot come from JAX's 
 that, so gradients are sums in the carry. What a later tick reads waits in *rings* of K slots: slot
 ``tick % K`` is written at each tick, and read up to K - 1 ticks later.
 
-``pipeline_parts.py`` cuts the loss into parts, and has the words for what they get and return:
-*targets* (the parameters), *fixed*, *varying*, *early*, *late*; gradients of *split* targets are
-kept as *shard sums*, (shards, …), and added up after the loop. A part is a function from inputs to
-outputs of the loss, both as dicts by position. An output may be an input of a later part::
+``pipeline_parts.py`` cuts the loss into parts: ``parts.run_prefix`` and others, functions from
+inputs to outputs of the loss, both as dicts by position. Its words are *targets* (the parameters);
+*fixed* and *varying* (what layers get besides x: with all microbatches alike, or not); *early* and
+*late* (state that is known before the layers, or after them). Gradients of *split* targets are kept
+as *shard sums*, (shards, …), until the loop is done. An output may be an input of a later part::
 
     loss.state[i]         the input with the old value of the Variable that gets output i
     loss.result_of[i]     the input with what the layers return in place of x, which is output i
@@ -166,14 +167,15 @@ class OneForwardOneBackward:
         self._stages = TracedStages(parts)
 
     def run(self) -> Accumulated:
-        """Runs all ticks."""
+        """Runs all ticks, and what comes before and after them once for all microbatches."""
         parts, loss, inputs = self._parts, self._loss, self._arrays
-        # What all microbatches share is computed, and differentiated, once.
+        # What layers get with all microbatches alike, and its derivative by the targets.
         self._fixed = parts.run_fixed(inputs)
         _, pull_fixed = jax.vjp(
             lambda targets: parts.run_fixed_with_gradients(inputs | targets),
             _pick(inputs, parts.targets),
         )
+        # The ticks, in three phases.
         carry = self._first_carry()
         warm, steady = self._time.delay, self._time.microbatches  # S - 1 and M ticks
         carry, _ = self._scan(self._run_warm, carry, 0, warm)
@@ -184,14 +186,14 @@ class OneForwardOneBackward:
         [by_fixed] = pull_fixed(self._fixed_gradients(carry))
         for i, gradient in gradients.items():
             gradients[i] = gradient + by_fixed[i].astype(gradient.dtype)
-        # What depends on what layers write is computed from what they wrote last.
-        inputs = (
+        # State that depends on what layers write is computed from what they wrote last.
+        inputs_at_the_end = (
             inputs
             | _rename(carry.early, loss.state)
             | _rename(carry.late, loss.state)
             | _rename(carry.written, loss.written_of)
         )
-        state = carry.early | carry.late | parts.run_ending(inputs)
+        state = carry.early | carry.late | parts.run_ending(inputs_at_the_end)
         return Accumulated(returned, state, gradients)
 
     def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
@@ -225,13 +227,13 @@ class OneForwardOneBackward:
         """Runs the forward pass of one tick: the prefix, the layers of all stages, and the send."""
         parts, time = self._parts, self._time
         slot = time.slot(tick)  # of the rings, for what this tick keeps
-        # The prefix of the microbatch that enters the first stage; its number is the tick. When all
-        # have entered, the last one does so again, and what comes of it is ignored.
+        # 1. The prefix of the microbatch that enters the first stage; its number is the tick. When
+        # all have entered, the last one does so again, and what comes of it is ignored.
         entering = jnp.minimum(tick, time.microbatches - 1)
         before = parts.run_prefix(self._inputs(entering, carry.early))
         past_early = _put(carry.past_early, carry.early, slot)  # for the backward pass of it
         past_varying = _put(carry.past_varying, _pick(before, parts.varying), slot)
-        # The layers. The first stage gets x from the prefix, the others what they were sent.
+        # 2. What the layers get. The first stage has x from the prefix, the others were sent it.
         x = {  # (S, rows, …)
             i: self._staged.constrain_rows(_where(time.is_first, before[i], sent))
             for i, sent in carry.sent.items()
@@ -242,9 +244,11 @@ class OneForwardOneBackward:
             i: self._staged.constrain(jnp.take(ring, time.slot(items), axis=0))
             for i, ring in past_varying.items()
         }
+        # 3. The layers. Variables that they write have their newest values in `carry.written`.
         arrays = self._fixed | carry.written | x | varying
         out, written, residuals = self._stages.forward(arrays)  # each array (S, …)
-        # State only changes for real microbatches: not once all have entered, not in idle stages.
+        # 4. What the next tick gets. State only changes for real microbatches: early state not once
+        # all have entered, and that of layers not in idle stages.
         is_entering, is_busy = time.is_busy(tick), time.is_busy(items)
         return carry._replace(
             sent=self._send(out, 1),
@@ -322,7 +326,9 @@ class OneForwardOneBackward:
         return carry._replace(
             fixed_totals=_add(carry.fixed_totals, d_fixed),
             totals=_add(carry.totals, by_prefix),
-            d_sent=self._send(d_x, -1),  # to the stage before, which returned this x
+            # To the stage before, which returned this x. What an idle stage sends gets to one that
+            # is idle in the next tick.
+            d_sent=self._send(d_x, -1),
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: ByPosition) -> ByPosition:

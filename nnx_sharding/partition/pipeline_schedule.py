@@ -314,20 +314,21 @@ class Schedule(PipelineSizes):
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
-        # An array of as many rows is a mask or the like, most likely. That makes a difference only
-        # if there are several microbatches; and a first dimension of 1 says that it has no rows.
+        # An array of as many rows is a mask or the like, most likely: it would not fit the rows of
+        # a microbatch. That is no problem with one microbatch, and a first dimension of 1 says that
+        # there are no rows.
         unsplit = [leaf for leaf, splits in zip(further, has_rows, strict=True) if not splits]
         suspects = [
             leaf
             for leaf in unsplit
             if isinstance(leaf.value, jax.Array) and leaf.value.shape[:1] == (batch,)
         ]
+        if batch <= 1 or count == 1:
+            return
         raise_listed(
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
-            [f"  {leaf.accessor}: shape {leaf.value.shape}" for leaf in suspects]
-            if batch > 1 and count > 1
-            else [],
+            [f"  {leaf.accessor}: shape {leaf.value.shape}" for leaf in suspects],
             "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
             "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or constrain "
             "them, as in with_sharding_constraint(mask, P('data')), where the layers are called.",

@@ -254,7 +254,13 @@ class _Evaluation:
         return self._sums.of_sum(value.array)
 
     def run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
-        """Runs a jaxpr, closed or not."""
+        """Runs a program, and returns the values of its outputs.
+
+        Args:
+          closed: the program: a jaxpr, with its constants if it is a closed one.
+          inputs: their values.
+          wanted: for each output whether it is wanted as shard sums.
+        """
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
         constants = [_Value(x) for x in getattr(closed, "consts", ())]
         variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -290,7 +296,11 @@ class _Evaluation:
     def _run_with_sums(
         self, equation: JaxprEqn, inputs: Sequence[_Value], wanted: Sequence[bool]
     ) -> list[_Value] | None:
-        """Runs an operation that may return shard sums; None for one that cannot."""
+        """Runs an operation that may return shard sums; None for one that cannot.
+
+        There are three kinds: those that have a program in them, in which sums may be split; those
+        that are linear in shard sums; and those that sum over rows.
+        """
         name = equation.primitive.name
         if _called(equation) is not None:
             return self.run(equation.params["jaxpr"], inputs, wanted)
@@ -298,7 +308,7 @@ class _Evaluation:
             # The backward pass with the forward pass that it recomputes: a barrier keeps the
             # compiler from computing that only once, in the forward pass.
             arrays = jax.lax.optimization_barrier([self.add_up(x) for x in inputs])
-            inputs = [_Value(x, old.rows) for x, old in zip(arrays, inputs, strict=True)]
+            inputs = [_Value(x, rows=old.rows) for x, old in zip(arrays, inputs, strict=True)]
             return self.run(equation.params["jaxpr"], inputs, wanted)
         if name == "scan":
             return self._run_scan(equation, inputs, wanted)
@@ -315,14 +325,15 @@ class _Evaluation:
         return self._split_sum(equation, inputs, dims)
 
     def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
-        """Runs a linear operation on each shard sum."""
+        """Runs a linear operation on each shard sum; its only output are shard sums."""
         name = equation.primitive.name
-        if name in ("sharding_constraint", "reshard"):
+        if name in ("sharding_constraint", "reshard"):  # which know nothing of the new dimension
             return [_Value(self._shard_like_value(inputs[0].array, equation), is_split=True)]
-        if name == "add_any":  # a sum of sums: all operands have to be split alike
+        if name == "add_any":
+            # A whole operand would be added to each shard sum, and so count several times.
             arrays = [self.split(x) for x in inputs]
             mapped: list[int | None] = [0] * len(inputs)
-        else:
+        else:  # a factor that is no sum is the same for all shards
             arrays = [x.array for x in inputs]
             mapped = [0 if x.is_split else None for x in inputs]
         return [_Value(x, is_split=True) for x in _run_mapped(equation, arrays, mapped)]
@@ -519,8 +530,8 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
         if equation.primitive.name in _LINEAR | _PRODUCTS:
             chosen.update(x for x in equation.invars if isinstance(x, Var))
         elif (inner := _called(equation)) is not None:
-            # A call: its inputs are those of the program in it. A `scan` is none: what leads to its
-            # outputs is found in its body, when it runs.
+            # A call: its inputs are those of the program in it. A `scan` is none: when it runs, its
+            # inputs are added up, or split as its carry is.
             inside = _variables_that_lead_to(inner, wants)
             pairs = zip(equation.invars, inner.invars, strict=True)
             chosen.update(x for x, y in pairs if y in inside and isinstance(x, Var))
