@@ -66,8 +66,6 @@ def launch(
         found = f"{processes} processes of {devices_per_process} devices"
         raise ValueError(f"expected a program, and a positive number of each, got {found}.")
     workers, readers = list[Worker](), list[threading.Thread]()
-    # The exit code, and what happened if it is not 0. As of `subprocess`, -n is signal n.
-    code, how = 0, "timed out"
     start = time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
@@ -87,16 +85,7 @@ def launch(
                 readers.append(_thread(_copy, rank, worker.stdout, sys.stdout))
                 readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
             # Only now: once its first process ended and was waited for, no other can join a group.
-            # In threads, so that the first end is noticed, of whichever process it is.
-            ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
-            limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-            for end in as_completed(ends, limit):
-                code = end.result()
-                if code:
-                    how = f"process {ends[end]} failed with {_reason(code)}"
-                    break
-        except TimeoutError:
-            code = 124  # as of the command timeout; `how` says it already
+            code, how = _wait(workers, pool, timeout)
         except KeyboardInterrupt:
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
         finally:
@@ -106,7 +95,31 @@ def launch(
         reader.join(min(grace, 3.0))
     if code:
         print(f"launch: {how}, after {seconds:.1f} s; all processes were ended", file=sys.stderr)
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code  # 128 + n for signal n, as of a shell
+
+
+def _wait(
+    workers: Sequence[Worker], pool: ThreadPoolExecutor, timeout: float | None
+) -> tuple[int, str]:
+    """Waits until all processes have succeeded, the first one has failed, or the time is over.
+
+    Args:
+      workers: the processes.
+      pool: a thread for each of them, so that the first end is noticed, of whichever it is.
+      timeout: the seconds to wait; None for no limit.
+
+    Returns:
+      The exit code, as of `subprocess`: -n for signal n; and what happened if it is not 0.
+    """
+    ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
+    limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+    try:
+        for end in as_completed(ends, limit):
+            if code := end.result():
+                return code, f"process {ends[end]} failed with {_reason(code)}"
+    except TimeoutError:
+        return 124, "timed out"  # the code of the command timeout
+    return 0, ""
 
 
 def _start(program: Sequence[str], variables: dict[str, str], group: int) -> Worker:
