@@ -326,37 +326,44 @@ class _Matching:
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
         """Returns what has no rule, as lines of an error by the kind of the problem.
 
-        Of arrays, only those whose paths are ``wanted`` count.
+        Args:
+          wanted: the paths of the arrays that the user selects. If others have no tensor, that is
+            no problem.
         """
-        spare: dict[str, str] = {}  # name of a tensor without an array → its line
-        sizes: dict[str, int] = {}  # the numbers of elements of these tensors
+        # Tensors that fill nothing. Models may do without buffers, such as masks.
+        unmatched_tensors: list[str] = []
+        names_by_size: dict[int, list[str]] = {}  # the number of elements → the names of these
         for group in self._tensors:
             for numbers, name in group.names.items():
                 if name not in self._settled and not group.is_buffer:
-                    spare[name] = self._spare_tensor(name, group, numbers)
-                    sizes[name] = math.prod(group.shapes[numbers])
-        missing: list[str] = []
+                    unmatched_tensors.append(self._line_of_unmatched(name, group, numbers))
+                    size = math.prod(group.shapes[numbers])
+                    names_by_size.setdefault(size, []).append(name)
+        # Arrays that nothing fills, with up to three tensors that might.
+        unmatched_arrays: list[str] = []
         for path, shape in self.unmatched_arrays(wanted).items():
-            alike = [name for name in sizes if sizes[name] == math.prod(shape)][:3]
+            alike = names_by_size.get(math.prod(shape), [])[:3]
             hint = f"; of this size: {' or '.join(alike)}" if alike else ""
-            missing.append(f"  {path}, shape {shape}{hint}")
+            unmatched_arrays.append(f"  {path}, shape {shape}{hint}")
         return {
-            "Arrays without a tensor": missing,
-            "Tensors without an array": [*spare.values()],
+            "Arrays without a tensor": unmatched_arrays,
+            "Tensors without an array": unmatched_tensors,
             "Ambiguous": self._ambiguous,
             "Of another shape": self._misfits,
         }
 
-    def _spare_tensor(self, name: str, group: Group, numbers: Numbers) -> str:
-        """Writes the line of a tensor without an array, with the one that took the array, if any.
+    def _line_of_unmatched(self, name: str, group: Group, numbers: Numbers) -> str:
+        """Writes the line of a tensor that fills no array, and says which one fills that instead.
 
-        ``numbers`` are those of its name, which has the template of ``group``. A tensor has been
-        outdone by another one if that fills the array with these numbers in the same role. This is
-        only a hint: if tensors and arrays are numbered otherwise, it is missing.
+        Args:
+          name: the name of the tensor.
+          group: the group that it is in.
+          numbers: its numbers, such as that of the layer.
         """
         for link in self._links:
+            # An array in the same layer with the same role: the part, such as "q", and the kind,
+            # such as "weight". If arrays count layers otherwise, the hint is left out.
             path = link.arrays.names.get(numbers)
-            # The role is the part, such as "q", the kind, such as "weight", and whether in layers.
             if path and link.arrays.template.role == group.template.role:
                 others = [link.tensors.names[source] for source in link.sources.get(numbers, ())]
                 return f"  {name}: {path} has {', '.join(others)}"
@@ -376,17 +383,21 @@ class _Matching:
                 rules[_pattern(template)] = None
                 continue
             by_numbers = self._rules[template]
-            first = next(iter(by_numbers.values()))
-            is_alike = all(tensors == first for tensors in by_numbers.values())
+            first, *others = by_numbers.values()
+            if all(tensors == first for tensors in others):
+                rules[_pattern(template)] = _rule(first)
+                continue
             for numbers, tensors in by_numbers.items():
-                # A rule is a path if nothing is rearranged, and a list for several arrays.
-                entries = [x.path if x.dimensions is None else x for x in tensors]
-                # If all are alike, each writes the same entry again.
-                pattern = _pattern(template, None if is_alike else numbers)
-                rules[pattern] = entries[0] if len(entries) == 1 else entries
+                rules[_pattern(template, numbers)] = _rule(tensors)
         order = {group.template.text: index for index, group in enumerate(self._tensors)}
         self.matches.sort(key=lambda match: order[match.tensor])
         return rules
+
+
+def _rule(tensors: Sequence[Tensor]) -> Rule:
+    """Writes a rule as users do: a path if nothing is rearranged, and a list of several arrays."""
+    entries = [tensor.path if tensor.dimensions is None else tensor for tensor in tensors]
+    return entries[0] if len(entries) == 1 else entries
 
 
 def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:

@@ -271,9 +271,15 @@ def _bind(
 def _arguments_by_name(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by name, as Python would bind them."""
+    """Returns the arguments of a call by name, as Python would bind them.
+
+    Raises:
+      TypeError: lists the arguments that are missing, unknown, static or passed twice.
+    """
+    # Static arguments are in neither list: they are part of the program.
     names = [argument.name for argument in manifest.arguments]
     positional = [argument.name for argument in manifest.arguments if not argument.keyword]
+    # Not strict: too many are an error below, and those that are left may be passed by keyword.
     bound = dict(zip(positional, args, strict=False))
     lines = []
     if len(args) > len(positional):

@@ -171,18 +171,20 @@ class Manifest(JsonForm):
         return super()._of_parts(parts)
 
     def __post_init__(self) -> None:
+        """Raises a ValueError if it names what is not there, as a file of anyone may."""
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names) or not self.updates.keys() <= set(names):
             raise ValueError(f"arguments {names}, updates {[*self.updates]}")
         for info in (*self.inputs, *self.outputs):
             if info.mesh not in (None, *range(len(self.meshes))):
                 raise ValueError(f"there is no mesh {info.mesh}")
+        # How many arrays of each kind a tree may name: arguments have no outputs in them.
         inputs, outputs = {"input": len(self.inputs)}, {"output": len(self.outputs)}
         trees = [(argument.tree, inputs) for argument in self.arguments]
         trees += [(tree, inputs | outputs) for tree in (self.result, *self.updates.values())]
         for tree, counts in trees:
             for _, kind, position in leaves_of(tree):
-                # True is an int, too.
+                # Not `isinstance`, as True is an int, too.
                 if type(position) is not int or position not in range(counts.get(kind, 0)):
                     raise ValueError(f"there is no {kind} {position!r:.100}")
 

@@ -572,29 +572,29 @@ def _factorizations(count: int, axes: Sequence[_AxisRange]) -> Iterator[dict[str
 
 
 def check_meshes(
-    meshes: Sequence[Mapping[str, int]], devices: int | None, axes: Axes, *, are_ours: bool
+    meshes: Sequence[Mapping[str, int]], devices: int | None, axes: Axes, *, has_chains: bool
 ) -> None:
-    """Raises a ValueError for meshes with other axes than strategies use, or too many devices.
+    """Raises a ValueError for meshes of the user with unknown axes or another number of devices.
 
     Args:
       meshes: the sizes of the axes of each, by name.
       devices: how many each must have; None for any number.
       axes: the names that strategies of this library use.
-      are_ours: whether some strategies are of this library.
+      has_chains: whether some strategies are of this library. A function of the user may use axes
+        of any name.
     """
+    wrong = [] if meshes else ["  meshes=[] has none"]
     names = [*itertools.chain(*axes)]
-    wrong = [
-        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(names)}; name those "
-        "of your mesh, as in axes={'data': 'dp', 'model': 'tp'}"
-        for sizes in meshes
-        if are_ours and not {*names}.issuperset(sizes)
-    ]
-    wrong += [
-        f"  {dict(sizes)}: {math.prod(sizes.values())} devices, not {devices}"
-        for sizes in meshes
-        if devices is not None and math.prod(sizes.values()) != devices
-    ]
-    wrong += [] if meshes else ["  meshes=[] has none"]
+    for sizes in meshes:
+        if has_chains and not {*names}.issuperset(sizes):
+            wrong.append(
+                f"  {dict(sizes)}: strategies of this library use the axes {', '.join(names)}; "
+                "name those of your mesh, as in axes={'data': 'dp', 'model': 'tp'}"
+            )
+    for sizes in meshes:
+        count = math.prod(sizes.values())
+        if devices is not None and count != devices:
+            wrong.append(f"  {dict(sizes)}: {count} devices, not {devices}")
     raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
 
 

@@ -210,7 +210,7 @@ def _given_pairs(
     sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
     # Meshes may have other axes if all strategies are functions of the user.
     has_chains = any(function is None for function in functions.values())
-    check_meshes(sizes, devices, axes, are_ours=has_chains)
+    check_meshes(sizes, devices, axes, has_chains=has_chains)
     return [*itertools.product(functions, map(planning_mesh, meshes))]
 
 
