@@ -126,8 +126,8 @@ class Specs:
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
-        # A State of specs stays one in ``tree``: it is for an argument that is a State, and is
-        # matched with it level by level. As a rule, it has a filter for each path.
+        # A State of specs stays one in ``tree``: only if it is for a State, it is matched with that
+        # level by level. As a rule, it is a StateSharding with a filter for each path.
         self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
