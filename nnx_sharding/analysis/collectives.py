@@ -357,8 +357,7 @@ def collectives_of(
         return None
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
-    # A program with fewer devices than the mesh is that of one of several slices. Without a mesh
-    # there are no positions in any case.
+    # A program with fewer devices than the mesh is that of one of several slices.
     is_of_slice = module.num_devices != math.prod(sizes.values())
     placement = _Placement(
         sizes=sizes,
@@ -376,8 +375,7 @@ def collectives_of(
     uses: Mapping[str, Use] = {}  # by the name of the instruction
     if found and arguments is not None:
         uses = uses_of(module, found, arguments, results)
-    # Without any start, of its own or in a fusion, the device waits for each collective, so that
-    # nothing overlaps with one.
+    # Without any start, of its own or in a fusion, the device waits for each collective.
     has_starts = continuations or module.with_opcode(*starts, "async-start")
     overlap = Overlap(module) if has_starts else None
     collectives = [

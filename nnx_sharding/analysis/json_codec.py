@@ -77,7 +77,7 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _spec_data(spec: PartitionSpec) -> list[Any] | dict[str, Any]:
-    """Returns a spec as data for JSON: its entries, or a dictionary if it is (un)reduced."""
+    """Returns a spec as data for JSON: its entries, or a dictionary of these and its sums."""
     entries: list[Any] = []
     for entry in spec.partitions:
         if isinstance(entry, tuple):

@@ -335,9 +335,8 @@ def roofline_of(
     peak = hardware_of(hardware)  # fails here if its name is unknown
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
-    # A program for CPUs is scheduled for these, and figures that were measured are those of the
-    # platform itself. Peak figures are those of other hardware, for which it would be scheduled
-    # otherwise.
+    # A program for CPUs is scheduled for these. Peak figures are those of other hardware, but
+    # measured ones (with a spread) those of the CPU itself.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
     times: dict[Resource, float | None] = {

@@ -204,9 +204,10 @@ def compare(old: Facts, new: Facts) -> list[str]:
 
 
 def _below(label: str) -> tuple[str, ...]:
-    """Returns how labels of parts of ``model`` begin: ``model.``, ``model[``, ``model, captured``.
+    """Returns how the labels of parts begin: ``model.``, ``model[`` and ``model,`` for ``model``.
 
-    All labels are of parts of all arguments, whose own label is empty.
+    (The last is of ``model, captured x``.) With an empty label, that of all arguments together, it
+    is how every label begins.
     """
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 

@@ -12,8 +12,8 @@ configuration of JAX, and what the function *captures*: closures and globals. Wh
 is compared as *facts*, which are texts by the expression for each part of the arguments
 (`differences.py`): `facts_of` makes them, `compare` writes a line for each difference.
 
-A *compilation* has the number of the latest trace before it: the trace 3 is followed by compilation
-3, and by another one with this number if a call with other shardings uses the trace again.
+A *compilation* has the number of the latest trace before it: trace 3 is followed by a compilation
+with this number, and by another one if a call with other shardings uses the trace again.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _logs(fun: object) -> list[tuple[str, TraceLog]]:
     if not has_log(_unwrapped(fun)):
         owner = fun if isinstance(fun, type) else type(fun)
         members = (member for _, member in inspect.getmembers_static(owner))
-        # While a module is traced, its methods are replaced by descriptors that name its scopes
-        # (`activations/intercept.py`); these have the user's method as ``original``.
+        # While a module is traced, its methods are replaced by descriptors that intercept their
+        # calls (`activations/intercept.py`); these have the user's method as ``original``.
         values = [getattr(member, "original", member) for member in members]
     lifted = [value for value in map(_unwrapped, values) if has_log(value)]
     if not lifted:
@@ -280,7 +280,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
             function=name,
             kind="compilation",
             number=new.number,
-            compared_to=new.number,  # the trace that is used again
+            compared_to=new.number,  # a compilation has no number of its own
             differences=tuple(changes),
         )
 
@@ -313,8 +313,8 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     """
     # The latest first: training loops change one thing at a time.
     candidates = [*reversed(earlier[-MAX_COMPARED:])]
-    # To compare the keys of large models takes long, so only those whose structures have one hash
-    # are, which structures keep.
+    # To compare the keys of large models takes long. Structures keep their hash, so the keys are
+    # compared only where that is equal.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     with_same_key = [old for old in alike if old.key == new.key]
     if with_same_key:  # a key is all but what the function captures, so only that can differ
