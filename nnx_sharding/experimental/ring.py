@@ -156,7 +156,7 @@ def attend_in_ring(inputs: Inputs) -> jax.Array:
     length, size = arrays.query.shape[1], layout.count(layout.sequence)
     # A user who ordered the tokens passes their positions. Only those that are known while tracing
     # can be compared.
-    is_balanced = (
+    is_given_balanced = (
         isinstance(inputs.positions, np.ndarray)
         and rule.is_causal
         and size > 1
@@ -164,9 +164,9 @@ def attend_in_ring(inputs: Inputs) -> jax.Array:
         and np.array_equal(inputs.positions, balanced_order(length, size))
     )
     # With a window, the balanced order does not tell which pairs of halves are hidden.
-    is_even = (is_balanced or inputs.moves_tokens) and not rule.window
-    ring = Ring(layout, rule, is_even)
-    if not inputs.moves_tokens:
+    is_balanced = (is_given_balanced or inputs.moves_tokens) and not rule.window
+    ring = Ring(layout, rule, is_balanced)
+    if not inputs.moves_tokens:  # they are attended to in the order in which they are
         return attend(ring, arrays)
     query, key, value, info, visibility = arrays
     # Queries and keys are of one sequence, as attention is causal: they share positions, segments

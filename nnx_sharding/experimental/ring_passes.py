@@ -84,12 +84,13 @@ class Ring(NamedTuple):
     Attributes:
       layout: the mesh axes; those of the sequence are the ring.
       rule: the options of attention.
-      is_even: whether attention is causal, with positions in the balanced order.
+      is_balanced: whether the table of the balanced order says which pairs are needed: attention is
+        causal, without a window, and tokens are in that order.
     """
 
     layout: Layout
     rule: Rule
-    is_even: bool
+    is_balanced: bool
 
     @property
     def size(self) -> int:
@@ -238,7 +239,7 @@ def _add_all_blocks(
         return (state, ring.layout.next_device(moving)), None
 
     carry = state, moving
-    if ring.is_even:
+    if ring.is_balanced:
         # Only the own block has it, so the steps of the loop, which all do the same, cannot add it.
         carry = add_block(*carry, 0, only_extra_pair=True)
     carry, _ = jax.lax.scan(run_step, carry, jnp.arange(ring.size - 1))
@@ -270,9 +271,8 @@ def _add_pairs(
       The new state; and the queries, which the next step has to read from here.
     """
     query_positions, key_positions = visibility.query_info.positions, block.info.positions
-    num_queries = jax.tree.leaves(queries)[0].shape[1]  # bqkgd
-    num_keys = block.key.shape[1]
-    # Only positions that are those of all rows can say that a whole pair is hidden.
+    num_queries, num_keys = jax.tree.leaves(queries)[0].shape[1], block.key.shape[1]  # bqkgd, bskd
+    # Only positions that are those of all rows can hide a whole pair. Without them, no halves.
     can_skip = query_positions is not None and query_positions.ndim == 1
     num_parts = 2 if can_skip and num_queries % 2 == 0 and num_keys % 2 == 0 else 1
 
@@ -284,7 +284,7 @@ def _add_pairs(
         return add_pair(ring.rule, state, queries, block, visibility, pair)
 
     pairs: list[_Halves] = [(i, j) for j in range(num_parts) for i in range(num_parts)]
-    if ring.is_even:
+    if ring.is_balanced:
         pairs = _balanced_pairs(query_positions, key_positions, only_extra_pair=only_extra_pair)
     for i, j in pairs:
         # The scores of a pair need no other pair, so without a barrier the compiler computes those
@@ -296,7 +296,7 @@ def _add_pairs(
         # device. The block is read from before it: else v5e leaves a gap of 80 MiB.
         _, queries, _ = carry
         run = functools.partial(add, i, j)
-        if ring.is_even or not can_skip:
+        if ring.is_balanced or not can_skip:  # all pairs are needed
             state = run(*carry)
             continue
         is_visible = may_attend(
