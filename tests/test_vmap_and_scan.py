@@ -836,3 +836,47 @@ def test_names_of_axes_on_a_mesh(kind):
         (ours, own), (theirs, expected) = run(OURS), run(FLAX)
     assert_same(ours, theirs, rtol=1e-6)
     assert own == expected
+
+
+MESH_OF_TWO_AXES = jax.make_mesh((4, 2), ("data", "model"))
+ROWS = jnp.arange(32.0).reshape(8, 4)
+
+
+def with_noise(key, x):
+    return x + jax.random.normal(key, x.shape)
+
+
+@pytest.mark.parametrize("over", ["data", ("data", "model")])
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_a_replicated_argument_is_sharded_like_the_others(of_stream, over):
+    """On Explicit axes, JAX refuses keys that are split in the function with rows of a batch."""
+
+    def from_keys(x):
+        return nnx_sharding.vmap(with_noise)(jax.random.split(jax.random.key(0), 8), x)
+
+    def from_stream(x):
+        @nnx.split_rngs(splits=8)
+        @nnx_sharding.vmap
+        def mapped(rngs, x):
+            return with_noise(rngs.noise(), x)
+
+        return mapped(nnx.Rngs(noise=0), x)
+
+    function = from_stream if of_stream else from_keys
+    sharded = nnx_sharding.jit(function, in_shardings=(P(over),), mesh=MESH_OF_TWO_AXES)
+    result = sharded(ROWS)
+    np.testing.assert_allclose(result, function(ROWS), rtol=1e-6)
+    assert result.sharding.spec == P(over, None)
+    assert not sharded.lower(ROWS).compile().collectives()
+
+
+@pytest.mark.parametrize("other", [P("model"), P(None, "data")])
+def test_mapped_dimensions_over_different_mesh_axes(other):
+    def product(x, y):
+        return nnx_sharding.vmap(jnp.multiply)(x, y)
+
+    step = nnx_sharding.jit(product, in_shardings=(P("data"), other), mesh=MESH_OF_TWO_AXES)
+    with pytest.raises(
+        ValueError, match=r"(?s)different axes:\n  args\[0\], .*\n  args\[1\], .*alike"
+    ):
+        step(ROWS, ROWS)

@@ -206,7 +206,7 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
     if missing and all("opt_state" in path.split("/") for path in (*missing, *unknown)):
         return (
             "The optimizer is of another Optax transformation than the saved one. Use that one, or "
-            "pass only=nnx.Not(nnx.PathContains('opt_state')) to start with new moments."
+            "pass only=nnx.Not(nnx.PathContains('opt_state')): moments and schedules start anew."
         )
     if is_part or missing or not unknown:
         return ""

@@ -20,16 +20,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..core.constrain import type_spec
+from ..core.constrain import retype, type_mesh, type_spec
 from ..core.memory import is_keys
 from ..core.plan import Plan
 from ..core.problems import array_line
 from ..core.signature import Roles
 from ..errors import message, raise_listed
-from ..specs.fitting import spec_axes
+from ..specs.fitting import axes_of, pad_entries, spec_axes, with_entries
 from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, call_on_slots, type_text
 from .lifted import lift
@@ -131,6 +132,7 @@ class _Vmap(Mapped):
         in_axes = tuple(axis.index for axis in plan.specs)
 
         def call_mapped(*leaves: object) -> Any:
+            leaves = _shard_alike(leaves, in_axes, plan.names)
             # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
             # parameter that a layer gathers, but accepts it as a constant that the function
             # captures. So unmapped arrays whose types are sharded are captured.
@@ -183,6 +185,58 @@ class _Vmap(Mapped):
             "in jax.lax.pmean with axis_name.",
             anchor="differs-between-elements",
         )
+
+
+def _shard_alike(
+    leaves: tuple[Any, ...], in_axes: Sequence[int | None], names: Sequence[str]
+) -> tuple[Any, ...]:
+    """Returns the arrays with their mapped dimensions sharded over the same Explicit axes.
+
+    JAX refuses others. A dimension that is replicated, such as that of keys which the user's
+    function has split, becomes like that of the other arrays, as on Auto axes: nothing is sent.
+
+    Args:
+      leaves: the arrays, by slot.
+      in_axes: the axis along which each is mapped, or None.
+      names: the expression for each, such as ``x`` or ``model.kernel``.
+
+    Raises:
+      ValueError: mapped dimensions are sharded over different axes.
+    """
+    mapped: dict[int, tuple[PartitionSpec, int]] = {}  # spec and axis, by slot
+    for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True)):
+        spec = None if axis is None else type_spec(leaf)
+        # An axis that an array does not have is an error of JAX.
+        if axis is not None and spec is not None and -np.ndim(leaf) <= axis < np.ndim(leaf):
+            mapped[slot] = spec, axis % np.ndim(leaf)
+    # The mesh axes that shard the mapped dimension of each array, none if it is replicated.
+    mesh_axes = {
+        slot: axes_of(pad_entries(spec, axis + 1)[axis]) for slot, (spec, axis) in mapped.items()
+    }
+    wanted = next(filter(None, mesh_axes.values()), ())
+    aligned, unlike = [*leaves], []
+    for slot, (spec, axis) in mapped.items():
+        if mesh_axes[slot] == wanted:
+            continue
+        # A mesh axis that shards another dimension of the array cannot shard this one, too.
+        if mesh_axes[slot] or not set(wanted).isdisjoint(spec_axes(spec)):
+            unlike.append(slot)
+            continue
+        entries = pad_entries(spec, np.ndim(leaves[slot]))
+        entries[axis] = wanted
+        aligned[slot] = retype(leaves[slot], type_mesh(leaves[slot]), with_entries(spec, entries))
+    lines = [
+        f"  {names[slot]}, {type_text(leaves[slot])}, axis {axis}"
+        for slot, (_, axis) in mapped.items()
+        if unlike and (slot in unlike or mesh_axes[slot])
+    ]
+    raise_listed(
+        ValueError,
+        "vmap: the mapped dimensions of these arguments are sharded over different axes:",
+        lines,
+        "Shard them alike before the call, as by nnx_sharding.reshard(x, spec).",
+    )
+    return tuple(aligned)
 
 
 def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -> None:
