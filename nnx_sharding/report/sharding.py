@@ -133,7 +133,9 @@ class ShardingReport(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields the table of arrays, and below it the mesh, the rules and what is wrong."""
+        # What a device with a shard of each array holds; `device_bytes` has what each one holds.
         per_device = sum(row.bytes_per_device for row in self.rows)
+        # One cell for each column: the rule, and those of `HEADER`, whose last two are bytes.
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
