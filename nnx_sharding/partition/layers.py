@@ -108,23 +108,30 @@ class LayerDimensions:
 
     The constructor looks at the whole model: it compares the layers of Flax, which know their
     shapes, and what transforms may have done to them. :meth:`find` then answers for one array.
+
+    Its private attributes:
+
+        _stack_counts   by slot, how many first dimensions of the array are those of a `Stack`
+        _slots          by the id of a Variable, the slots of its arrays
+        _norms          the ids of the Variables of normalization layers
+        _resolved       by the id of a known Variable, what was found for it
+        _common_axes    by the path of a module, and by class: the axes that transforms may have
+                        given to all known Variables of this class in the module
+        _names          the names that metadata give to dimensions of layers, such as ``layers``
     """
 
     def __init__(self, flat: Flat):
         """Compares the shapes of all layers of Flax in a flattened model."""
-        # How many first dimensions of an array are those of a `Stack`, by slot; none if 0.
         self._stack_counts = count_layer_dimensions(flat)
         self._slots = {
             id(variable): flat.structure.slots[index]
             for index, variable in enumerate(flat.objects)
             if _compat.is_any_variable(variable)
         }
-        self._norms: set[int] = set()  # by id, the Variables of normalization layers
-        # By the path of a module and a class of Variables: the axes that all known ones of this
-        # class below the module may have.
+        self._norms: set[int] = set()
         self._common_axes: dict[Path, dict[type, set[_Axes]]] = {}
-        self._names = {_COMMON_NAME}  # what names in the metadata call a dimension of layers
-        self._resolved: dict[int, Stacked] = {}  # by id, what was found for the known Variables
+        self._names = {_COMMON_NAME}
+        self._resolved: dict[int, Stacked] = {}
 
         known = list(self._known_variables(flat))  # this fills `_norms`, too
         # Without any candidate but (), no layer is stacked. That is so in most models, and nothing

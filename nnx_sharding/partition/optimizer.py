@@ -7,6 +7,9 @@ it has, and these get the same entries of a spec:
 
     owner     kernel (256, 1024)   P("data", "model")
     moments   mu     (256, 1024)   P("data", "model")    factor   v_row (256,)   P("data")
+
+Parameters and state are listed as ``NamedVariable``: ``path``, ``variable``, ``shapes`` of its
+arrays (``shape``, if they are equal), and ``layers``, the dimensions that are stacked layers.
 """
 
 from __future__ import annotations

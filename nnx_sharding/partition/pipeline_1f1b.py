@@ -139,7 +139,20 @@ class _Carry(NamedTuple):
 
 
 class OneForwardOneBackward:
-    """The loop over the ticks of M microbatches."""
+    """The loop over the ticks of M microbatches.
+
+    Its private attributes:
+
+        _parts, _loss   the parts of the loss, and the loss itself, with its positions
+        _arrays         the inputs of the loss, with one microbatch
+        _batch          those of them that have rows, with all microbatches, (M, rows, …)
+        _fixed          what layers get with all microbatches alike, by position
+        _stages         the layers of all stages: their forward and their backward pass
+        _staged         constrains arrays (S, …) to the stages, and sends them to the next one
+        _time           says which microbatch each stage has at a tick, and which slot of a ring
+        _sums           makes and constrains shard sums
+        _dtype          the dtype of sums of gradients; None for their own
+    """
 
     def __init__(
         self,

@@ -36,11 +36,17 @@ from .staged_layers import Further
 
 
 class _BlockCall(NamedTuple):
-    """A call of a block that runs later, and the block as it was at the call."""
+    """A call of a block that runs later.
+
+    Attributes:
+      block: the block.
+      flat: the block as it was at the call, flattened, with its ``objects`` by index.
+      hidden: the values of the Variables that are hidden, by the same index.
+    """
 
     block: nnx.Module
     flat: Flat
-    hidden: dict[int, Any]  # the values of Variables that are hidden, by index in ``flat``
+    hidden: dict[int, Any]
 
     def hide(self, pending: PendingOutput) -> None:
         """Replaces the values of Variables that the block may write by what refuses to be read."""
@@ -73,6 +79,8 @@ class BlockCalls:
       tag: the tag of the list.
       x: what the first block got.
       length: the number of blocks.
+
+    ``_calls`` has the calls in order, and ``_further`` the further arguments of the first one.
     """
 
     def __init__(self, tag: Tag, length: int, x: Any, further: Further):

@@ -67,7 +67,16 @@ from .staged_layers import Further, StagedLayers, take, write_back
 
 
 class PipelineLoop:
-    """One call of a ``Stack`` in stages, with the schedule of GPipe."""
+    """One call of a ``Stack`` in stages, with the schedule of GPipe.
+
+    Its private attributes:
+
+        _staged         the layers; it moves arrays to the stages, and between them
+        _sizes          S, M and R, and how many items and ticks there are
+        _has_rows       for each leaf in the further arguments whether it has rows
+        _call_stages    calls the layers of all stages: ``(layers, x, stages, tick) → x``
+        _split_further  the further arguments, split into microbatches; in :meth:`run`
+    """
 
     def __init__(self, staged: StagedLayers, has_rows: Sequence[bool]):
         """Prepares the loop.

@@ -95,6 +95,9 @@ class PipelineCall:
       layers: the arrays of the layers, (S, D, …), by slot.
       others: all other arrays that layers get: further arguments, and what all layers share.
       written: the arrays of the layers that the call writes, (S, D, …), by slot.
+
+    Its private attributes are ``_results``, the arrays that it returns; ``_treedef``, the structure
+    of x, and so of the results; and ``_trace``, the state of JAX's trace in which it was made.
     """
 
     def __init__(self, results: Arrays | None = None, written: Mapping[int, Any] | None = None):
@@ -289,6 +292,8 @@ class TracedLoss:
         position of the input that it replaces.
       result_of: for each position in ``x``, the position in ``results`` of what takes its place.
       written_of: for each position in ``layers`` that layers write, the one in ``written``.
+
+    ``_sorted`` has the outcome of the trace, and the slots of what the loss returns and changes.
     """
 
     def __init__(

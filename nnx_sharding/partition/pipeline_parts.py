@@ -43,6 +43,8 @@ class LossParts:
       split: the split targets, with the name of each, such as ``model.up.kernel``.
       split_fixed: the fixed outputs that depend on split targets only, with the name of one.
       run_…: the parts. Each takes the inputs, by position, and returns its outputs, by position.
+
+    ``_depends`` has for each output the positions of the inputs that it depends on.
     """
 
     def __init__(
@@ -65,7 +67,6 @@ class LossParts:
         """
         self.loss, self.targets, self.split = loss, [*targets], split
         closed = loss.closed
-        # For each output the inputs on which it depends.
         self._depends = [{*Part(closed, [i]).used} for i in range(len(closed.out_avals))]
 
         # New state, by when it is known: after the last microbatch, after the layers, before them.

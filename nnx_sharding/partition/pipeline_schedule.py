@@ -62,14 +62,20 @@ class Schedule(PipelineSizes):
     """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing.
 
     Tracing asks it for each call of a module that has it: `redirect` says what to call instead,
-    `wrap` how to call that. Besides these fields it has the sizes of the pipeline: ``axis`` (of
-    the mesh), ``stages``, ``microbatches`` and ``repeats``.
+    `wrap` how to call that.
+
+    Attributes:
+      axis, stages, microbatches, repeats: the sizes of the pipeline, with the mesh axis.
+      blocks: the number of blocks of a list; 0 for a Stack.
+      specs: of the Variables in a block, by path; none for a Stack.
+      rows: the names of parameters of a layer, after x, that have the rows of the batch.
+      interleaves: whether the schedule is 1F1B, which ``accumulate_gradients`` runs.
     """
 
-    blocks: int = 0  # those of a list; 0 for a Stack
-    specs: tuple[tuple[Path, PartitionSpec], ...] = ()  # of the Variables in a block
-    rows: tuple[str, ...] = ()  # the parameters of a layer that have the rows of the batch
-    interleaves: bool = False  # whether accumulated gradients run forward and backward in turn
+    blocks: int = 0
+    specs: tuple[tuple[Path, PartitionSpec], ...] = ()
+    rows: tuple[str, ...] = ()
+    interleaves: bool = False
 
     @property
     def is_running(self) -> bool:

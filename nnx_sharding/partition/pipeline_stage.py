@@ -37,6 +37,16 @@ class TracedStages:
     Attributes:
       residual_types: by number, the types of the residuals that the ring keeps, of one stage and
         microbatch.
+
+    Its private attributes. Outputs are those of the trace of all stages:
+
+        _inputs          the positions of what the layers get, in the order of the trace's inputs
+        _out, _written   by position, the output with what the layers return, or write
+        _residuals       by number, the output with the residual
+        _kept            the same for those that the ring keeps
+        _run_forward     a function from inputs to out, written, and the residuals that are kept
+        _recompute       a function from what is fixed to the other residuals
+        _transpose       the tree of the function that ``vjp`` returned, with residuals as leaves
     """
 
     def __init__(self, parts: LossParts):

@@ -233,8 +233,10 @@ class _Value:
 class _Evaluation:
     """Runs a traced function anew, operation by operation, on values that may be shard sums.
 
-    Methods that run something take its inputs, and for each output whether it is *wanted* as shard
-    sums. That is a wish: where no sum over rows leads to an output, it is a whole value.
+    A `_Value` is an array, with the dimension of its rows, if any; or shard sums (``is_split``).
+    Methods that run something take the values of its inputs, and for each output whether it is
+    *wanted* as shard sums. That is a wish: where no sum over rows leads to an output, it is whole.
+    `ShardSums` (``_sums``) has the number of shards, and puts sums on the devices of their rows.
     """
 
     def __init__(self, sums: ShardSums):

@@ -63,7 +63,7 @@ RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSizes:
-    """The mesh axis of the stages, and S, M and R."""
+    """The mesh axis of the stages, and S (``stages``), M (``microbatches``) and R (``repeats``)."""
 
     axis: str
     stages: int
@@ -82,7 +82,11 @@ class PipelineSizes:
 
 
 class OtherArrays(NamedTuple):
-    """Where the arrays are that layers get besides their own and the rows, in this order."""
+    """Where the arrays are that layers get besides their own and the rows.
+
+    In further arguments, and then in the layers: an array that all of them share has no dimension
+    for them.
+    """
 
     flat_further: Flat  # the further arguments
     further_slots: Sequence[int]  # those of their arrays, in `flat_further`
@@ -93,12 +97,18 @@ class StagedLayers:
     """The layers of a ``Stack`` on the stages of a pipeline.
 
     Attributes:
-      sizes, stack, further, mesh: as given.
+      sizes: the sizes of the pipeline.
+      stack: the ``Stack``.
+      further: the further arguments of the layers, ``(args, kwargs)``.
+      mesh: the mesh of the call.
       row_entry: the entry of a spec for a dimension of rows, in a list; empty if they are whole.
       depth: how many layers a stage calls at once, D.
       flat: the layers, flattened: their arrays are (L, …).
       slots: those of the arrays that layers have for themselves, not shared.
       call_layers: calls a group of layers, ``(layers, x, args, kwargs) → x``.
+
+    ``_specs`` has for each slot the spec of the array of one layer: ``P()``, unless it is of a
+    block, which may be sharded over the stages.
     """
 
     def __init__(

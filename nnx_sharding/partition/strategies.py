@@ -16,6 +16,10 @@ the strategy, for messages. A *note* says why an array stays replicated, or what
 ``check_sharding`` shows it. A *layer* is one of those that a model stacks in one array
 (``layers.py``), to loop over them; where equal sizes leave open which dimension has the layers,
 they are *ambiguous*. Devices are in several TPU *slices* if a slower network connects them.
+
+A parameter is a ``NamedVariable``: ``path``, ``variable`` (or bare array), ``shapes`` of its
+arrays, ``shape`` (None if they differ), ``layers`` (which dimensions are stacked layers),
+``layer_dimensions`` (the others) and ``layer_size`` (the number of elements in one layer).
 """
 
 from __future__ import annotations

@@ -8,9 +8,11 @@ allow is used. A layer that a model holds several times is one layer with one se
     style    row: {"kernel": -2, "bias": None}     the last but one dimension of the kernel
     deciding "kernel"                              the first one: it has to be sharded
 
-Dimensions of a style are those of one layer; ``NamedVariable.dimension`` finds them among those of
-stacked layers. Parameters are *known* by a key: a Variable by its id, a bare array by its path
-(`_key_of`). ``before`` has the specs that the strategy adds to, by path.
+A parameter is a ``NamedVariable``: ``path``, ``variable``, ``shape`` (None if its arrays differ),
+and ``layers`` (which dimensions are stacked layers). Dimensions of a style are those of one layer;
+``NamedVariable.dimension`` finds them among those of stacked layers. Parameters are *known* by a
+key: a Variable by its id, a bare array by its path (`_key_of`). ``before`` has the specs that the
+strategy adds to, by path.
 """
 
 from __future__ import annotations

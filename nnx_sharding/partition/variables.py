@@ -105,7 +105,7 @@ class NamedVariable(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A flattened model: its Variables, and where they and its modules are."""
+    """What a model holds: ``flat`` is the flattened model, ``variables`` are listed by path."""
 
     flat: Flat
     variables: Sequence[NamedVariable]
