@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -14,12 +15,25 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import StateSharding, _compat, jit, tensor_parallel, value_and_grad
+from nnx_sharding import (
+    StateSharding,
+    _compat,
+    accumulate_gradients,
+    jit,
+    tensor_parallel,
+    value_and_grad,
+)
 from nnx_sharding.analysis.compiler_shardings import read_sharding
 from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.cli.main import main
 from nnx_sharding.filters import Paths
-from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
+from nnx_sharding.partition import (
+    fsdp,
+    make_mesh,
+    override,
+    replicated,
+    with_sharding_constraint,
+)
 from test_tensor_parallel import FewHeads
 
 WIDTH = 32
@@ -177,6 +191,41 @@ def test_a_gradient():
     program = compiled(None, fun=value_and_grad(loss))
     _, reason = reason_of(program, "all-reduce", "gradient")
     assert "gradient of model.block" in str(reason) and "sharded over data" in str(reason)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.rnn = nnx.RNN(nnx.SimpleCell(8, 16, rngs=rngs))
+
+    def __call__(self, x):  # (batch, time, features)
+        return self.rnn(self.norm(x))
+
+
+def of_rnn(batch, gradient=value_and_grad):
+    mesh = make_mesh({"data": 8})
+    model = nnx.eval_shape(lambda: Recurrent(nnx.Rngs(0)))
+    step = jit(gradient(mean_square), in_shardings=(replicated(model), batch), mesh=mesh)
+    return step.lower(model, jax.ShapeDtypeStruct((16, 24, 8), jnp.float32)).compile()
+
+
+def mean_square(model, x):
+    return (model(x) ** 2).mean()
+
+
+def test_what_a_loop_takes_in_slices():
+    """The dimension over which the loop runs is sharded; the function returns none of it."""
+    _, reason = reason_of(of_rnn(P(None, "data")), "all-gather", "reshard")
+    assert "by a loop, slice by slice, in model.rnn (test_why.py:" in str(reason)
+    assert "shard it, but not over data" in reason.instead
+
+
+def test_gradients_in_a_loop_over_time():
+    program = of_rnn(P("data"))
+    row, reason = reason_of(program, "all-reduce", "gradient")
+    assert row.times == 24 and "for all steps of a loop" in reason.instead
+    once = functools.partial(accumulate_gradients, steps=1, axis="data")
+    assert {row.times for row in of_rnn(P("data"), once).collectives()} == {1}
 
 
 class Sine(nnx.Module):

@@ -20,7 +20,7 @@ same line, they say the spec. From other modules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -47,8 +47,8 @@ _INSTEAD: dict[Purpose | None, str] = {
     "parameter": "nothing, if parameters are to be sharded over the axis of the batch (FSDP); to "
     "keep them whole or to compute with parts, use replicated or tensor_parallel",
     "state": "shard it as its module uses it, or write it inside of shard_map",
-    "gradient": "nothing, if the batch is sharded over this axis; accumulate_gradients sends once "
-    "for several microbatches",
+    "gradient": "nothing, if the batch is sharded over this axis; accumulate_gradients(axis=...) "
+    "sends once for all microbatches, and for all steps of a loop, such as nnx.RNN",
     "sum": "shard the kernel over its columns instead of its rows, or leave this axis out: a "
     "product over a sharded dimension is a sum over devices",
     "result": "give out_shardings the spec with which it is computed",
@@ -185,32 +185,62 @@ class CollectiveReasons:
     def _user(self, value: Value) -> _Side | None:
         """Follows a value to the first instruction that computes with it, also into fusions.
 
-        None if there is none: the program returns it, or a tuple or a loop carries it on, where it
-        is not followed.
+        Of a loop, it is followed into the body. None if there is no such instruction: the program
+        returns it, or another tuple carries it on, where it is not followed.
         """
         pending, seen = [value], {value}
+        bodies: set[str] = set()  # computations that a loop runs, with the fusions in them
         while pending and len(seen) < _MOST_STEPS:
             value = pending.pop()
+            is_in_loop = value.computation in bodies
             # The values that are this one, moved or passed on.
             following = self._results_of_callers(value)
             users = self._module.users.get(value.computation, {})
             for instruction, operand_number in users.get(value.name, ()):
                 if instruction.opcode in ("fusion", "call"):  # on to its parameter there
                     [callee, *_] = instruction.callees
+                    bodies.update([callee] if is_in_loop else [])
                     following += [
                         Value(callee, inside.name)
                         for inside in self._module.within[callee].values()
                         if inside.number == operand_number  # only parameters have a number
                     ]
+                elif is_in_loop and instruction.opcode == "dynamic-slice":
+                    # What a step takes. Outside of loops, such slices are the parts of devices.
+                    maker = self._module.maker(value)
+                    if maker is not None:
+                        side = self._side(instruction, _dims(maker, value))
+                        return side._replace(operation="a loop, slice by slice,")
                 elif _moves(instruction) or instruction.opcode == "get-tuple-element":
                     following.append(Value(value.computation, instruction.name))
-                elif instruction.opcode not in ("tuple", "while"):
+                elif instruction.opcode == "tuple":
+                    items = [*self._in_loops(value.computation, instruction, operand_number)]
+                    bodies.update(item.computation for item in items)
+                    following += items
+                elif instruction.opcode != "while":
                     maker = self._module.maker(value)
                     if maker is not None:
                         return self._side(instruction, _dims(maker, value))
             pending += [new for new in following if new not in seen]
             seen.update(following)
         return None
+
+    def _in_loops(self, home: str, carry: Instruction, index: int) -> Iterator[Value]:
+        """Yields what the bodies of loops read as one item of what they carry.
+
+        Args:
+          home: the computation that has the loops.
+          carry: the tuple that they are given.
+          index: the position of the item.
+        """
+        for loop, _ in self._module.users.get(home, {}).get(carry.name, ()):
+            body = dict(loop.calls).get("body") if loop.opcode == "while" else None
+            for inside in self._module.within.get(body or "", {}).values():
+                # The only parameter of a body is the tuple.
+                if inside.opcode == "get-tuple-element" and inside.tuple_index == index:
+                    [source, *_] = inside.operand_names
+                    if self._module.within[body or ""][source].opcode == "parameter":
+                        yield Value(body or "", inside.name)
 
     def _results_of_callers(self, value: Value) -> list[Value]:
         """Returns the results of fusions and calls of the computation whose root a value is.
