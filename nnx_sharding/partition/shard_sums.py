@@ -168,13 +168,15 @@ class ShardSums:
     def with_type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
         """Gives shard sums, (shards, *shape), a type with Explicit axes.
 
-        The axes of the rows shard the first dimension, and so none of the others any more.
+        For the rows over ``"data"`` and a value with the spec ``P("data", "model")``, the spec of
+        the sums is ``P("data", None, "model")``: an axis shards one dimension only.
 
         Args:
           sums: the sums.
           mesh: the mesh of the type.
           spec: that of the value, (*shape).
         """
+        # A type says nothing of Auto axes: over these, `constrain` shards the first dimension.
         explicit = axes_of_type(mesh, AxisType.Explicit)
         rows = tuple(axis for axis in self.axes if axis in explicit)
         others = self.without_rows(spec, mesh).partitions
@@ -500,12 +502,16 @@ def _run_mapped(
       equation: the operation.
       arrays: its inputs.
       mapped: for each of these the dimension of the shards; None for one that has none.
-      mesh: the mesh of the inputs, whose axes are Auto; None for that of the operation.
+      mesh: the mesh of the inputs, if it has Auto axes in place of Explicit ones; None for the mesh
+        that the operation was traced with.
     """
+    # On Explicit axes, an operation may say how its output is sharded, which JAX refuses on Auto
+    # axes. The caller gives the output its type.
     if mesh is not None and equation.params.get("out_sharding") is not None:
         equation = equation.replace(params={**equation.params, "out_sharding": None})
 
     def run(*arrays: Any) -> list[Any]:
+        """Runs the operation for one shard."""
         return _compat.run_equation(equation, arrays, mesh)
 
     outputs: list[Any] = jax.vmap(run, in_axes=tuple(mapped))(*arrays)
