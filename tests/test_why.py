@@ -220,10 +220,30 @@ def test_what_a_loop_takes_in_slices():
     assert "shard it, but not over data" in reason.instead
 
 
+class SumsFeatures(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x).sum()
+
+
+def test_a_sum_without_a_kernel():
+    mesh = make_mesh({"data": 8}, axis_types=AxisType.Auto)
+    model = nnx.eval_shape(lambda: SumsFeatures(nnx.Rngs(0)))
+    forward = jit(lambda model, x: model(x), in_shardings=(None, P(None, "data")), mesh=mesh)
+    program = forward.lower(model, jax.ShapeDtypeStruct((4, 8), jnp.float32)).compile()
+    reasons = [program.why(row) for row in program.collectives() if row.purpose == "sum"]
+    assert reasons and all(
+        "else keep the dimension that is summed whole" in x.instead for x in reasons
+    )
+
+
 def test_gradients_in_a_loop_over_time():
     program = of_rnn(P("data"))
     row, reason = reason_of(program, "all-reduce", "gradient")
     assert row.times == 24 and "for all steps of a loop" in reason.instead
+    assert " in each of 24 runs (" in reason.subject
     once = functools.partial(accumulate_gradients, steps=1, axis="data")
     assert {row.times for row in of_rnn(P("data"), once).collectives()} == {1}
 

@@ -96,7 +96,9 @@ class CollectiveReasons:
         """Says why one collective is there."""
         axes, sent = axes_text(collective.axes), bytes_text(collective.bytes_sent)
         use = f"{collective.name}, for {collective.purpose or 'an unknown purpose'}"
-        subject = f"{collective.kind} over {axes}, sends {sent} ({use})"
+        runs = collective.times  # None in a loop of unknown length
+        each = "" if runs == 1 else f" in each of {runs} runs" if runs else " in each run"
+        subject = f"{collective.kind} over {axes}, sends {sent}{each} ({use})"
         value = Value(collective.computation, collective.name)
         # Where the value is computed, and where it is used; None if that is unknown.
         made, used = self._maker(value), self._user(value)
@@ -294,9 +296,16 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
       made: where the value that it moves is made; None if that is unknown.
       spec: that with which the value is used; None if that is unknown.
     """
+    module = "" if made is None else made.module or ""
+    is_product = made is None or made.operation in ("dot_general", "conv_general_dilated")
+    if collective.purpose == "sum" and not is_product:  # such as the mean in a norm: no kernel
+        array = f"what {module} takes" if module else "the array"
+        return (
+            "nothing, for a loss over the batch; else keep the dimension that is summed whole, by a "
+            f"spec of {array} without this axis"
+        )
     if collective.purpose in _INSTEAD:  # all but reshard and None
         return _INSTEAD[collective.purpose]
-    module = "" if made is None else made.module or ""
     # "model.blocks[0].up" → "blocks[0].up"; empty for a function, or the model itself.
     _, _, path_in_model = module.partition(".")
     if spec is None:
