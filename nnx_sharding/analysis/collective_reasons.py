@@ -301,8 +301,8 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
     if collective.purpose == "sum" and not is_product:  # such as the mean in a norm: no kernel
         array = f"what {module} takes" if module else "the array"
         return (
-            "nothing, for a loss over the batch; else keep the dimension that is summed whole, by a "
-            f"spec of {array} without this axis"
+            "nothing, for a loss over the batch; else keep the dimension that is summed whole, by "
+            f"a spec of {array} without this axis"
         )
     if collective.purpose in _INSTEAD:  # all but reshard and None
         return _INSTEAD[collective.purpose]
