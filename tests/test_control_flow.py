@@ -715,6 +715,11 @@ class ErrorsTest(parameterized.TestCase):
             ),
         ),
         (
+            TypeError,
+            "must have one type, got int8[] and int32[]",
+            lambda m: fori_loop(np.int8(0), np.int32(1), stepped, (m, X)),
+        ),
+        (
             ValueError,
             "unroll=2 needs a known number of steps",
             lambda m: jax.jit(lambda n: fori_loop(0, n, lambda i, x: x, X, unroll=2))(3),
@@ -738,3 +743,49 @@ class ErrorsTest(parameterized.TestCase):
             with pytest.raises(kind, match=pattern):
                 call(model)
         memory.assert_unchanged()
+
+
+WITHOUT_JIT = {
+    "cond": lambda m: m.cond(False, jnp.sin, jnp.cos, 1.0),
+    "switch": lambda m: m.switch(2, [jnp.sin, jnp.cos, jnp.exp], 1.0),
+    "while_loop": lambda m: m.while_loop(lambda x: x < 3, lambda x: x * 2, 1.0),
+    "while_loop of no step": lambda m: m.while_loop(lambda x: x < 0, lambda x: x * 2, 1.0),
+    "fori_loop": lambda m: m.fori_loop(0, 3, lambda i, x: x + i, 1.0),
+    "fori_loop of no step": lambda m: m.fori_loop(0, 0, lambda i, x: x + i, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_JIT)
+def test_without_jit_as_in_jax(case):
+    with jax.disable_jit():
+        assert float(WITHOUT_JIT[case](nnx_sharding)) == float(WITHOUT_JIT[case](jax.lax))
+
+
+def test_without_jit_models_keep_what_no_step_changes():
+    model = Model()
+    memory = Memory(model)
+    with jax.disable_jit():
+        same_model, _ = while_loop(lambda c: c[1].sum() > 99, doubled, (model, X))
+    assert same_model is model
+    memory.assert_unchanged()
+
+
+@pytest.mark.parametrize("is_fori", [False, True])
+def test_each_device_has_its_own_number_of_steps(is_fori):
+    def steps(m, x):
+        if is_fori:
+            return m.fori_loop(0, x[0], lambda i, x: x + i, x)
+        return m.while_loop(lambda x: x[0] < 10, lambda x: 2 * x + 1, x)
+
+    results = [
+        jax.jit(
+            jax.shard_map(
+                functools.partial(steps, m),
+                mesh=jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)),
+                in_specs=P("d"),
+                out_specs=P("d"),
+            )
+        )(jnp.arange(8))
+        for m in (nnx_sharding, jax.lax)
+    ]
+    np.testing.assert_array_equal(*results)

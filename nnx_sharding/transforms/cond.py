@@ -391,12 +391,20 @@ class _Branches:
         # Names of outputs are for messages about the trace of a branch, and that is done.
         return OutputGroup(("",) * len(arrays), arrays), outcome
 
+    def _first_traced(self) -> int:
+        """Returns the number of the branch with which others are compared.
+
+        JAX traces all, the first one first; under ``jax.disable_jit`` it calls only one.
+        """
+        return next(iter(self._outcomes))
+
     def _check_structures(self, number: int) -> None:
         """Raises a ``ValueError`` if a branch leaves other objects than the first one.
 
         Both have been traced, so that the structures after them are recorded.
         """
-        first, other = self._outcomes[0].structure, self._outcomes[number].structure
+        first_number = self._first_traced()
+        first, other = self._outcomes[first_number].structure, self._outcomes[number].structure
         if first == other:
             return
         # Objects are compared that have the same name, and so the same place, after both. Names
@@ -410,14 +418,14 @@ class _Branches:
         lines = []
         differences = [
             # What the two branches returned, as texts, which may be equal.
-            Difference("output", self._returned[0], self._returned[number]),
+            Difference("output", self._returned[first_number], self._returned[number]),
             # The places in these objects where the two structures differ, such as `model.scale`.
             *structure_changes(same_names, first, other),
         ]
         for place, in_first, in_other in differences:
             # A place whose texts are equal, such as "a Linear", tells the user nothing.
             if in_first != in_other:
-                label, other_label = self._labels[0], self._labels[number]
+                label, other_label = self._labels[first_number], self._labels[number]
                 lines.append(f"  {place}: {in_first} in {label}, {in_other} in {other_label}")
         raise_listed(
             ValueError,
@@ -433,12 +441,13 @@ class _Branches:
     def _check_types(self, number: int) -> None:
         """Raises a ``TypeError`` if arrays after a branch have other types than after the first."""
         lines = []
-        for first, other in zip(self._types[0], self._types[number], strict=True):
+        first_number = self._first_traced()
+        for first, other in zip(self._types[first_number], self._types[number], strict=True):
             # A weak type differs, but has the same text: JAX promotes it.
             text, other_text = _type_text(first.type), _type_text(other.type)
             if text != other_text:
                 lines.append(
-                    f"  {first.name}: {text} in {self._labels[0]}, "
+                    f"  {first.name}: {text} in {self._labels[first_number]}, "
                     f"{other_text} in {self._labels[number]}"
                 )
         raise_listed(

@@ -204,17 +204,6 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
       TypeError: the bounds have different types.
       ValueError: ``unroll`` is given, but the number of steps is unknown.
     """
-    if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
-        lower, upper = int(lower), int(upper)
-        length = max(upper - lower, 0)
-        # JAX's `scan` takes no None; 1 is its default.
-        options = {"length": length, "reverse": False, "unroll": unroll or 1}
-        return _Bounds(lower, upper, options)
-    if unroll not in (None, False, 1):  # as in JAX, also True passes, which equals 1
-        raise ValueError(
-            f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
-            "traced. Pass them as static values, or leave unroll out."
-        )
     types = [jax.typeof(x) for x in (lower, upper)]
     # A Python number has a weak type, and takes the dtype of the other bound.
     dtypes = {x.dtype for x in types if not x.weak_type}
@@ -224,6 +213,19 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
         raise TypeError(
             f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
             f"{types[1].str_short()}."
+        )
+    if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
+        lower, upper = int(lower), int(upper)
+        length = max(upper - lower, 0)
+        # Under `jax.disable_jit`, JAX has no `scan` without steps, but such a `while_loop`.
+        if length or not jax.config.jax_disable_jit:
+            # JAX's `scan` takes no None; 1 is its default.
+            options = {"length": length, "reverse": False, "unroll": unroll or 1}
+            return _Bounds(lower, upper, options)
+    elif unroll not in (None, False, 1):  # as in JAX, also True passes, which equals 1
+        raise ValueError(
+            f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
+            "traced. Pass them as static values, or leave unroll out."
         )
     [dtype] = dtypes
     return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), scan_options={})
@@ -318,6 +320,8 @@ class _WhileLoop(Loop):
             return new
 
         last = jax.lax.while_loop(holds, body, carry)
+        if not step_outputs:  # under `jax.disable_jit`, a loop without steps does not trace one
+            jax.eval_shape(body, carry)
         return last, step_outputs[-1]
 
     def _trace_condition(
@@ -337,7 +341,9 @@ class _WhileLoop(Loop):
 
         def checked_condition(*args: object) -> Any:
             out = condition(*args)
-            if not is_array(out) or jax.typeof(out).str_short() != "bool[]":
+            # In a `shard_map`, the type may also say that it differs between devices.
+            aval: Any = jax.typeof(out) if is_array(out) else None
+            if getattr(aval, "dtype", None) != jnp.bool_ or aval.shape != ():
                 raise TypeError(
                     f"while_loop: {fun_name} must return a bool scalar, got {tree_text(out)}."
                 )
