@@ -9,6 +9,7 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -610,6 +611,16 @@ def test_other_methods_of_blocks_make_no_pipeline():
     with pytest.warns(UnshardedWarning, match=r"blocks of model are called by apply"):
         assert not permutes(compiled("apply").collectives())
     assert permutes(compiled("__call__", with_norm=True).collectives())  # without a warning
+
+
+@pytest.mark.parametrize("make", [Model, Listed])
+def test_the_model_of_an_optimizer_that_holds_it(make):
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    model = make(4, False)
+    optimizer = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    specs = pipeline(model, mesh=mesh, optimizer=optimizer, microbatches=4), P()
+    step = jit(lambda optimizer, x: optimizer.model(x), in_shardings=specs, mesh=mesh)
+    assert permutes(step.lower(optimizer, jnp.ones((8, 4))).compile().collectives())
 
 
 def _by_hand(model, x):

@@ -198,6 +198,8 @@ def pipeline(
         blocks = len(module) if isinstance(module, nnx.List) else 0
         # The calls that the schedule replaces: of each block of a list, or of a Stack itself.
         called = [(*path, number) for number in range(blocks)] if blocks else [path]
+        if isinstance(optimizer, nnx.ModelAndOptimizer):  # which is called as `optimizer.model`
+            called += [("model", *each) for each in called]
         own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
         filters[Paths(called)] = InOutSharding(schedule=own)
     remarks = remarks_on(specs, "pipeline", base, parameters, [axis])
