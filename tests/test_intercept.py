@@ -132,6 +132,24 @@ class Outer(nnx.Module):
         return jit(self.inner.__call__)(x) + jax.jit(self.inner.scaled)(x)
 
 
+class Helped(nnx.Module):
+    """Calls functions that its class holds, which are no methods of a module."""
+
+    def masked(mask, x, other=None):
+        return x if mask is None else mask * other
+
+    def shifted(x, shift=0.0):
+        return x + shift
+
+    def __call__(self, x):
+        return Helped.masked(None, x, 2 * x) + Helped.shifted(x=x, shift=3.0)
+
+
+def test_functions_that_a_class_holds_as_helpers():
+    np.testing.assert_array_equal(intercepted(Helped(), X)[0], Helped()(X))
+    np.testing.assert_array_equal(jit(call, **OPTIONS)(Helped(), X), 2 * X + 3)
+
+
 @pytest.mark.parametrize(
     "transform",
     [jit, remat, functools.partial(jit, **OPTIONS)],

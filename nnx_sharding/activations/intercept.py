@@ -53,8 +53,8 @@ class Method:
         """Wraps the method ``original``, whose calls go through the current handler."""
         self._name, self.original = name, original
 
-        def intercepted(module: object, /, *args: Any, **kwargs: Any) -> Any:
-            return self(module, *args, **kwargs)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
 
         # A plain function, since libraries ask for the signature and `__wrapped__` of methods. The
         # attributes of the original are not copied: `nnx.capture` marks methods with one.
@@ -68,14 +68,19 @@ class Method:
             return self._intercepted
         return types.MethodType(self._intercepted, module)
 
-    def __call__(self, module: object, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method of a module, by the handler if there is one."""
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method of a module, the first argument, by the handler if there is one."""
+        if not args or args[0] is None:
+            # A function that a class holds as a helper, called as `Model.masked(None, x)`. To bind
+            # it would lose the None, by which Python means an access by the class.
+            return self.original.__get__(None, object)(*args, **kwargs)
+        module, *others = args
         current = _CURRENT.get()
         call = self.original.__get__(module, type(module))
         # A method called through `super()` is part of the subclass's method.
         if current is None or not isinstance(module, _KINDS) or not self._is_method_of(module):
-            return call(*args, **kwargs)
-        return current.handler(module, self._name, call, args, kwargs)
+            return call(*others, **kwargs)
+        return current.handler(module, self._name, call, tuple(others), kwargs)
 
     def _is_method_of(self, module: object) -> bool:
         """Returns whether ``module.name`` is this method, so that no subclass overrides it.
