@@ -11,6 +11,7 @@ import time
 import traceback
 import tracemalloc
 import weakref
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -200,9 +201,10 @@ class ShardedTest(TestCase):
     def test_none_passes_leaves_through(self):
         names = np.array(["a", "b", "c", "d"])
         thing = object()
-        batch = {"x": np.ones(4), "names": names, "thing": thing, "empty": None}
-        specs = {"x": P("data"), "names": None, "thing": None, "empty": None}
+        batch = {"x": np.ones(4), "names": names, "thing": thing, "empty": None, "time": 2**60}
+        specs = {"x": P("data"), "names": None, "thing": None, "empty": None, "time": None}
         [(found, _)] = padded([batch], specs, MESH)
+        self.assertEqual(found["time"], 2**60)
         self.assertIs(found["names"], names)
         self.assertIs(found["thing"], thing)
         self.assertIsNone(found["empty"])
@@ -221,6 +223,12 @@ class ShardedTest(TestCase):
         with jax.enable_x64(True):
             [(found, _)] = padded([ids], P("data"), MESH)
             np.testing.assert_array_equal(found, ids)
+        steps = [{"x": np.ones(4), "step": step} for step in (1, 2**40, 2**70)]
+        for refused in (steps[1:2], steps[:2]):
+            with self.assertRaisesRegex(ValueError, r"32 bits.*\n  batch\['step'\].*1099511627776"):
+                list(padded(refused, P("data"), MESH))
+        with self.assertRaisesRegex(TypeError, r"batch\['step'\]: an array of dtype object"):
+            list(padded(steps[2:], P("data"), MESH))
 
     def test_x64_of_the_users_thread(self):
         with jax.enable_x64(True):
@@ -283,6 +291,8 @@ class UnevenTest(TestCase):
         with self.assertRaisesRegex(ValueError, r"batch 2 \(from 0\) has 4 rows, fewer than 8"):
             next(batches)
         self.assertEqual(list(batches), [])
+        with self.assertRaisesRegex(ValueError, r"batch 1 \(from 0\) has no rows"):
+            list(shard_batches([rows(0, 8), rows(8, 8)], P("data"), MESH, uneven="error"))
 
     def test_only_full_batches(self):
         for uneven in ("drop", "error"):
@@ -496,6 +506,18 @@ class ThreadTest(TestCase):
         closing.join(5)
         self.assertEqual(rest, [])
 
+    def test_no_thread_to_be_had(self):
+        batches = iter(padded(loader(8, 8), P("data"), MESH))
+        refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("none"))
+        with refused, self.assertRaisesRegex(RuntimeError, "none"):
+            next(batches)
+        batches.close()
+        self.assertEqual(list(batches), [])
+        batches = iter(padded(loader(8, 8), P("data"), MESH))
+        with refused, self.assertRaises(RuntimeError):
+            next(batches)
+        self.assertLen(list(batches), 1)
+
     def test_a_second_loop_continues_a_generator(self):
         batches = padded((b for b in loader(40, 8)), P("data"), MESH)
         first = [b for b, _ in zip(batches, range(2), strict=False)]
@@ -562,6 +584,19 @@ class StateTest(TestCase):
         next(other)
         other.set_state(start)  # while its thread runs
         self.assertEqual(ids(other), list(range(44)))
+
+    @parameterized.parameters(0, 2)
+    def test_state_after_a_batch_that_fails(self, prefetch):
+        """It is that before the batch, also if the loader gives out or keeps one object."""
+        source = Stateful([{"x": np.ones(3)}, *loader(16, 8)])
+        source.set_state = lambda state: setattr(source, "state", state)
+        batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch, uneven="error"))
+        start = batches.get_state()
+        for _ in range(2):
+            with self.assertRaisesRegex(ValueError, "cannot be sharded evenly"):
+                next(batches)
+            self.assertEqual(batches.get_state(), start)
+            batches.set_state(start)
 
     @parameterized.product(
         name=("MapDataset", "IterDataset", "mixed", "DataLoader"),

@@ -311,14 +311,14 @@ class BatchSharding:
         for array, leaf in zip(arrays, self.leaves, strict=True):
             if leaf.sharding is None:  # passed through, whatever it is
                 continue
-            kind = _kind(array)
-            if kind != leaf.kind:
-                changed.append(f"  {leaf} became {kind}")
+            limits = ""  # the range of integers that do not fit the dtype that JAX gives them
             if isinstance(array, np.ndarray):
-                # The range of integers that do not fit the dtype that JAX gives them, if any.
                 limits = out_of_range(array, jax.dtypes.canonicalize_dtype(array.dtype))
-                if limits:
-                    too_large.append(f"  {leaf}, {limits}")
+            kind = _kind(array)
+            if limits:
+                too_large.append(f"  {leaf}, {limits}")
+            elif kind != leaf.kind:
+                changed.append(f"  {leaf} became {kind}")
         raise_listed(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
@@ -543,7 +543,11 @@ def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf i
     """
     # ``np.float64`` is a ``float``, but has a dtype of its own.
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
-        return np.asarray(leaf, jnp.result_type(type(leaf)))  # the dtype that JAX gives a number
+        try:
+            return np.asarray(leaf, jnp.result_type(type(leaf)))  # the dtype that JAX gives it
+        except OverflowError:  # an integer that this dtype cannot hold
+            # In 64 bits, it is refused with its path if it is placed. A larger one is of dtype O.
+            leaf = np.asarray(leaf)
     if isinstance(leaf, jax.Array):
         return leaf
     is_of_numpy = isinstance(leaf, np.ndarray | np.generic)

@@ -9,6 +9,7 @@ returns the mesh that a function was given, else the one in context, else None; 
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -182,7 +183,9 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         # The state after the last batch that was yielded: the number of rows of a full batch, None
         # until it is known, and the state of the loader, None if it has none.
         self._batch_size = options.batch_size
-        self._loader_state = source.get_state() if hasattr(source, "get_state") else None
+        # A copy, since the loader may change it in place, also for a batch that fails.
+        get_state = getattr(source, "get_state", None)
+        self._loader_state = None if get_state is None else copy.deepcopy(get_state())
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
@@ -259,7 +262,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         # If `set_state` raises, the iteration stays at its end.
         self._feed.stop(None)
         self._finalizer.detach()  # or it would keep the old feed; `_begin` makes both anew
-        set_state(loader)
+        set_state(copy.deepcopy(loader))  # the loader may change its own in place
         self._batch_size, self._loader_state = size, loader
         # By default, the first batch decides on the number of rows. The next one may be uneven, so
         # the number in the state decides.

@@ -88,7 +88,12 @@ class Feed(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches", daemon=True)
         # Exit handlers run in reverse order, so this one runs before JAX closes its connections.
         atexit.register(self.stop, _EXIT_SECONDS)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no more threads: without one, `take` would wait
+            atexit.unregister(self.stop)
+            self._thread = None  # the next `take` tries again
+            raise
 
     def _run(self) -> None:
         while self._has_room() and not self._over:

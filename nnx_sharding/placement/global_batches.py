@@ -119,6 +119,11 @@ class GlobalBatches(Iterator[Loaded]):
         rows = sharding.count(arrays)
         # If other processes have rows, this one has to run the step as well, with padding.
         if not rows and options.is_alone:
+            if options.uneven == "error":
+                raise ValueError(
+                    f"{_NAME}: batch {self._count} (from 0) has no rows. uneven='drop' leaves it "
+                    "out."
+                )
             return None
         if not sharding.size:  # not known yet: this is the first batch that is not left out
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
