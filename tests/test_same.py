@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -27,6 +28,7 @@ from nnx_sharding.testing import assert_same, replay
 from nnx_sharding.testing.comparison import unequal_runs
 from nnx_sharding.testing.recording import Outcome, Site
 from nnx_sharding.testing.rounding import rounded
+from nnx_sharding.testing.shrinking import shrink
 from zoo import P, mesh_of
 
 AXES = ("data", "model")
@@ -206,6 +208,69 @@ class ShardMapTest(parameterized.TestCase):
         assert "its replicas over 'data' are not equal" in text
 
 
+def one_when_sharded():
+    """1 on the mesh of several devices, 0 on that of one."""
+    return float(jax.sharding.get_abstract_mesh().shape["data"] > 1)
+
+
+def on_device(index, value):
+    """A step that returns its input, but another value on one device."""
+    other = lambda x: jnp.where(jax.lax.axis_index("data") == index, value, x)  # noqa: E731
+    return lambda x: unchecked(other, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+WRONG = {  # a step, and what the error says
+    "NaN in one shard": (
+        lambda x: x + one_when_sharded() * (on_device(2, jnp.nan)(x) - x),
+        "the result: max error nan",
+    ),
+    "next to -inf": (
+        lambda x: jnp.where(x < 0, -jnp.inf, x + one_when_sharded()),
+        "the result: max error 1",
+    ),
+    "next to a number for it": (
+        lambda x: jnp.where(x < 0, jnp.finfo(x.dtype).min, x + one_when_sharded()),
+        "the result: max error 1",
+    ),
+    "a value of each device": (
+        lambda x: unchecked(lambda x: 0 * x[:1, 0], in_specs=P("data"), out_specs=P("data"))(x),
+        r"the result: shape \(4,\), but \(1,\) on one device",
+    ),
+    "another shape": (
+        lambda x: jnp.zeros(4 if one_when_sharded() else 3),
+        r"the result: shape \(4,\), but \(3,\) on one device",
+    ),
+    "nothing": (lambda x: None if one_when_sharded() else x, "the result: missing"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arrays(name):
+    step, expected = WRONG[name]
+    assert re.search(expected, message(step, X, mesh=DATA, shardings=(P("data"),)))
+
+
+RIGHT = {
+    "NaN": (lambda x: jnp.where(x < 0, jnp.nan, x), X),
+    # Rounded up, its input has no root.
+    "NaN by a rounding error": (lambda x: jnp.sqrt(1 - x), jnp.ones(8)),
+    "donation": (lambda x: x + 1, X),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_arrays(name):
+    step, x = RIGHT[name]
+    options = {"donate_argnums": (0,)} if name == "donation" else {}
+    assert_same(step, x, mesh=DATA, shardings=(P("data"),), steps=2, **options)
+
+
+@pytest.mark.parametrize("counts", [{"steps": 0}, {"runs": 0}])
+def test_no_calls(counts):
+    with pytest.raises(ValueError, match="expected at least one of each, got steps="):
+        assert_same(forward, Block(), X, shardings=None, mesh=DATA, **counts)
+
+
 class GradientTest(parameterized.TestCase):
     def test_wrong_gradient(self):
         """The gradient of the sum is not summed, as in a hand-written tensor-parallel layer."""
@@ -310,10 +375,48 @@ def test_replay(tmp_path):
     np.testing.assert_array_equal(after, model.kernel[...])
     with pytest.raises(AssertionError, match="repeats, but does not return what was recorded"):
         replay(step, tmp_path / "before", 2 * X, into=into, recorded=loss)
+    # Of the processor, which sets its sign; a log has Python's.
+    undefined = jit(lambda model, optimizer, x: 0 * x.sum() / (0 * x).sum())
+    replay(undefined, tmp_path / "before", X, into=into, recorded=float("nan"))
     noise = iter(range(1, 9))
     unsteady = lambda model, optimizer, x: train(model, optimizer, x * next(noise))  # noqa: E731
     with pytest.raises(AssertionError, match="is not equal bit for bit to the first"):
         replay(unsteady, tmp_path / "before", X, into=into)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    width: int = 64
+    heads: int = 4
+
+    def __post_init__(self):
+        if self.width % (2 * self.heads):
+            raise ValueError("heads of two features at least")
+
+
+@dataclasses.dataclass
+class Computed:
+    width: int = 64
+    hidden: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.hidden = 4 * self.width
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    width: int = 64
+
+
+@pytest.mark.parametrize("config", [Checked(), Computed(), Slots()])
+def test_configurations_that_know_their_numbers(config):
+    def build(config):
+        model = nnx.Linear(config.width, 8, rngs=nnx.Rngs(0))
+        return jit(forward), model, jnp.ones((8, config.width))
+
+    smaller, [*changes] = shrink(build, config, lambda _: None)
+    assert type(smaller) is type(config)
+    assert smaller.width < 64 and f"width 64 → {smaller.width}" in changes
 
 
 class TrueMeshTest(parameterized.TestCase):

@@ -48,8 +48,11 @@ class _Error(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is too far; a NaN is, which is why this is not ``distance > limit``."""
-        return not self.distance <= self.limit
+        """Whether it is too far; a NaN is, which is why this is not ``distance > limit``.
+
+        What is equal is right, also if rounding errors made it NaN, so that the limit is NaN.
+        """
+        return self.distance != 0 and not self.distance <= self.limit
 
     def __str__(self) -> str:
         return f"max error {self.distance:.2g}, tolerance {self.limit:.2g}"
@@ -131,12 +134,16 @@ class Comparison:
         for name, array in self._on_mesh.arrays.items():
             if line := self._difference(name, array):
                 lines[name] = line
+        for name in self._on_device.arrays.keys() - self._on_mesh.arrays.keys():
+            lines[name] = f"  {name}: missing; one device returns it"
         return [self._first_wrong_module(lines.keys()), *lines.values()] if lines else []
 
     def _difference(self, name: str, array: jax.Array) -> str:
         """Returns a line if an array of the mesh differs from that of one device; else empty."""
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
+            if array.shape != expected.shape:  # such as a value of each device, joined
+                return f"  {name}: shape {array.shape}, but {expected.shape} on one device"
             limit = self._limit(self._on_device.arrays[name], name)
         else:  # only the mesh has it: any number is wrong, as each differs from NaN
             expected, limit = np.array(np.nan), 0.0
@@ -147,7 +154,8 @@ class Comparison:
             is_whole = expected.ndim == 0  # a scalar, or the NaN from above
             expected_part = expected if is_whole else expected[index]
             distances.append(largest_difference(shard, expected_part))
-        error = _Error(max(distances), limit)
+        # Of NumPy, as `max` leaves out a NaN that is not the first.
+        error = _Error(float(np.max(distances)), limit)
         if not error.is_wrong:
             return ""
         line = f"  {name}: {error}"
@@ -403,7 +411,8 @@ def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> s
         # By text: an index has slices, which have a hash from Python 3.12 on only.
         replica = first.setdefault(str(index), shard)
         distances.append(largest_difference(shard, replica))
-    if max(distances) <= limit or not isinstance(array.sharding, NamedSharding):
+    is_unequal = any(_Error(distance, limit).is_wrong for distance in distances)
+    if not is_unequal or not isinstance(array.sharding, NamedSharding):
         return ""
     # The array is declared replicated over all axes that its spec does not use.
     used = [*spec_axes(array.sharding.spec)]

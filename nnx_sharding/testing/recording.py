@@ -104,7 +104,9 @@ class RecordedStep:
         # On one device, the program changes what modules exchange by errors of this size, which it
         # asks for in each run; None for no errors.
         self._rounding: Rounding | None = None
-        self._fun = jit(recorded_step, mesh=mesh, **options)
+        # Nothing is donated: arguments are compared after the call, and passed to the next one.
+        kept = {name: x for name, x in options.items() if not name.startswith("donate_")}
+        self._fun = jit(recorded_step, mesh=mesh, **kept)
         self._calls = Calls()  # `jit` sets `FRAME` for all modules only where calls are recorded
         self._sites: list[Site] = []  # filled by the first call, which traces the step
         self._values: Values = {}  # filled by the callbacks of each call

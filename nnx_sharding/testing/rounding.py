@@ -62,12 +62,18 @@ class Rounding:
         return unit * math.sqrt(self.devices) + accumulator * math.sqrt(self.longest_sum)
 
     def of_array(self, x: Any) -> float:
-        """Returns the error of an array's own last sum."""
+        """Returns the error of an array's own last sum, relative to its largest element.
+
+        Infinities, NaN, and numbers that stand for infinity, such as ``finfo.min`` in masks,
+        do not count: with them any error of the others would be allowed.
+        """
         if not is_inexact(x):
             return 0.0
         relative = self.relative(x.dtype) if self.tolerance is None else self.tolerance
         wide = np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
-        return float(relative * np.abs(wide).max(initial=0))
+        sizes = np.abs(wide)
+        most = float(jnp.finfo(x.dtype).max) / 2  # type: ignore[no-untyped-call]
+        return float(relative * sizes.max(initial=0, where=sizes < most))
 
 
 def rounded(x: jax.Array, error: jax.Array) -> jax.Array:

@@ -74,6 +74,7 @@ def assert_same(
     Raises:
       AssertionError: something differs.
       TypeError: the step is jitted.
+      ValueError: there are no calls or no runs, or the mesh has not as many devices as asked for.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -91,6 +92,8 @@ def assert_same(
     """
     if hasattr(step, "lower"):
         raise TypeError("assert_same compiles the step for two meshes: pass it without jit.")
+    if min(steps, runs) < 1:  # nothing would be compared
+        raise ValueError(f"assert_same: expected at least one of each, got {steps=}, {runs=}.")
     if devices is not None:
         options |= {"steps": steps, "runs": runs, "tolerance": tolerance}
         mesh = _sized(mesh, devices)

@@ -46,8 +46,8 @@ def shrink(
         has_changed = False
         for name, size in _sizes(config).items():
             for divisor in _divisors(size, full_sizes[name]):  # the smallest that fits is taken
-                smaller = _replaced(config, name, divisor)
-                try:
+                try:  # the configuration may check its numbers, or compute one from others
+                    smaller = _replaced(config, name, divisor)
                     fits = _specs(build, smaller) == wanted
                 except Exception:  # whatever the model says of sizes that do not fit
                     fits = False
@@ -55,7 +55,7 @@ def shrink(
                     config, has_changed = smaller, True
                     on_change(f"{name} {size} to {divisor}")
                     break
-    values = config if isinstance(config, Mapping) else vars(config)
+    values = _sizes(config, least=1)
     changes = [
         f"{name} {size:,} → {values[name]:,}"
         for name, size in full_sizes.items()
@@ -89,10 +89,14 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
     return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
 
 
-def _sizes(config: Any) -> dict[str, int]:
+def _sizes(config: Any, least: int = 3) -> dict[str, int]:
     """Returns the numbers of a configuration that are sizes, by name."""
-    values = config if isinstance(config, Mapping) else vars(config)
-    return {name: value for name, value in values.items() if type(value) is int and value > 2}
+    if isinstance(config, Mapping):
+        values = config
+    else:  # not `vars`: a dataclass with slots has none
+        names = (field.name for field in dataclasses.fields(config))
+        values = {name: getattr(config, name) for name in names}
+    return {name: x for name, x in values.items() if type(x) is int and x >= least}
 
 
 def _replaced(config: Any, name: str, value: int) -> Any:
