@@ -490,6 +490,48 @@ def attribute_by_name():
 
 
 @way()
+def attribute_in_the_dict_of_a_python_module():
+    value = yield lambda layer, x: MODULE.__dict__["hidden"] * x  # a name that no other code has
+    while True:
+        MODULE.hidden = value
+        value = yield
+
+
+@way()
+def attribute_that_a_python_module_computes():
+    scales = []
+    lazy = types.ModuleType("a_lazy_module_of_the_user")
+    lazy.__getattr__ = lambda name: scales[-1]
+    value = yield lambda layer, x: lazy.scale * x
+    while True:
+        scales.append(value)
+        value = yield
+
+
+@way()
+def import_from_a_package():
+    # A module of the user that has the name of one of Python, from which `fun` imports.
+    package, own = (types.ModuleType(name) for name in ("a_package", "a_package.types"))
+    package.__path__ = []
+    sys.modules.update({module.__name__: module for module in (package, own)})
+    scope = {"__package__": "a_package"}
+    exec("def fun(layer, x):\n    from .types import SCALE\n    return SCALE * x", scope)
+    value = yield scope["fun"]
+    while True:
+        own.SCALE = value
+        value = yield
+
+
+@way()
+def method_in_c():
+    item = (1.0,).__getitem__
+    value = yield lambda layer, x: item(0) * x
+    while True:
+        item = (value,).__getitem__
+        value = yield
+
+
+@way()
 def context_variable():
     value = yield lambda layer, x: CONTEXT.get() * x
     while True:
@@ -990,6 +1032,47 @@ def test_functions_that_read_the_state_of_the_process(code):
     assert key(eval(f"lambda x: {code}", globals())) is None
 
 
+@pytest.mark.parametrize(
+    "statement",
+    (
+        "import numpy as own; own.random",
+        "from numpy import random as own",
+        "import numpy.random as own",
+    ),
+)
+def test_functions_that_import_the_random_numbers_of_numpy(statement):
+    scope = {}
+    exec(f"def fun(x):\n    {statement}\n    return own.rand()", scope)
+    assert key(scope["fun"]) is None
+
+
+def test_a_closure_over_numpy_that_draws_random_numbers():
+    own = np
+    assert key(lambda x: x * own.tanh(1.0)) is not None
+    assert key(lambda x: x * own.random.rand()) is None
+
+
+class Rule:
+    """A rule for the derivative of a function that returns its argument."""
+
+    def __call__(self, residuals, cotangent):
+        # From our `custom_vjp`, a pair: the cotangents of updates, and that of the output.
+        return (GLOBAL * (cotangent[1] if isinstance(cotangent, tuple) else cotangent),)
+
+
+@pytest.mark.parametrize("custom", (nnx_sharding.custom_vjp, jax.custom_vjp))
+@pytest.mark.parametrize("rule", (Rule().__call__, Rule()), ids=("method", "object"))
+def test_rules_of_derivatives_are_read_again(custom, rule):
+    inner = custom(lambda x: x)
+    inner.defvjp(lambda x: (x, None), rule)
+    run = nnx_sharding.jit(lambda x: inner(x))
+    gradients = []
+    for scale in (2.0, 3.0, 2.0):
+        set_global(scale)
+        gradients.append(float(jax.grad(lambda x: run(x))(1.0)))
+    assert gradients == [2.0, 3.0, 2.0]
+
+
 def test_a_function_goes_with_its_last_reference():
     def fresh():
         held = Plain()
@@ -1152,3 +1235,25 @@ def test_different_programs_have_different_contents():
     assert contents == again
     # `(x, table)` and `(table, x)` name their captured arrays in the order in which they meet them.
     assert len({*contents}) == len(contents) - 2
+
+
+def callback(x):
+    return 2 * x
+
+
+def test_a_callback_that_was_defined_again(monkeypatch):
+    captured = jnp.ones(())
+
+    def step(carry, _):
+        return captured * jax.pure_callback(callback, jax.typeof(carry), carry), None
+
+    run = nnx_sharding.scan(step, in_axes=(Carry, 0))
+    before, _ = run(jnp.float32(1.0), jnp.zeros(1))
+
+    def other(x):
+        return 3 * x
+
+    other.__name__ = other.__qualname__ = "callback"  # as in a cell of a notebook that runs again
+    monkeypatch.setitem(globals(), "callback", other)
+    after, _ = run(jnp.float32(1.0), jnp.zeros(1))
+    assert (float(before), float(after)) == (2.0, 3.0)

@@ -94,7 +94,7 @@ class Names(NamedTuple):
 
     globals: tuple[str, ...]  # in the order in which they are first used
     attributes: frozenset[str]
-    imports: frozenset[str]  # the modules of `import` statements
+    imports: frozenset[str]  # the modules of `import` statements, such as ``.types`` in a package
 
 
 class _NamesOfCode(NamedTuple):
@@ -122,6 +122,7 @@ def _read_names(code: types.CodeType) -> Names:
     """Returns the names in the instructions of a code, by what the instructions do with them."""
     global_names: dict[str, None] = {}  # in the order in which they are first used
     attributes, imports = set[str](), set[str]()
+    operands: list[Any] = []  # of all instructions before, except prefixes
     for instruction in _instructions(code):
         name, operation = instruction.argval, instruction.opname
         if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -129,7 +130,12 @@ def _read_names(code: types.CodeType) -> Names:
         elif operation in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(name)
         elif operation == "IMPORT_NAME":
-            imports.add(name)
+            # Before it come the number of leading dots and the names that are imported: a module
+            # `.types` of the user's package is not the `types` of Python.
+            level, _ = operands[-2:]
+            imports.add("." * level + name)
+        if operation != "EXTENDED_ARG":
+            operands.append(name)
     return Names(tuple(global_names), frozenset(attributes), frozenset(imports))
 
 

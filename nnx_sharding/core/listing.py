@@ -38,7 +38,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
-from .functions import names_of
+from .functions import closure, names_of
 from .static_equality import value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 
@@ -59,6 +59,8 @@ _STATEFUL_MODULES = frozenset(("numpy.random",))  # within these packages
 _STATEFUL_BUILTINS = frozenset(
     ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars")
 )
+# The function and the attributes by which code reads attributes whose names it does not show.
+_BY_NAME = frozenset(("getattr", "__dict__", "__getattribute__"))
 # Attributes of classes that no method computes with.
 _NOT_READ = frozenset(
     (
@@ -75,7 +77,6 @@ _DESCRIPTORS = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
-    types.MethodWrapperType,
 )
 # Objects of JAX and NumPy that are compared by value, although they have attributes.
 _LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
@@ -125,8 +126,8 @@ class Listing:
 
         _number       the number of each object that was met, by its id
         _modules      the user's modules that were met
-        _attributes   the names of all attributes that some listed code reads; "getattr" among them
-                      says that it calls this function, so that it may read any
+        _attributes   the names of all attributes that some listed code reads; one of ``_BY_NAME``
+                      among them says that it may read any
     """
 
     def __init__(self) -> None:
@@ -174,12 +175,13 @@ class Listing:
         while True:
             pending: list[tuple[types.ModuleType, str]] = []
             for module in self._modules:
-                for name in sorted(self._attributes):  # sorted, so that lists are equal
+                # Sorted, so that lists are equal. A module's ``__getattr__`` is called for others.
+                for name in sorted({*self._attributes, "__getattr__"}):
                     if (module.__name__, name) not in done:
                         pending.append((module, name))
             if not pending:
                 return
-            if "getattr" in self._attributes:  # of one of these modules, code may read any name
+            if not _BY_NAME.isdisjoint(self._attributes):  # code may read any name of a module
                 raise NotListed
             for module, name in pending:
                 done.add((module.__name__, name))
@@ -231,13 +233,17 @@ class Listing:
         if not all(map(_is_stateless, names.imports)):  # what `import` in it gives is not known
             raise NotListed
         scope = function.__globals__
+        # The one part of these libraries with state that is an attribute: `np.random`. As nothing
+        # of `np` is listed but its name, it would not be met.
+        captured = [*map(scope.get, names.globals), *closure(function).values()]
+        reads_numpy = "numpy" in names.imports or any(x is np for x in captured)
+        if reads_numpy and "random" in names.attributes:
+            raise NotListed
+        if not _STATEFUL_MODULES.isdisjoint(names.imports):
+            raise NotListed
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
-                # The one part of these libraries with state that is an attribute: `np.random`. As
-                # nothing of `np` is listed but its name, it would not be met.
-                if scope[name] is np and "random" in names.attributes:
-                    raise NotListed
             elif name in _STATEFUL_BUILTINS:  # such as `open`, which reads files
                 raise NotListed
             elif name == "getattr":  # the built-in function, by which code reads unknown names
@@ -318,8 +324,10 @@ class Listing:
             # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
             # options cannot change as long as it is the same object.
             self._add_identity(value)
-            attributes = getattr(value, "__dict__", {}).values()
-            functions = [x for x in attributes if isinstance(x, _FUNCTIONS)]
+            attributes = [*getattr(value, "__dict__", {}).values()]
+            # The rules of a derivative are in a tuple, and may be objects that can be called.
+            in_tuples = [part for x in attributes if type(x) is tuple for part in x]
+            functions = [x for x in (*attributes, *in_tuples) if callable(x)]
             self._add_all([value.__wrapped__, *functions])
         elif issubclass(cls, _LIBRARY_VALUES):  # such as a mesh: it has parts, but also a key
             self._add_value(value)
@@ -361,11 +369,11 @@ def holds_values(value: Any) -> bool:
     )
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN_TYPES = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
 # The attributes of objects of exactly these types that are listed in their place.
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
+    types.MethodWrapperType: ("__qualname__", "__self__"),  # as of `(1, 2).__getitem__`
     property: ("fget", "fset", "fdel"),
     functools.cached_property: ("func",),
     **dict.fromkeys((staticmethod, classmethod, type(functools.lru_cache(len))), ("__wrapped__",)),

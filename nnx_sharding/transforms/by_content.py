@@ -30,7 +30,7 @@ from jax.sharding import Sharding
 
 from .. import _compat
 from ..core.bounded import make_room
-from ..core.static_equality import value_key
+from ..core.static_equality import Static, value_key
 from ..core.static_parts import has_hidden_state, open_object
 
 # Primitives that hold rules for derivatives; what they compute is one jaxpr.
@@ -212,9 +212,10 @@ def _value_of(value: object) -> Hashable:
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
     if isinstance(value, tuple | list):
         return type(value), *map(_value_of, value)
-    # A function of a module's top level is found again by its name; others have closures.
+    # A function of a module's top level is the same object in each trace, unless it was defined
+    # again, as in a notebook: then it is another one. Others are new in each trace.
     if isinstance(value, types.FunctionType) and _is_defined_by_name(value):
-        return value.__module__, value.__qualname__
+        return Static.of(value)
     # Numbers, strings, dtypes, meshes and the like; None for what is not compared by value. An
     # array is refused below: its key would copy the data.
     key = None if isinstance(value, jax.Array) else value_key(value)
@@ -230,6 +231,6 @@ def _value_of(value: object) -> Hashable:
 
 
 def _is_defined_by_name(function: types.FunctionType) -> bool:
-    """Whether a function is an attribute of its module, and so has no closure to compare."""
+    """Whether a function is an attribute of its module, where each trace finds the same object."""
     module = sys.modules.get(function.__module__)
     return getattr(module, function.__qualname__, None) is function
