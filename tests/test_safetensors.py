@@ -804,6 +804,71 @@ class ErrorTest(TestCase):
                 assert all((x[...] == 1).all() for x in loaded.values())
                 assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
+    def _model_beside_its_index(self, named):
+        """Writes a model in which ``model.safetensors`` has the tensors ``named`` by the index."""
+        folder, others = self.folder / f"named-{len(named)}", self.folder / "others"
+        files = {"model.safetensors": named or ["x"], "other.safetensors": {*"abc"} - {*named}}
+        for file, names in files.items():
+            if names:
+                arrays = {name: np.ones(8, np.float32) for name in names}
+                save_safetensors(others, arrays, {r"(\w)": "{0}"}, overwrite=True)
+                folder.mkdir(exist_ok=True)
+                (others / "model.safetensors").rename(folder / file)
+        located = {x: file for file, names in files.items() for x in names if x in "abc"}
+        (folder / tensor_files.INDEX_FILE).write_text(json.dumps({"weight_map": located}))
+        return folder
+
+    def _ends_before_old_files_are_deleted(self, folder):
+        """Interrupts a save where it would delete the first file in a folder, or its index."""
+        unlink = Path.unlink
+
+        def interrupted(path, **options):
+            if path.parent == folder and "nnx_sharding" not in path.name:
+                raise KeyboardInterrupt
+            unlink(path, **options)
+
+        return mock.patch.object(Path, "unlink", interrupted)
+
+    def test_a_single_file_beside_an_index(self):
+        """It may be of the model, alone or with others, or not: no error deletes or mixes any."""
+        rules, zero = {r"(\w)": "{0}"}, dict.fromkeys("abc", np.zeros(8, np.float32))
+        new = dict.fromkeys("abc", np.full(8, 2, np.float32))
+
+        def values(folder):
+            return {float(x[0]) for x in load_safetensors(folder, zero, rules).values()}
+
+        for named in "abc", "ab", "":
+            folder = self._model_beside_its_index(named)
+            before = sorted(folder.iterdir())
+            full = mock.patch.object(tensor_release, "exchange", side_effect=OSError(28, "full"))
+            with full, self.assertRaisesRegex(CheckpointError, "full"):
+                save_safetensors(folder, new, rules, max_shard_size=32, overwrite=True)
+            assert sorted(folder.iterdir()) == before and values(folder) == {1.0}
+            end = self._ends_before_old_files_are_deleted(folder)
+            with end, self.assertRaises(KeyboardInterrupt):
+                save_safetensors(folder, new, rules, overwrite=True)
+            assert len(values(folder)) == 1, named  # all of one model
+            for _ in range(2):
+                save_safetensors(folder, new, rules, overwrite=True)
+            assert values(folder) == {2.0}
+            assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+    def test_old_files_that_are_links(self):
+        """As in a cache of Hugging Face. The next job deletes those that a killed one has left."""
+        rules, blobs, folder = {r"(\w)": "{0}"}, self.folder / "blobs", self.folder / "a/model"
+        arrays = dict.fromkeys("abc", np.ones(8, np.float32))
+        save_safetensors(blobs, arrays, rules, max_shard_size=32)
+        folder.mkdir(parents=True)
+        for path in blobs.iterdir():
+            (folder / path.name).symlink_to(os.path.relpath(path, folder))
+        killed = mock.patch.object(tensor_release.Draft, "_delete")
+        end = self._ends_before_old_files_are_deleted(folder)
+        with killed, end, self.assertRaises(KeyboardInterrupt):
+            save_safetensors(folder, arrays, rules, max_shard_size=32, overwrite=True)
+        assert len([*folder.iterdir()]) == 4 + 3 + 1
+        save_safetensors(folder, arrays, rules, max_shard_size=32, overwrite=True)
+        assert len([*folder.iterdir()]) == len([*blobs.iterdir()]) == 4
+
 
 @pytest.mark.slow
 class ProcessesTest(TestCase):

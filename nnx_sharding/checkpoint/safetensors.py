@@ -422,12 +422,12 @@ def save_safetensors(
 def _create_files(
     release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
 ) -> None:
-    """Creates the files without values, and the index of several files."""
+    """Creates the files without values, and their index, which a single file may not need."""
     located: dict[str, str] = {}  # the name of the file of each tensor
     for name, group in zip(release.files, groups, strict=True):
         tensor_files.create(release.draft.folder / name, {x: tensors[x] for x in group})
         located.update(dict.fromkeys(group, name))
-    if len(groups) > 1:
+    if release.files != [tensor_files.MODEL_FILE]:
         index = {"metadata": {"total_size": _num_bytes(tensors.values())}, "weight_map": located}
         (release.draft.folder / tensor_files.INDEX_FILE).write_text(json.dumps(index, indent=2))
 

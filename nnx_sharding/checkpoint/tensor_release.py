@@ -72,6 +72,7 @@ class Release:
         sync(folder, deep=False)
         if last == MODEL_FILE:  # until the old index is gone, readers take that first
             (folder / INDEX_FILE).unlink(missing_ok=True)
+            sync(folder, deep=False)  # or after a crash, it may name files that are gone
         # 4. Delete the old files.
         for name in old.difference(new):
             (folder / name).unlink(missing_ok=True)
@@ -96,21 +97,23 @@ def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Releas
 def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
     """Returns names for so many files.
 
-    A single file may have the name of the old one, which one rename replaces. Of several files, no
-    name is in the folder yet: until the new index is published, the old one must find its files.
+    A single file may have the name of the old one, which one rename replaces, unless the old index
+    names that, too: readers would take other files of the old model with it until the index is
+    gone. For this reason, no name of files with an index is in the folder yet.
 
     Raises:
       CheckpointError: the folder has a model, and ``overwrite`` is false.
     """
     names = [MODEL_FILE]
-    if count > 1:
+    has_index = count > 1 or MODEL_FILE in _indexed_files(folder)
+    if has_index:
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     taken = [name for name in names if (folder / name).exists()]
     present = _model_files(folder).union(taken)
     if present and not overwrite:
         listed = ", ".join(sorted(present))
         raise CheckpointError(f"{_CALLER}: {folder} has {listed}; overwrite=True replaces it.")
-    if taken and count > 1:
+    if taken and has_index:
         version = secrets.token_hex(4)
         names = [name.replace("model-", f"model-{version}-", 1) for name in names]
     return names
@@ -118,27 +121,33 @@ def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
 
 def _model_files(folder: Path) -> set[str]:
     """Finds the files of the model in a folder: the single one, or the index and what it names."""
-    names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
-    if INDEX_FILE in names:
+    names = {MODEL_FILE, INDEX_FILE} | _indexed_files(folder)
+    return {name for name in names if (folder / name).is_file()}
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    """Returns the names of the files that the index of a folder names; none without an index."""
+    if (folder / INDEX_FILE).is_file():
         # Of what is no index, nothing else is known to be of the model.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            names.update(read_index(folder).values())
-    return {name for name in names if (folder / name).is_file()}
+            return {*read_index(folder).values()}
+    return set()
 
 
 def _sweep(folder: Path, draft: Path) -> None:
     """Deletes the files in the folder that a draft has, too, and that are not of its model."""
     if not draft.is_dir():
         return
+    # Also a single file beside an index, which may name it. If it is an old one that should have
+    # been deleted, the next release deletes it.
     current = _model_files(folder)
-    if INDEX_FILE in current:
-        # Readers take the index first, so a single file next to it is of no model.
-        current.discard(MODEL_FILE)
     for name in os.listdir(draft):
         in_folder = folder / name
-        if name in current or not in_folder.exists():
+        if name in current or not os.path.lexists(in_folder):
             continue
-        if in_folder.samefile(draft / name):  # a hard link; a file of another job may have its name
+        # A hard link; a file of another job may have its name. An old file may be a symbolic link,
+        # which leads nowhere from the draft, so links are not followed.
+        if os.path.samestat(in_folder.lstat(), (draft / name).lstat()):
             in_folder.unlink()
 
 
