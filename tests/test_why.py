@@ -336,7 +336,22 @@ def test_names_that_are_not_there():
         ("{devices=[8,1]<=[8]}", P(("data", "model"), None)),
         ("{devices=[8,1]<=[2,4]T(1,0)}", P(("model", "data"), None)),
         ("{devices=[4,2]<=[8]}", None),  # parts of axes
+        (
+            "{mesh['data'=2,'model'=4], [{}, {'model'}], unreduced={'data'}}",
+            P(None, "model", unreduced={"data"}),
+        ),
+        (
+            "{mesh['data'=2,'model'=4], [{}, {}], replicated={'model'}, unreduced={'data'}}",
+            P(None, None, unreduced={"data"}),
+        ),
+        ("{mesh['data'=2,'model'=4], [{}, {}], unreduced={'model':(1)2}}", None),
+        ("{mesh['data'=2,'model'=4], [{'data'}, {}], manual={'model'}}", None),
+        ("{devices=[2,4]<=[8] last_tile_dims={manual}}", None),
         ("{devices=[4,2]<=[2,4]T(1,0)}", P("model", "data")),
+        (
+            "{devices=[4,1,2]<=[2,2,2]T(2,1,0) last_tile_dim_replicate}",
+            None,
+        ),  # the tiles 0, 2, 1, 3
     ],
 )
 def test_shardings_of_the_compiler(written, spec):

@@ -53,11 +53,18 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
     named = _NAMED.match(written)
     if named is not None:
         dims = named["dims"]  # "{'model', ?}, {}"
-        if ":(" in dims:  # `'model':(1)2` is a part of an axis, which no spec can name
+        summands = _UNREDUCED.search(written, named.end())  # " unreduced={'data'}"
+        unreduced = summands["axes"] if summands else ""
+        # `'model':(1)2` is a part of an axis, which no spec can name. Along manual axes, each
+        # device has an array of its own.
+        if ":(" in dims + unreduced or " manual={" in written[named.end() :]:
             return None
         entries = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(dims)]  # [("model",), ()]
-        is_of_mesh = all(axis in sizes for axes in entries for axis in axes)
-        return _spec(entries) if is_of_mesh and rank in (None, len(entries)) else None
+        summed = frozenset(_AXIS.findall(unreduced))
+        is_of_mesh = all(axis in sizes for axes in (*entries, summed) for axis in axes)
+        return _spec(entries, summed) if is_of_mesh and rank in (None, len(entries)) else None
+    if " last_tile_dims=" in written:  # of devices along manual or unreduced axes
+        return None
     tiled = _TILED.match(written)
     return None if tiled is None else _read_tiles(tiled, rank, sizes)
 
@@ -65,6 +72,8 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
 # {mesh['data'=2,'model'=4], [{'model', ?}, {}]}
 _NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(?P<dims>.*?)\]")
 _DIM = re.compile(r"\{([^}]*)\}")  # {'model', ?}
+# What follows the dimensions: `, replicated={'model'}, unreduced={'data'}}`
+_UNREDUCED = re.compile(r" unreduced=\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'")  # 'model'
 # {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}, whose last tile dimension is of replicas
 _TILED = re.compile(
@@ -112,12 +121,21 @@ def _read_tiles(
         entries.append(tuple(major_first))
         if math.prod(sizes[axis] for axis in major_first) != tiles[dimension]:
             return None  # it is over a part of an axis
+        numbers = np.zeros(tiles[dimension], int)  # of the tiles, in the order of the axes
+        for axis in major_first:
+            numbers = numbers * sizes[axis] + positions[axis][line]
+        if list(numbers) != list(range(tiles[dimension])):
+            return None  # parts of an axis in another order
     return _spec(entries)
 
 
-def _spec(entries: list[tuple[str, ...]]) -> PartitionSpec:
-    """Makes a spec from the axes of each dimension: one is written alone, and none as None."""
-    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
+def _spec(entries: list[tuple[str, ...]], unreduced: frozenset[str] = frozenset()) -> PartitionSpec:
+    """Makes a spec from the axes of each dimension: one is written alone, and none as None.
+
+    Values along the ``unreduced`` axes are still to be summed.
+    """
+    plain = (axes if len(axes) > 1 else next(iter(axes), None) for axes in entries)
+    return PartitionSpec(*plain, unreduced=unreduced)
 
 
 class Rematerialization(NamedTuple):

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from ..specs.fitting import axes_of
+from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import enclosing_paths
 from .compiler_shardings import read_sharding
 from .hlo import Module
@@ -184,7 +184,7 @@ def _with_constraint(
         return None
     pairs = zip(spec.partitions, before.partitions, strict=True)
     entries = [old if new is PartitionSpec.UNCONSTRAINED else new for new, old in pairs]
-    return PartitionSpec(*entries)
+    return with_entries(spec, entries)
 
 
 def _key(value: MadeValue) -> OperationKey:
