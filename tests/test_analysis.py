@@ -19,7 +19,7 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_sharding import StateSharding, jit, shard_map
 from nnx_sharding.analysis import (
@@ -674,7 +674,8 @@ ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
         assert found.compute_s == 2 * 64 * 32 * 48 / 197e12
         assert found.interconnect_s == 0
         assert found.sources == HARDWARE["TPU v5e"].sources
-        assert result.report(hardware="H200").roofline.hardware == "H200"
+        assert found.exposed_s is None  # it is scheduled for a CPU
+        assert result.report(hardware="H200").roofline == result.roofline("H200")
         assert result.report().roofline is None
 
     def test_table(self):
@@ -702,6 +703,13 @@ ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
             Hardware("own", 1, 1, 1, 1.0, 1)
         with self.assertRaisesRegex(TypeError, "Hardware or the name of some, got 3"):
             roofline_of(None, None, 3)
+        with self.assertRaisesRegex(TypeError, r"got Compiled\. Pass compiled\.as_text\(\)"):
+            collectives_of(compiled(jnp.sin, abstract(4)))
+
+    def test_abstract_meshes(self):
+        hlo = "%a = f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
+        [one] = collectives_of(hlo, AbstractMesh((2, 4), ("data", "model")))
+        assert one.axes == ("model",)
 
 
 def small_report():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from module_programs import LAYERS, PROGRAMS, ROWS, WIDTH, Block
 from nnx_sharding import jit, stack, value_and_grad
 from nnx_sharding.analysis import HARDWARE
+from nnx_sharding.analysis.attribution import CompiledProgram, module_table
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
+from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.partition import make_mesh
 
 
@@ -202,7 +205,26 @@ def test_what_is_not_known_of_work_is_none():
         assert "loops of unknown length: jit(decode)" in text
 
 
+def test_a_module_without_rows_is_as_known_as_others(mlp, table):
+    nothing = table.total("model.nothing")
+    assert (nothing.flops, nothing.at_peak, nothing.seconds) == (0, {}, 0)
+    assert nothing.measured is None is table.total().measured
+    assert mlp.by_module().total("model.nothing").seconds is None  # the devices are CPUs
+    program = CompiledProgram(parse("?"), None, None, None, None, None)
+    unread = module_table(program, (), ())
+    assert unread.total().flops is None is unread.total("model").at_peak
+    assert "not understood: " in unread.why
+
+
+def test_devices_without_a_mesh_have_peak_rates_as_well():
+    with mock.patch.dict(HARDWARE, {"cpu": HARDWARE["TPU v5e"]}):
+        compiled = jit(jnp.matmul).lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
+        assert compiled.by_module().total().seconds == compiled.report().roofline.seconds > 0
+
+
 def test_depths_are_sums(table):
+    with pytest.raises(ValueError, match="depth must be 0 or more, got -1"):
+        table.at_depth(-1)
     shallow = table.at_depth(2)
     paths = {row.path for row in shallow.rows}
     assert {"model.blocks[0]", "model.blocks[1]", "model.blocks[2]", ""} <= paths

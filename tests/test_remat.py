@@ -218,6 +218,19 @@ class PolicyTest(parameterized.TestCase):
         sources = {x.source for x in saved_residuals(loss, Model(), X) if x.shape == (3, 8, 16)}
         assert sources == {"model.blocks.layers"}
 
+    def test_of_a_random_key(self):
+        """Dropout that is computed again needs its key, whose dtype NumPy does not know."""
+
+        @jax.checkpoint
+        def drop(x, key):
+            return jnp.sin(x * jax.random.bernoulli(key, 0.5, x.shape))
+
+        def fun(x, key):
+            return jnp.sum(drop(x * 2, jax.random.fold_in(key, 1)))
+
+        found = saved_residuals(fun, X, jax.random.key(0))
+        assert "key<fry>[]" in str(found)
+
     def test_of_a_while_loop(self):
         """What the body computes last is kept, though the condition returns one value as well."""
 

@@ -38,7 +38,7 @@ from .meshes import MeshDescription
 from .opcodes import PRODUCTS
 from .owners import Arguments, BufferOwners, Owner
 from .parameters import ParameterRow
-from .places import Place, PlaceFinder
+from .places import UNKNOWN, Place, PlaceFinder
 from .roofline import roofline_of
 from .work import ExecutedWork, Work, why_unknown
 
@@ -167,6 +167,8 @@ def figures_by_place(
     if buffers is not None:
         owners = BufferOwners(module, finder, arguments, buffers)
         held, phases = _held_at_peak(owners, buffers), _phases(owners.places, buffers.in_use())
+    if work is None:  # its figures are unknown also if nothing is known to belong to a place
+        places = [*places, UNKNOWN]
     figures = {}
     # What has no cost may still take time, such as a copy.
     for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
@@ -183,6 +185,8 @@ def figures_by_place(
             measured=None if measured is None else measured.get(place, 0.0),
         )
     reasons = why_unknown(module, executed or {})  # loops and calls of unknown work
+    if executed is None and module.unread:
+        reasons.append(f"not understood: {module.unread[0]:.120}")
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)

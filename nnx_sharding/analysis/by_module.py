@@ -134,7 +134,13 @@ class ModuleTable(AsData):
         rows = [row for row in self.rows if backward in (None, row.backward)]
         if path:
             rows = [row for row in rows if row.path and is_within(row.path, path)]
-        return _sum(rows, path=path, backward=backward)
+        total = _sum(rows, path=path, backward=backward)
+        if rows or not self.rows:
+            return total
+        # A module without rows does nothing; but what is unknown of all others is of it as well.
+        figures = (*_SUMMED, "at_peak")
+        unknown = [x for x in figures if all(getattr(row, x) is None for row in self.rows)]
+        return dataclasses.replace(total, **dict.fromkeys(unknown))
 
     def at_depth(self, depth: int) -> ModuleTable:
         """Sums modules that are more than ``depth`` attributes or keys below an argument.
@@ -142,6 +148,8 @@ class ModuleTable(AsData):
         With a depth of 0 there is a row for ``model``, with 2 for ``model.blocks[0]``. Modules
         further down are part of these.
         """
+        if depth < 0:
+            raise ValueError(f"depth must be 0 or more, got {depth}.")
         groups: defaultdict[tuple[str | None, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
             path = row.path
@@ -258,10 +266,13 @@ def _pass(path: str | None, backward: bool | None) -> str:
     return f"the backward pass of {name}" if backward else name
 
 
+_SUMMED = ("flops", "bytes_accessed", "bytes_sent", "seconds", "measured")
+
+
 def _sum(rows: Sequence[ModuleRow], *, path: str | None, backward: bool | None) -> ModuleRow:
     """Adds up rows to one with this path and pass; a sum is None if one of its figures is."""
     sums: dict[str, float | None] = {}
-    for name in ("flops", "bytes_accessed", "bytes_sent", "seconds", "measured"):
+    for name in _SUMMED:
         known = all_known(getattr(row, name) for row in rows)
         sums[name] = None if known is None else sum(known)
     held: Counter[str] = Counter()

@@ -345,6 +345,9 @@ def collectives_of(
     Returns:
       The collectives, in the order of the text. None if a part of it is not understood.
 
+    Raises:
+      TypeError: ``hlo`` is neither, such as a compiled function.
+
     Example:
       >>> from nnx_sharding.analysis import collectives_of
       >>> hlo = "%a = f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
@@ -352,6 +355,11 @@ def collectives_of(
       >>> one.kind, one.bytes, one.bytes_sent, one.axes
       ('all-reduce', 256, 384, ('model',))
     """
+    if not isinstance(hlo, str | Module):
+        raise TypeError(
+            f"collectives_of takes the text of a compiled program, got {type(hlo).__name__}. Pass "
+            "compiled.as_text()."
+        )
     module = parse(hlo) if isinstance(hlo, str) else hlo
     if module.unread:  # a part that is not understood may send
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -194,15 +194,7 @@ def describe(
     """
     shardings = compiled.shardings()  # of all arguments and results; None for some
     mesh = mesh_of(shardings)
-    if mesh is not None:
-        first = mesh.devices.flat[0]
-        count = mesh.size
-    else:
-        # Without a mesh, the arguments that are on most devices say which run the program.
-        sets = [sharding.device_set for sharding in shardings if isinstance(sharding, Sharding)]
-        devices = max(sets, key=len, default={jax.devices()[0]})
-        first = min(devices, key=lambda device: device.id)
-        count = len(devices)
+    first, *others = devices_of(shardings)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
     memory = compiled.memory()
     report = ProgramReport(
@@ -210,7 +202,7 @@ def describe(
         made_with=versions | {"python": platform.python_version()},
         platform=first.platform,
         device_kind=first.device_kind,
-        num_devices=count,
+        num_devices=1 + len(others),
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
         # Its function that makes the table by module refers to the program, which would stay in
@@ -224,3 +216,14 @@ def describe(
     )
     hardware = HARDWARE.get(first.device_kind)  # of virtual CPU devices none is known
     return report if hardware is None else report.with_roofline(hardware)
+
+
+def devices_of(shardings: Sequence[Sharding | None]) -> list[jax.Device]:
+    """Lists the devices that run a program, by the shardings of its arguments and results."""
+    mesh = mesh_of(shardings)
+    if mesh is not None:
+        return [*mesh.devices.flat]
+    # Without a mesh, the arguments that are on most devices say which run the program.
+    sets = [sharding.device_set for sharding in shardings if isinstance(sharding, Sharding)]
+    devices = max(sets, key=len, default={jax.devices()[0]})
+    return sorted(devices, key=lambda device: device.id)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .. import _compat
@@ -79,7 +78,7 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
             (
                 bytes_text(x.bytes),
                 x.memory,
-                f"{jnp.dtype(x.dtype).name}{[*x.shape]}",
+                f"{x.dtype.name}{[*x.shape]}",
                 x.operation,
                 x.source,
             )

@@ -24,6 +24,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from jax.sharding import Mesh
+
 from .device_groups import Groups, number_lists
 from .instructions import Instruction
 from .meshes import MeshDescription
@@ -117,7 +119,7 @@ def positions_of(mesh: Any) -> dict[Position, int]:
     Each device has two keys: its id, and the pair of its slice and its number in that. With the ids
     0 and 1 in one slice and 7 in another: ``{0: 0, (1, 0): 0, 1: 1, (1, 1): 1, 7: 2, (2, 0): 2}``.
     """
-    if not hasattr(mesh, "devices"):
+    if not isinstance(mesh, Mesh):  # abstract, or the sizes of axes
         return {}
     slices = MeshDescription.of(mesh).coordinates.get("slice", ())  # the slice of each device
     counts: Counter[int] = Counter()  # of devices by slice; their order in the mesh numbers them

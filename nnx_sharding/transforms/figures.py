@@ -47,7 +47,7 @@ from ..analysis.measured import Profile, measured_seconds
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ActivationTable, ParameterRow, ParameterTable, mesh_of
-from ..analysis.program import ProgramReport, describe
+from ..analysis.program import ProgramReport, describe, devices_of
 from ..analysis.purposes import inputs_of
 from ..analysis.reasons import Reason
 from ..analysis.roofline import Roofline, roofline_of
@@ -77,6 +77,11 @@ class Figures:
     @functools.cached_property
     def _mesh(self) -> Mesh | None:
         return mesh_of(self._compiled.shardings())
+
+    @functools.cached_property
+    def _device(self) -> jax.Device:
+        """The first device that runs the program."""
+        return devices_of(self._compiled.shardings())[0]
 
     @functools.cached_property
     def cost(self) -> Cost | None:
@@ -115,7 +120,7 @@ class Figures:
 
         Args:
           depth: how many attributes below an argument modules are listed; None for all.
-          hardware: the peak figures for the column of seconds; None for the mesh's own devices.
+          hardware: the peak figures for the column of seconds; None for its own devices.
           profile: of calls of the function; with it, the seconds are measured.
         """
         peak = self._hardware(hardware)
@@ -140,7 +145,7 @@ class Figures:
         """Attributes types, cost and time to the lines of the user's code.
 
         Args:
-          hardware: the peak figures for the column of seconds; None for the mesh's own devices.
+          hardware: the peak figures for the column of seconds; None for its own devices.
           profile: of calls of the function; with it, seconds are also measured.
         """
         # The program that ran knows the lines of its operations, so a profile is joined to it. Only
@@ -287,7 +292,7 @@ class Figures:
         """Returns the figures of the named hardware; for None, of the devices of the mesh."""
         if hardware is not None:
             return hardware_of(hardware)
-        return None if self._mesh is None else HARDWARE.get(self._mesh.devices.flat[0].device_kind)
+        return HARDWARE.get(self._device.device_kind)
 
     @functools.cached_property
     def dumped(self) -> DumpedProgram:
@@ -332,12 +337,8 @@ class Figures:
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
         """Computes the time of a call at the peak rates of some hardware, or of its name."""
-        mesh = self._mesh
-        if mesh is None:
-            return roofline_of(self.cost, self.collectives, hardware)
-        description = MeshDescription.of(mesh)
-        platform = mesh.devices.flat[0].platform
-        return roofline_of(self.cost, self.collectives, hardware, description, platform)
+        mesh = None if self._mesh is None else MeshDescription.of(self._mesh)
+        return roofline_of(self.cost, self.collectives, hardware, mesh, self._device.platform)
 
     @functools.cached_property
     def report(self) -> ProgramReport:
