@@ -91,6 +91,10 @@ PLAN = textwrap.dedent("""\
         return jnp.sin, X
 
 
+    def without_arguments(mesh):
+        return jit(lambda: jnp.zeros(64), out_shardings=P("data"), mesh=mesh)
+
+
     class Plans:
         @staticmethod
         def strategies():
@@ -343,6 +347,10 @@ class CommandTest(parameterized.TestCase):
         [line] = [line for line in error.splitlines() if "is not sharded" in line]
         assert line.startswith(f"{command}: {name} is not sharded: each of the 4 devices holds all")
 
+    def test_what_has_no_arguments_has_none_to_shard(self):
+        code, _, error = self.inspect("without_arguments", "--mesh", "data=4")
+        assert (code, error) == (0, "")
+
     def test_inspect_in_a_module(self):
         sys.path.insert(0, str(self.folder))
         code, out, _ = self.run_command("inspect", f"{self.module}:own_mesh")
@@ -447,6 +455,13 @@ class CommandTest(parameterized.TestCase):
         )
         code, _, error = self.run_command("diff", after, before, "--fail-above", "900%")
         assert (code, error) == (0, "")
+        shown = "--threshold", "900%"  # what is not shown has grown all the same
+        code, _, error = self.run_command("diff", after, before, *shown, "--fail-above", "5%")
+        assert code == 1 and "\n  arguments: " in error
+        late = self.folder / "late.json"
+        Comparison({}, ruled_out={"dp": "not compiled within the time limit"}).save(late)
+        code, out, error = self.run_command("diff", late, late, "--fail-above", "5%")
+        assert (code, out, error) == (0, "no changes\n", "")
         report = json.loads(Path(before).read_text())
         path = Path(before).with_name("unknown.json")
         path.write_text(json.dumps(report | {"collectives": None}))

@@ -96,6 +96,12 @@ class CompareTest(parameterized.TestCase):
             "tp": KERNELS // 4 + rows // 64,
         }
 
+    def test_shardings_of_the_results(self):
+        """Those of a strategy count before those for all of them."""
+        strategies = {"rows": Strategy(P("a"), out_shardings=P("a")), "whole": P("a")}
+        found = compare(strategies, jnp.sin, X, mesh={"a": 8}, out_shardings=P())
+        assert found.bytes_sent_by_axes["rows"] == {} != found.bytes_sent_by_axes["whole"]
+
     def test_collectives_computed_by_hand(self):
         sent = planned().bytes_sent_by_axes
         assert sent["dp"] == {}

@@ -102,7 +102,9 @@ def test_work_inside_of_other_work_shows_nothing_of_its_own(open_terminal):
     assert "afterwards" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("why", ["quiet", "environment", "process", "file", "dumb", "none"])
+@pytest.mark.parametrize(
+    "why", ["quiet", "environment", "process", "file", "dumb", "none", "logger", "closed"]
+)
 def test_nothing_is_shown(why, open_terminal, monkeypatch):
     terminal = open_terminal()
     if why == "environment":
@@ -116,6 +118,11 @@ def test_nothing_is_shown(why, open_terminal, monkeypatch):
         monkeypatch.setenv("TERM", "dumb")
     elif why == "none":
         monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    elif why == "logger":  # an object that only writes
+        monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(write=terminal.write))
+    elif why == "closed":
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        sys.stderr.close()
     with progress.progress("work", 2, quiet=why == "quiet") as advance:
         advance("one")
     assert terminal.getvalue() == ""

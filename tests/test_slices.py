@@ -98,6 +98,13 @@ def test_a_plan_and_its_run_have_one_program(two_slices):
     assert program[0] == program[1] == program[2]
     other = jit(train_step, in_shardings=best.in_shardings, mesh=mesh_of((4, 2), tuple(mesh.shape)))
     assert fingerprint(other.lower(model, optimizer, x), mesh) != program[0]
+    options = jit(
+        train_step,
+        in_shardings=best.in_shardings,
+        mesh=mesh,
+        compiler_options={"xla_cpu_enable_fast_math": True},
+    )
+    assert fingerprint(options.lower(model, optimizer, x), mesh) != program[0]
     loss, plain = step(model, optimizer, x), make()
     np.testing.assert_allclose(loss, train_step(*plain, x), rtol=1e-5)
     np.testing.assert_allclose(model.up.kernel, plain[0].up.kernel, rtol=1e-4, atol=1e-6)

@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..analysis.program import ProgramReport
 from ..report.changes import by_strategy, diff
-from ..report.comparison import Comparison, load, why_unknown
+from ..report.comparison import load, why_unknown
 from ..testing import launch
 from .options import UsageError, count, percentage, say, seconds
 from .programs import add_outputs, write
@@ -91,11 +92,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
     write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
-    # Each with its strategy.
-    failures = [(change.strategy, str(change)) for change in changes.grown(arguments.fail_above)]
+    # Each with its strategy, also what --threshold leaves out above.
+    grown = diff(before, after).grown(arguments.fail_above)
+    failures = [(change.strategy, str(change)) for change in grown]
     # A figure that a backend does not report may have grown by anything.
-    for name, report in Comparison(by_strategy(after)).compiled.items():
-        reasons = why_unknown(report)
+    for name, report in by_strategy(after).items():
+        reasons = why_unknown(report) if isinstance(report, ProgramReport) else {}
         failures += [(name, f"{figure} is unknown: {why}") for figure, why in reasons.items()]
     if failures:
         head = f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:"

@@ -351,7 +351,7 @@ def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: Program
     ``name`` is that of the program in the output of the command.
     """
     is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
-    if report.num_devices > 1 and is_whole:
+    if report.num_devices > 1 and report.parameters and is_whole:
         say(
             f"{arguments.command}: {name} is not sharded: each of the {report.num_devices} devices "
             "holds all arguments. Give jit in_shardings=..., or search for them with plan.",

@@ -146,4 +146,7 @@ def _has_bar() -> bool:
     is_notebook = type(shell).__name__ == "ZMQInteractiveShell"
     if is_notebook:  # no terminal; rich draws by ipywidgets, and warns without
         return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR
+    # Programs replace it by objects that only write, as to a log, and may close it.
+    with contextlib.suppress(AttributeError, ValueError):
+        return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR
+    return False

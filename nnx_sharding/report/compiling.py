@@ -412,6 +412,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         client.platform_version,
         os.environ.get("XLA_FLAGS"),
         os.environ.get("LIBTPU_INIT_ARGS"),
+        getattr(lowered._plan.transform, "compiler_options", None),
         None if mesh is None else MeshDescription.of(mesh),
         # Only TPUs have coordinates, by which the compiler routes collectives.
         [(device.device_kind, getattr(device, "coords", None)) for device in devices],

@@ -237,7 +237,8 @@ def lowered(
         # can be called.
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
             in_shardings = in_shardings(*args)
-        options = {"out_shardings": strategy.out_shardings, **options}
+        if strategy.out_shardings is not None:  # else those for all strategies, if there are some
+            options = {**options, "out_shardings": strategy.out_shardings}
         wrapped = jit(fun, in_shardings=in_shardings, mesh=mesh, **options)
         return wrapped.lower(*args), mesh
 
