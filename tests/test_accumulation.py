@@ -357,6 +357,43 @@ def test_errors(options, arguments, error, message):
         accumulate_gradients(fun, **options)(model, *([batch()] if arguments else []))
 
 
+def of_three(w, x, target):
+    return ((x @ w - target["y"]) ** 2).mean() * target["scale"]
+
+
+def of_all(*arguments):
+    return of_three(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fun", "options", "message"),
+    [
+        (of_three, {}, r"the rows of the batch, and values without rows:\n  target\n"),
+        (of_three, {"batch": ("x", "target"), "argnums": (0, 1)}, r"differentiated:\n  'x'\n"),
+        (of_all, {}, "no argument is a batch of arrays"),
+        (of_all, {"batch": "arguments"}, "differentiated:\n  'arguments'\n"),
+    ],
+)
+def test_rows_that_would_be_broadcast(fun, options, message):
+    """With as many steps as rows, the loss and the totals would broadcast them."""
+    arguments = jnp.ones((8, 1)), jnp.ones((8, 8)), {"y": jnp.ones((8, 1)), "scale": 2.0}
+    with pytest.raises(ValueError, match=message):
+        accumulate_gradients(fun, steps=8, **options)(*arguments)
+
+
+def test_settings_may_have_arrays_and_scalars():
+    def of_weights(w, x, settings):
+        return ((x @ w * settings["weights"]) ** 2).mean() * settings["scale"]
+
+    arguments = (
+        jnp.ones((4, 3)),
+        jnp.arange(32.0).reshape(8, 4),
+        {"weights": jnp.ones(3), "scale": 2.0},
+    )
+    found = accumulate_gradients(of_weights, steps=4)(*arguments)
+    assert_close(found, jax.value_and_grad(of_weights)(*arguments))
+
+
 @pytest.mark.parametrize(
     ("axis", "is_mapped", "error"),
     [

@@ -35,7 +35,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -110,7 +110,7 @@ def accumulate_gradients(
         the rows of the batch in the first dimension. All other arguments, such as the weights of
         classes, are the same for all microbatches. By default, all that hold arrays but no modules
         or Variables and are not differentiated, apart from scalars; if these arrays do not have
-        equally many rows, it is an error.
+        equally many rows, or one argument has these rows and scalars, it is an error.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. If it shards
         parameters as well, these are gathered before the loop: with whole parameters, each device
         adds up its own gradients, and the reduction follows the loop. What other axes shard, they
@@ -125,8 +125,8 @@ def accumulate_gradients(
     Raises:
       TypeError: ``steps`` is not a positive integer. When called: auxiliary data are not arrays.
       ValueError: when called, if no argument is a batch, arrays of the batch differ in the number
-        of rows, ``batch`` names an unknown argument, or the rows are not a multiple of the steps
-        times the devices that shard them.
+        of rows, ``batch`` names an unknown or differentiated argument, or the rows are not a
+        multiple of the steps times the devices that shard them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -525,9 +525,13 @@ def _batch_names(
       batch: the name, or names, that the user gave; None to find them.
 
     Raises:
-      ValueError: a name is unknown, or no argument has rows.
+      ValueError: a name is unknown, or that of a differentiated argument; or no argument has rows,
+        or one has other values besides.
     """
     arguments = bound.arguments
+    # Parameters may be bare arrays, like a batch.
+    prepared = gradient.prepare(bound.args, bound.kwargs)
+    differentiated = _parameters_of(bound, {x.argument.name for x in prepared.targets})
     if batch is not None:
         # A name that is misspelt would silently make its rows the same for all microbatches.
         names = [batch] if isinstance(batch, str) else list(batch)
@@ -537,23 +541,57 @@ def _batch_names(
             [f"  {name!r}{suggestion(name, arguments)}" for name in names if name not in arguments],
             f"The arguments: {', '.join(arguments)}.",
         )
+        raise_listed(
+            ValueError,
+            "accumulate_gradients: batch names arguments that are differentiated:",
+            [f"  {name!r}" for name in names if name in differentiated],
+            "The gradients of all microbatches are added up, which those of other rows cannot be.",
+        )
         return names
-    # Parameters may be bare arrays, like a batch.
-    prepared = gradient.prepare(bound.args, bound.kwargs)
-    differentiated = {target.argument.name for target in prepared.targets}
-    names = []
+    names, mixed = [], {}
     for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
         # Modules are no arrays. Scalars, such as a step count, have no rows.
-        is_batch = bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) for x in leaves)
-        if is_batch and name not in differentiated:
+        has_rows = [_compat.is_array_like(x) and bool(jnp.ndim(x)) for x in leaves]
+        if not any(has_rows) or name in differentiated:
+            continue
+        if all(has_rows):
             names.append(name)
-    if not names:
+        elif not any(map(_compat.is_graph_object, leaves)):
+            mixed[name] = {jnp.shape(x)[0] for x, has in zip(leaves, has_rows, strict=True) if has}
+    if not names and not mixed:
         raise ValueError(
             "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
             "modules, or is differentiated. Name those that are with batch=..."
         )
+    batch_rows = {jnp.shape(x)[0] for name in names for x in jax.tree.leaves(arguments[name])}
+    # As they are, their rows would be the same for all microbatches.
+    raise_listed(
+        ValueError,
+        "accumulate_gradients: these have the rows of the batch, and values without rows:",
+        [f"  {name}" for name, rows in mixed.items() if not names or rows & batch_rows],
+        "Pass what has no rows as an argument of its own, or name the arguments that have the rows "
+        "with batch=...",
+    )
     return names
+
+
+def _parameters_of(bound: inspect.BoundArguments, names: Collection[str]) -> set[str]:
+    """Returns the parameters of the arguments with some names.
+
+    For ``f(x, *args, **kwargs)``, that of ``args[0]`` is ``args``, and that of ``y`` ``kwargs``.
+    """
+    parameters = {name for name in names if name in bound.arguments}
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            holds_some = any(x.startswith(f"{name}[") for x in names)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            holds_some = any(x in bound.arguments.get(name, {}) for x in names)
+        else:
+            continue
+        if holds_some:
+            parameters.add(name)
+    return parameters
 
 
 def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
