@@ -14,7 +14,7 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit
@@ -413,6 +413,21 @@ class ModelTest(parameterized.TestCase):
         mu = optimizer.opt_state[0].mu
         assert mu["up"]["kernel"].sharding == NamedSharding(MESH, P(None, "model"))
 
+    @parameterized.parameters(True, False)
+    def test_equal_numbers_become_an_array_each(self, is_placed):
+        """Or they could not be donated: Python has one object for them."""
+        model = nnx.Dict(a=nnx.Param(0.5), b=nnx.Param(0.5))
+        if is_placed:
+            place(model, P(), MESH)
+
+        def step(model):
+            model.a[...] += 1
+            model.b[...] += 2
+
+        specs = StateSharding({...: P()})
+        jit(step, in_shardings=(specs,), mesh=MESH, donate_argnums=0)(model)
+        assert (float(model.a[...]), float(model.b[...])) == (1.5, 2.5)
+
     def test_then_jit_moves_nothing(self):
         model = place(MLP(), mlp_specs(), MESH)
         before = values_of(model)
@@ -516,6 +531,11 @@ class MistakesTest(parameterized.TestCase):
         with pytest.warns(CorrectedSpecWarning):
             place(model, rules, MESH)
         assert model.up.kernel.sharding.spec == P()
+        transposed = Format(Layout((1, 0)), NamedSharding(MESH, P("model", "data")))
+        with pytest.warns(CorrectedSpecWarning):
+            placed = place(np.ones((6, 8)), transposed, on_indivisible="drop")
+        assert placed.sharding.spec == P(None, "data")
+        assert placed.format.layout.major_to_minor == (1, 0)
 
     def test_unused_filters(self):
         typo = StateSharding({nnx.PathContains("upp"): P("model"), ...: P()})
@@ -537,6 +557,16 @@ class OthersTest(parameterized.TestCase):
         with programs() as compiled:
             y = with_sharding_constraint(x, PLACES["reversed"])
         assert compiled == [] and y.sharding.is_equivalent_to(PLACES["reversed"], 2)
+
+    @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
+    def test_the_mesh_in_context_may_have_other_devices(self, axis_type):
+        """That of a trainer, for example, while a model for inference is placed elsewhere."""
+        for goal in ("mesh", "explicit", "reversed"):
+            x = jax.device_put(VALUE, PLACES["transposed"])
+            with jax.set_mesh(Mesh(jax.devices()[:2], ("a",), axis_types=(axis_type,))):
+                y = place(x, PLACES[goal], donate=True)
+            np.testing.assert_array_equal(y, VALUE)
+            assert y.sharding == PLACES[goal]
 
     def test_constraints_name_deleted_arrays(self):
         x = jnp.ones(8)

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .. import _compat
 from ..specs.types import AnyArray
 from .memory import copied, is_keys, joined
 
 _MOST_ON_HOST = 2**26  # bytes of arrays that are joined before they are put on devices
+_NO_MESH = Mesh(np.empty((), object), ())  # in context, like none
 
 
 @dataclasses.dataclass
@@ -100,7 +101,8 @@ def reshard(steps: Sequence[Step]) -> None:
             arrays.append(_in_device_order(move.array, sharding, devices))
         out_shardings = [step.sharding for step in group]
         program = jax.jit(_join, out_shardings=out_shardings, donate_argnums=1)
-        with warnings.catch_warnings():
+        # Without the mesh in context, which may have other devices than these.
+        with warnings.catch_warnings(), jax.set_mesh(_NO_MESH):
             # Buffers whose size differs from the new ones cannot be reused; they are freed.
             warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
             resharded = program(kept, donated)

@@ -60,7 +60,8 @@ def place_arrays(
     """
     may_alias = alias and not donate  # the buffers of donated arrays are deleted
     result = list(leaves)
-    moves: dict[tuple[int, Any], Move] = {}  # by the id of the array, and the target
+    # By the id of the array, or the slot of a number; whether it is a number; and the target.
+    moves: dict[tuple[int, bool, Any], Move] = {}
     staying: set[int] = set()  # the ids of arrays that are also returned unchanged
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -71,10 +72,14 @@ def place_arrays(
             staying.add(id(leaf))
         else:
             # An array in several slots is moved once, so that it stays one array. ``leaves`` keeps
-            # it alive, so that no other array gets its id.
-            moves.setdefault((id(leaf), sharding), Move(leaf, sharding)).slots.append(slot)
-    num_targets = Counter(array_id for array_id, _ in moves)
-    for (array_id, _), move in moves.items():
+            # it alive, so that no other array gets its id. Equal numbers may be one object in
+            # Python, but become an array each, or a call could not donate them.
+            is_number = isinstance(leaf, bool | int | float | complex | np.generic)
+            key = (slot if is_number else id(leaf), is_number, sharding)
+            moves.setdefault(key, Move(leaf, sharding)).slots.append(slot)
+    num_targets = Counter(id(move.array) for move in moves.values())
+    for move in moves.values():
+        array_id = id(move.array)
         is_unused = array_id not in staying and num_targets[array_id] == 1
         move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
     donated = [move.array for move in moves.values() if move.is_ours]  # the old arrays

@@ -28,7 +28,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
-from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
+from ..specs.fitting import (
+    Fit,
+    OnIndivisible,
+    fit_sharding,
+    replace_spec,
+    spec_and_mesh,
+    spec_axes,
+)
 from ..specs.types import AnyArray, Arrays, Spec
 from .arguments import split_argument
 from .constrain import given_mesh, is_shardable, mesh_in_trace, without_unconstrained
@@ -200,8 +207,10 @@ class _Fitter:
         if fit.corrections:
             self.corrected.append(fit.line(name))
         # 4. The result. A Format keeps its layout.
-        if pair is None or isinstance(spec, Format):
+        if pair is None:
             return spec
+        if isinstance(spec, Format):  # with the corrected sharding
+            return Format(spec.layout, replace_spec(sharding, fit.sharding))
         # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
         may_be_unconstrained = (
             isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types
