@@ -79,6 +79,16 @@ def test_exception_puts_it_back():
     np.testing.assert_array_equal(variable[...], np.full((8, 4), 2.0))
 
 
+def test_what_cannot_be_fetched_leaves_the_rest_on_the_host():
+    mesh = jax.make_mesh((8,), ("data",))
+    host = jax.sharding.NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    kept, deleted = (nnx.Param(jax.device_put(jnp.ones(8), host)) for _ in range(2))
+    deleted[...].delete()
+    with pytest.raises(RuntimeError, match="deleted"), fetched((kept, deleted)):
+        pass
+    assert kept[...].sharding.memory_kind == "pinned_host"
+
+
 def test_errors():
     model, optimizer = made()
     sharding = fsdp(model, mesh=jax.make_mesh((8,), ("data",)), optimizer=optimizer, min_size=0)

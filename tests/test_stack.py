@@ -291,6 +291,13 @@ class ListTest(parameterized.TestCase):
         assert snapshot(layers[1]) == snapshot(layer)
         assert snapshot(layers[0]) == snapshot(blocks()[0])
 
+    def test_arrays_outside_of_variables_are_written_back(self):
+        layers, expected = stack(with_masks(True)), with_masks(True)
+        expected[1].mask = nnx.data(7 * expected[1].mask)
+        layers[1] = expected[1]
+        np.testing.assert_array_equal(layers[1].mask, expected[1].mask)
+        close(layers(X), run(expected, X))
+
     def test_shared_parts_stay_shared(self):
         for layers in (with_shared_kernel(), with_tied_parts()):
             again = stack([*stack(layers)])

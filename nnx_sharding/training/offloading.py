@@ -117,13 +117,13 @@ def fetched(*trees: Any) -> Iterator[None]:
         if is_offloaded:
             offloaded.append((variable, memories))
     to_device_memory: dict[Any, Memory] = {}  # where `_move` puts an array without another memory
-    for variable, _ in offloaded:
-        _move(variable, to_device_memory)
-    # The block gives these Variables new values. One that it replaces by another Variable, as by a
-    # new optimizer, is not moved.
     try:
+        for variable, _ in offloaded:
+            _move(variable, to_device_memory)
+        # The block gives these Variables new values. One that it replaces by another Variable, as
+        # by a new optimizer, is not moved.
         yield
-    finally:  # also after an error, so that the caller's state is where it was
+    finally:  # also after an error, as of full memory, so that the caller's state is where it was
         for variable, memories in offloaded:
             _move(variable, memories)
 

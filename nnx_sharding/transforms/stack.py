@@ -21,9 +21,8 @@ From other modules:
     name_axis       adds the layers to the logical axes (metadata) of Variables, or removes them
     replace_slots   a copy of a list of arrays with others in some slots
     compute         calls a function of arrays that may be in host memory; the result stays there
-    update_operations, perform
-                    prepares all that is assigned to Variables, then assigns it in one step, so that
-                    an error or an interrupt leaves old values or new ones
+    rebuild         writes other arrays into the objects of a `Flat`, all in one step, so that an
+                    error or an interrupt leaves old values or new ones
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ from ..activations.variables import modules_in
 from ..core.constrain import apply_shardings, sharding_of, type_spec
 from ..core.flatten import Flat
 from ..core.memory import compute
-from ..core.rebuild import update_operations
-from ..core.structure import Location, NodeEntry, VariableEntry
-from ..core.unflatten import perform
+from ..core.rebuild import rebuild
+from ..core.structure import Location, NodeEntry
 from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.fitting import show, with_entries
@@ -80,8 +78,8 @@ class Stack(nnx.Module):
     a layer: ``blocks/layers/up/kernel``.
 
     It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
-    fourth layer; ``blocks[3] = layer`` writes them back. ``list(blocks)`` has all layers as modules
-    of their own; what they share stays shared.
+    fourth layer; ``blocks[3] = layer`` writes back those that not all layers share.
+    ``list(blocks)`` has all layers as modules of their own; what they share stays shared.
 
     Attributes:
       layers: the module with stacked Variables.
@@ -238,10 +236,9 @@ class Stack(nnx.Module):
         # axes it has kept it, and None leaves it so.
         shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
         leaves = replace_slots(stacked.leaves, slots, apply_shardings(arrays, shardings))
-        # All or none: an error or an interrupt on the way must not leave a part of the layer.
-        entries = enumerate(stacked.structure.entries)
-        variables = [index for index, x in entries if isinstance(x, VariableEntry)]
-        perform(update_operations(stacked.structure, leaves, stacked.objects, variables))
+        # All or none: an error or an interrupt on the way leaves no part of the layer. In Variables
+        # and in attributes of modules.
+        rebuild(stacked, leaves, "stack")
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the layers as separate modules; what they share stays shared."""
