@@ -376,3 +376,19 @@ def test_each_device_drops_other_weights_of_an_attention_of_the_user():
         out = np.asarray(jax.jit(run)(x, x, x))  # (batch, length, heads, features)
     by_device = out.reshape(2, 16, 4, 2, 4).transpose(0, 2, 1, 3, 4).reshape(8, -1)
     assert len({x.tobytes() for x in by_device}) == 8
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("method", [all_to_all_attention, all_gather_attention])
+def test_replicas_drop_the_same_weights_of_an_attention_of_the_user(method, implementation):
+    """The axis "data" shards nothing, so the devices along it compute the same."""
+    x = jax.random.normal(jax.random.key(1), (2, 16, 8, 4))
+    mesh = make_mesh({"data": 2, "context": 4}, AxisType.Auto)
+    with jax.default_prng_impl(implementation), jax.set_mesh(mesh):
+        key = jax.random.key(0)
+        run = functools.partial(by_flax(method), dropout_rate=0.5, dropout_rng=key)
+        out = jax.jit(run)(x, x, x)
+    replicas = {}
+    for shard in out.addressable_shards:
+        replicas.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    assert [len(contents) for contents in replicas.values()] == [1] * 4

@@ -708,6 +708,13 @@ def test_products_by_hand():
 
     found = products_of(branches, (jnp.ones((2, 2)),) * 2, {}, Axes())
     assert (found.least, found.flops) == (2 * 2 * 2 * 2, 2 * 2 * 2 * 2 * 2)
+
+    def loop(x, w, count):  # which may be 0
+        condition, body = lambda c: c[0] < count, lambda c: (c[0] + 1, c[1] @ w)
+        return jax.lax.while_loop(condition, body, (0, x @ w))
+
+    found = products_of(loop, (jnp.ones((2, 2)), jnp.ones((2, 2)), 3), {}, Axes())
+    assert (found.least, found.flops) == (2 * 2 * 2 * 2, 2 * 2 * 2 * 2 * 2)
     assert products_of(lambda x: x.no_such_attribute, (jnp.ones(2),), {}, Axes()) is None
 
 
@@ -898,6 +905,11 @@ def test_the_largest_batch():
         assert least(rows) <= read_bytes(limit) < least(2 * rows)
         larger = [name for name, x in found.candidates.items() if x.rows == 2 * rows]
         assert larger and not any(found.comparison.fits(name) for name in larger)
+    # What is computed hardly grows with the rows: by it alone, 512 times as many would fit.
+    first = lambda m, x: m(x[:1]).sum()  # noqa: E731
+    one = options | {"devices": 1, "strategies": ["dp"]}
+    found = plan(first, model, x, maximize="batch", memory_limit="1 MiB", **one)
+    assert found.best.rows == 2048  # 512 KiB, next to 65 KiB of parameters
     # A step without a batch has no larger one.
     steps = {"rows": (lambda m, x: m(x), model, x), "none": (lambda m: m.kernel[...] ** 2, model)}
     found = plan(steps, maximize="batch", memory_limit="200 KiB", most=6, **options)
@@ -912,6 +924,8 @@ def test_the_largest_batch():
 def test_no_time(tmp_path):
     """What was predicted is there; the comparison says why it has no reports."""
     arguments, options = program("mlp"), {"devices": 8, "hardware": "TPU v5e"}
+    at_once = plan(train_step, *arguments, time_limit=0, **options)
+    assert {*at_once.ruled_out.values()} >= {"not compiled within 0 s"}
     found = plan(train_step, *arguments, time_limit=1e-9, **options)
     assert found.predicted and not found.comparison.reports and found.best is None
     assert {*found.predicted} <= {*found.ruled_out}
@@ -973,6 +987,9 @@ def test_options_that_the_user_did_not_choose_are_varied():
     grid = {"remat": [False], "microbatches": [1], "prefetch": [0]}
     [chosen] = variants_of(accumulating, (model, None, x), grid, {})
     assert [*with_less_memory(chosen, 12)] == [] and with_prefetch(chosen) is None
+    none = lambda model, optimizer, x, microbatches=0: model(x)  # noqa: E731
+    [without] = variants_of(none, (model, None, x), {}, {})
+    assert [variant.name for variant in with_less_memory(without, 12)] == ["remat=True"]
 
 
 def test_arguments_that_do_not_fit_say_what_would():

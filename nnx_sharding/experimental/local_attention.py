@@ -10,7 +10,7 @@ keywords with those that are needed and that it has a parameter for:
     query_segment_ids, key_segment_ids  integers, (batch, length)
     scale                               the factor of the scores, if it is not 1 / sqrt(features)
     precision                           of products, unless that is None
-    dropout_rate, dropout_rng,          the key is different on each device
+    dropout_rate, dropout_rng,          the key is different for each shard
       broadcast_dropout, deterministic
 
 What it has no parameter for becomes ``mask``, booleans of ``(batch or 1, heads or 1, queries or 1,
@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .attention_inputs import Inputs
 from .blocks import AttentionArrays, Rule, TokenInfo, attend_in_blocks, visible_by_info
 
@@ -63,7 +64,10 @@ def local_attention(
         raise ValueError(f"{caller}: attention has no parameter dropout_rng, for dropout.")
     # Only then `is_causal` and `window` mean the same to a function that knows no positions.
     in_order = is_whole and inputs.positions is None
-    mapped = tuple(sorted(inputs.layout.mapped))
+    layout = inputs.layout
+    # Not along axes over which arrays are replicated: these devices compute the same.
+    sharding = {*layout.batch, *layout.sequence, *layout.heads, *_compat.spmd_axes()}
+    mapped = tuple(sorted(layout.mapped & sharding))
 
     def attend(arrays: AttentionArrays) -> jax.Array:
         query, key, value, key_info, visibility = arrays
@@ -78,9 +82,11 @@ def local_attention(
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
         if visibility.dropout is not None:
-            # With one key, all devices would drop the same of their tokens.
+            # With one key, all shards would drop the same of their tokens.
             device = jax.lax.axis_index(mapped) if mapped else 0
-            rng = jax.random.fold_in(jax.random.wrap_key_data(visibility.dropout.words), device)
+            # The words are two, as of this implementation, whichever is the default one.
+            key_of_all = jax.random.wrap_key_data(visibility.dropout.words, impl="threefry2x32")
+            rng = jax.random.fold_in(key_of_all, device)
             # There is one number of a row if all rows drop the same weights.
             is_shared = visibility.dropout.rows.size == 1
             offered = {

@@ -363,7 +363,7 @@ def plan(
     # Why the others were not compiled: if there are not as many as may be, time was over.
     count = len(compiled.reports) - len(failures)
     why_left = f"the {count} compiled are predicted to be better"
-    if time_limit and count != most:
+    if time_limit is not None and count != most:
         why_left = f"not compiled within {time_limit} s"
     # 3. Measure the best, and report the best of these by module.
     found = compiled

@@ -129,6 +129,8 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
         if called and name == "cond":  # one of the branches runs
             largest = max(called, key=lambda branch: branch.flops)
             called = [largest._replace(least=min(branch.least for branch in called))]
+        if name == "while":  # its body need not run
+            called = [part._replace(least=0.0) for part in called]
         num_runs = params.get("length", 1)  # only a scan has this parameter
         parts += [part.times(num_runs) for part in called]
     return Products(

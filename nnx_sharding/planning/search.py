@@ -444,9 +444,14 @@ class Search:
         for (strategy, mesh, variant), names_by_rows in [*self._families.items()]:
             if not variant.arguments.rows:  # the arguments of this step have no batch
                 continue
-            rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
-            if rows and rows not in names_by_rows:  # which this adds, so it goes over a copy
-                self.add(strategy, mesh, variant, rows)
+            while True:
+                rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
+                if not rows or rows in names_by_rows:
+                    break
+                self.add(strategy, mesh, variant, rows)  # to the families: this goes over a copy
+                # None are left if the arguments alone exceed the memory: then fewer rows are tried.
+                if names_by_rows.get(rows) != []:
+                    break
         for name in [*self.programs]:  # a copy, too
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")
@@ -493,7 +498,8 @@ class Search:
             available, growing = self.limit - held, memory.peak - held
             growth = max(available, 1) / max(growing, 1)
             next_rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
-            while next_rows >= smallest_failing:
+            # No candidate has rows with which the arguments alone exceed the memory.
+            while next_rows >= smallest_failing or names_by_rows.get(int(next_rows)) == []:
                 next_rows //= 2
         else:
             next_rows = best

@@ -114,7 +114,7 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     parameter = parameters.get("microbatches")
     default = getattr(parameter, "default", None)
     counts = [default]
-    if "microbatches" not in variant.chosen and type(default) is int and rows:
+    if "microbatches" not in variant.chosen and type(default) is int and default > 0 and rows:
         counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
     policies: list[Any] = [None]  # None leaves those of the user
     if "remat" not in variant.chosen and any(not stack.remat for _, stack in _stacks(variant)):
