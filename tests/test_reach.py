@@ -1052,6 +1052,31 @@ def test_a_closure_over_numpy_that_draws_random_numbers():
     assert key(lambda x: x * own.random.rand()) is None
 
 
+SETTINGS = {
+    "graph mode": (nnx.set_graph_mode, nnx.set_graph_mode.current_value),
+    "graph updates": (nnx.set_graph_updates, nnx.set_graph_updates.current_value),
+    "eager sharding": (nnx.use_eager_sharding, nnx.using_eager_sharding),
+    "hijax Variables": (
+        lambda value: nnx.var_defaults(hijax=value),
+        lambda: nnx.var_defaults()["hijax"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_flax_in_context(name):
+    setting, current = SETTINGS[name]
+    run = nnx_sharding.jit(lambda x: x * (2 if current() else 3))
+
+    def both(x):
+        with setting(True):
+            first = run(x)
+        with setting(False):
+            return first, run(x)
+
+    assert [*map(float, jax.jit(both)(1.0))] == [2.0, 3.0]
+
+
 class Rule:
     """A rule for the derivative of a function that returns its argument."""
 

@@ -664,9 +664,19 @@ def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bo
 _axis_rules: Callable[[], Any] = private_name("flax.core.spmd", "get_logical_axis_rules")
 
 
-def logical_axis_rules() -> tuple[str, ...]:
-    """Returns Flax's rules for logical axes in context, by which new Variables are sharded."""
-    return tuple(map(repr, _axis_rules() or ()))
+def context_settings() -> tuple[Any, ...]:
+    """Returns Flax's settings in context, on which a trace depends: how it makes new Variables.
+
+    These are the rules for logical axes, by which Variables are sharded, whether that is at once,
+    whether Variables are hijax ones or have refs, and the modes of graphs.
+    """
+    return (
+        tuple(map(repr, _axis_rules() or ())),
+        nnx.using_eager_sharding(),
+        *nnx.var_defaults().values(),
+        nnx.set_graph_mode.current_value(),
+        nnx.set_graph_updates.current_value(),
+    )
 
 
 def leave_static_cache() -> None:

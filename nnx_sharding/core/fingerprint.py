@@ -15,10 +15,11 @@ whose methods it may call. From there it goes on
     module     the attributes that some listed code names
 
 down to numbers, strings and the like, which are compared by value. The code of JAX, Flax, NumPy and
-of the parts of the standard library that have no state is not opened; their configuration is part
-of the context of a trace. Arrays, Variables and modules are never listed: a trace has their values
-as constants, so a function that captures one is traced at each call. The same holds for everything
-whose content Python does not show, or that reads the state of the process, such as ``open``.
+of the parts of the standard library that have no state is not opened; the configuration of JAX and
+Flax is part of the context of a trace. Arrays, Variables and modules are never listed: a trace has
+their values as constants, so a function that captures one is traced at each call. The same holds
+for everything whose content Python does not show, or that reads the state of the process, such as
+``open``.
 
 ``jit`` asks for it within a trace only. At top level it keeps, like ``jax.jit``, what its function
 captured when it was traced.
@@ -92,9 +93,9 @@ def fingerprint_of(values: Iterable[object]) -> Fingerprint | None:
         listing.add_module_attributes()
     except NotListed:
         return None
-    # A trace also depends on the rules for logical axes in context: they decide the specs of new
-    # Variables.
-    tokens = (*listing.tokens, _compat.logical_axis_rules())
+    # A trace also depends on Flax's settings in context, such as the rules for logical axes, which
+    # decide the specs of new Variables. Those of JAX are in the keys of its own caches.
+    tokens = (*listing.tokens, _compat.context_settings())
     try:
         return Fingerprint(tokens, listing.codes, listing.weak)
     except TypeError:  # something listed by value has no hash after all
