@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import hashlib
 import os
 import re
 import secrets
@@ -72,9 +73,7 @@ class Draft:
     ):
         """Chooses the name of the draft's folder; it is made on entering the context."""
         self.path, self._is_ours, self._sweep = path, is_ours, sweep
-        # Names of files have at most 255 bytes, and a character has at most 4. Names that begin
-        # with the same 50 characters share their lock and drafts.
-        self._prefix = f".{path.name[:50]}{_MARK}"
+        self._prefix = _prefix_of(path)
         self.folder = path.with_name(self._prefix + secrets.token_hex(8))
         self._cleanup = contextlib.ExitStack()
 
@@ -131,10 +130,22 @@ class Draft:
             _remove_empty(Path(root))  # does nothing if there is something in it
 
 
+def _prefix_of(path: Path) -> str:
+    """Returns how the names of the lock and drafts of a path begin: ``.model.nnx_sharding-``.
+
+    A name of more than 50 characters ends in a digest there, since names of files have at most 255
+    bytes, and a character has at most 4. Cut alone, two names could share a lock.
+    """
+    name = path.name
+    if len(name) > 50:
+        name = f"{name[:33]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+    return f".{name}{_MARK}"
+
+
 def drafts(path: Path) -> list[Path]:
     """Returns the drafts of a path that exist, of writers that are busy or were killed."""
     # The names that `Draft` gives them.
-    pattern = re.compile(re.escape(f".{path.name[:50]}{_MARK}") + "[0-9a-f]{16}")
+    pattern = re.compile(re.escape(_prefix_of(path)) + "[0-9a-f]{16}")
     if not path.parent.is_dir():
         return []
     return [x for x in path.parent.iterdir() if pattern.fullmatch(x.name) and x.is_dir()]
@@ -149,7 +160,8 @@ def write_file(path: Path, content: bytes, check: Callable[[Path], object] | Non
       check: may raise an error for the new file before it is published; it gets its path.
     """
     path = path.expanduser()
-    if (path.exists() and not path.is_file()) or path.is_relative_to("/dev"):
+    is_device = path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm")
+    if (path.exists() and not path.is_file()) or is_device:
         path.write_bytes(content)  # a pipe or a terminal, which nothing can replace
         return
     target = Path(os.path.realpath(path))  # the file itself, so that a link is not replaced
