@@ -30,6 +30,7 @@ from nnx_sharding.checkpoint import (
     restore,
     save,
     save_safetensors,
+    stored,
 )
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.core import publishing
@@ -127,15 +128,17 @@ class RoundTripTest(FolderTest):
     def test_pytrees(self):
         tree = {"x": jnp.arange(3), "n": 3, "f": 2.5, "b": True, "c": 1 + 2j, "m": [MLP()]}
         tree["np"], tree["g"], tree["h"] = np.arange(4.0), np.float32(3), np.float64(1 / 3)
+        tree["e"] = np.arange(4.0, dtype=">f4")
         save(self.path, tree)
         model = MLP(nnx.Rngs(5))
         blank = {"x": jnp.zeros(3, int), "n": 0, "f": 0.0, "b": False, "c": 0j, "m": [model]}
         blank["np"], blank["g"], blank["h"] = np.zeros(4), np.float32(0), np.float64(0)
+        blank["e"] = np.zeros(4, ">f4")
         back = restore(self.path, blank)
         self.assertEqual(blank["n"], 0)
         self.assertIs(back["m"][0], model)
         assert_same_state(self, model, tree["m"][0])
-        for key in "x", "n", "f", "b", "c", "np", "g", "h":
+        for key in "x", "n", "f", "b", "c", "np", "g", "h", "e":
             self.assertIs(type(back[key]), type(blank[key]))
             np.testing.assert_array_equal(back[key], tree[key])
         back["np"][0] = 7  # may be written to
@@ -653,6 +656,33 @@ class SaveTest(FolderTest):
             self.assertEqual(contents_of(restore(self.path, MLP(nnx.Rngs(2)))), contents_of(model))
         save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
         self.assertEqual(os.listdir(self.folder), ["checkpoint"])
+
+    def test_another_job_that_saves_meanwhile(self):
+        """What it has saved is not replaced. If its path is another one, both can save."""
+        long = self.folder / f"{'a' * 50}1"
+        with publishing.Draft(self.folder / f"{'a' * 50}2", is_ours=lambda name: True):
+            save(long, {"x": np.ones(2)})
+        check = stored.check_replaceable
+
+        def save_another(folder, overwrite):
+            check(folder, overwrite)
+            with mock.patch.object(stored, "check_replaceable", check):
+                save(self.path, {"x": np.ones(2)})
+
+        meanwhile = mock.patch.object(stored, "check_replaceable", save_another)
+        with meanwhile, self.assertRaisesRegex(FileExistsError, "overwrite=True replaces it"):
+            save(self.path, {"x": np.zeros(2)})
+        for path in long, self.path:
+            np.testing.assert_array_equal(restore(path, {"x": np.zeros(2)})["x"], 1)
+
+    @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="a folder in memory, on Linux")
+    def test_a_folder_in_memory(self):
+        """It is below /dev, but files in it are replaced as others are: as a whole."""
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")), "a")
+        path.write_bytes(b"old")
+        with self.assertRaises(ValueError):
+            publishing.write_file(path, b"new", check=mock.Mock(side_effect=ValueError))
+        self.assertEqual(path.read_bytes(), b"old")
 
     def test_a_file_as_parent(self):
         (self.folder / "file").write_text("hello")

@@ -342,6 +342,15 @@ class DtypesTest(TestCase):
         [(_, expected)] = safetensors_entries(self.folder / "model.safetensors")
         assert (entry["dtype"], entry["data"]) == (expected["dtype"], expected["data"])
 
+    def test_the_order_of_bytes(self):
+        model = {"x": np.arange(4, dtype=">f4"), "y": np.arange(3, dtype=">i2")}
+        save_safetensors(self.folder, model, {"(.)": "{0}"})
+        for order in "<>":
+            zero = {"x": np.zeros(4, f"{order}f4"), "y": np.zeros(3, f"{order}i2")}
+            for name, x in load_safetensors(self.folder, zero, {"(.)": "{0}"}).items():
+                assert x.dtype == zero[name].dtype
+                np.testing.assert_array_equal(x, model[name])
+
     def test_cast(self):
         x = numbers(4, 4, dtype=ml_dtypes.bfloat16)
         model = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4))), n=nnx.Variable(np.zeros(3, np.float16)))

@@ -87,6 +87,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
             stored.check_replaceable(folder, overwrite)
             if not stored.is_in_bucket(folder):
                 draft = operation.enter(Draft(Path(folder), is_ours=_is_of_orbax_in_draft))
+                # Again: what others do there before the draft is begun, `publish` cannot notice.
+                stored.check_replaceable(folder, overwrite)
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
             stored.as_folder(new / "array_metadatas").mkdir(parents=True)
@@ -331,7 +333,10 @@ def _value_for_orbax(leaf: Any) -> Any:
     if not isinstance(value, jax.Array):
         # Of numbers, Orbax stores bool, int and float. A NumPy number is float to Python, but would
         # lose its dtype.
-        return np.asarray(value) if isinstance(value, complex | np.generic) else value
+        value = np.asarray(value) if isinstance(value, complex | np.generic) else value
+        # TensorStore would read another order of bytes as this machine's.
+        is_array = isinstance(value, np.ndarray)
+        return value.astype(names.native(value.dtype), copy=False) if is_array else value
     # Of several processes, Orbax refuses arrays that one of them alone has, but takes NumPy arrays,
     # and these have no PRNG keys. Keys of all processes it stores as their words itself.
     if jax.process_count() > 1 and value.is_fully_addressable:

@@ -220,9 +220,17 @@ def is_castable(source: np.dtype[Any] | str, target: np.dtype[Any] | str, cast: 
     """
     if isinstance(source, str):
         return False
+    if isinstance(target, np.dtype):  # files have one order of bytes, and NumPy arrays any
+        source, target = native(source), native(target)
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating) if cast else ()
     same = (jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in kinds)
     return bool(source == target) or any(same)
+
+
+def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns a dtype in the order of bytes of this machine, as files and JAX have it."""
+    # Also of PRNG keys, whose dtypes are not of NumPy.
+    return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 
 def may_wrap(source: np.dtype[Any], target: np.dtype[Any]) -> bool:

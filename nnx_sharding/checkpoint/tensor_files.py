@@ -335,8 +335,9 @@ class Writer:
         self._runs: list[tuple[int, memoryview]] = []  # where each begins in the file
 
     def add(self, tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
-        """Adds a box of a tensor: values in its dtype and the shape of the box."""
+        """Adds a box of a tensor: values in its shape and dtype, with bytes in any order."""
         box.check()
+        values = values.astype(tensor.dtype, copy=False)
         itemsize = values.dtype.itemsize
         memory = np.ascontiguousarray(values).reshape(-1).view("u1").data  # the bytes
         run_length, begins = box.runs()  # in elements
