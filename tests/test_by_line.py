@@ -298,6 +298,11 @@ def test_measured_times_by_line(tmp_path):
     other = jit(lambda x: x + 1).lower(x).compile()
     with pytest.raises(ValueError, match="has no operation of jit__lambda"):
         other.by_line(profile=tmp_path)
+    smaller = jit(run).lower(part := x[:256, :256]).compile()  # of the same name
+    with jax.profiler.trace(tmp_path / "both"):
+        jax.block_until_ready((compiled(x), smaller(part)))
+    with pytest.raises(ValueError, match="operations of 2 programs that are called jit_run"):
+        compiled.by_line(profile=tmp_path / "both")
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

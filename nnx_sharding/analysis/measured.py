@@ -32,6 +32,7 @@ class Event(NamedTuple):
 
     operation: str  # the name of the instruction
     run: tuple[Any, Any]  # the call of the program, and the device
+    program: Any  # the number of the program in its process; None on TPUs
     seconds: float
 
 
@@ -53,10 +54,11 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
     They are means over all calls and devices.
 
     Raises:
-      ValueError: the profile has no call of this program.
+      ValueError: the profile has no call of this program, or calls of several with its name.
     """
     sums: defaultdict[str, float] = defaultdict(float)  # by the name of the instruction
     runs: set[tuple[Any, Any]] = set()  # (call of the program, device)
+    programs = set[Any]()
     with warnings.catch_warnings():
         # Python 3.13 warns of types such as those of jaxlib's statistics. If the user makes
         # warnings errors, jaxlib cannot raise this one, and the process ends.
@@ -65,6 +67,7 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
             home = module.homes.get(event.operation)
             if home is not None:
                 runs.add(event.run)
+                programs.add(event.program)
                 opcode = module.within[home][event.operation].opcode
                 # Other callers run what they call as one kernel, with one event. The time of these
                 # is in the events of what they call.
@@ -74,6 +77,12 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
         raise ValueError(
             f"the profile has no operation of {module.name}. Call this compiled function within "
             "jax.profiler.trace(folder), and wait for its results there."
+        )
+    if len(programs) > 1:  # such as one for the last batch, which has fewer rows
+        raise ValueError(
+            f"the profile has operations of {len(programs)} programs that are called "
+            f"{module.name}, and nothing says which of them this one is. Call only this compiled "
+            "function within jax.profiler.trace(folder)."
         )
     return {name: total / len(runs) for name, total in sums.items()}
 
@@ -97,9 +106,14 @@ def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
                 else:
                     continue
                 call = stats.get("run_id")  # the same for all operations of one call
-                yield Event(operation, run=(call, device), seconds=event.duration_ns * 1e-9)
+                yield Event(
+                    operation,
+                    run=(call, device),
+                    program=stats.get("program_id"),
+                    seconds=event.duration_ns * 1e-9,
+                )
 
 
-_STATS = {"hlo_op", "hlo_module", "run_id", "device_ordinal"}
+_STATS = {"hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal"}
 # %fusion.3 = f32[8]{0} fusion(…)
 _TPU_OPERATION = re.compile(r"%([\w.\-]+) = ")
