@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from nnx_sharding import StateSharding, jit, shard_map, stages, testing
@@ -290,6 +292,19 @@ class EqualToJaxTest(parameterized.TestCase):
         np.testing.assert_allclose(compiled(MLP(), X)["y"], MLP()(X), rtol=1e-5)
         with self.assertRaisesRegex(Exception, "no_such_option"):
             lowered.compile(compiler_options={"no_such_option": 1})
+
+    def test_an_operation_that_cannot_be_lowered(self):
+        """The error is that of the operation, and says nothing of the arguments."""
+        operation = Primitive("operation")
+        operation.def_abstract_eval(lambda x: x)
+
+        def refuse(context, x):
+            raise TypeError("no attribute of this type")
+
+        mlir.register_lowering(operation, refuse)
+        traced = jit(operation.bind).trace(X)
+        with self.assertRaisesRegex(TypeError, "^no attribute of this type$"):
+            traced.lower()
 
     def test_device_assignment(self):
         mesh = jax.sharding.AbstractMesh((8,), ("model",))

@@ -39,7 +39,7 @@ from ..activations.calls import Recorder
 from ..core.call import run
 from ..core.call_context import Caller, called_by
 from ..core.compiled_mismatches import raise_mismatch
-from ..core.failures import call_with_explained_errors
+from ..core.failures import raise_explained
 from ..core.flatten import Flat
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards
@@ -442,13 +442,14 @@ class Traced(Stage):
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
 
-        # `call_with_explained_errors` calls it with the leaves, as it would call a program with
-        # arrays. JAX's stage has been traced for them, and needs none.
-        def lower(*_leaves: object) -> Any:
-            return self._stage.lower(**options)
-
         with self._attribute_reports():  # JAX reports how long it takes
-            lowered = call_with_explained_errors(self._plan, leaves, lower)
+            try:
+                lowered = self._stage.lower(**options)
+            except TypeError:  # of an operation: arguments of wrong types could not be traced
+                raise
+            except Exception as error:
+                raise_explained(self._plan, leaves, error)
+                raise
         return self._make_next(Lowered, lowered)
 
     @_compat.api_boundary
