@@ -311,6 +311,41 @@ def test_layers_that_mix_rows():
     assert_close(found, accumulate_gradients(of_squares, steps=2)(model, batch()["x"]), 1e-4)
 
 
+class Looped(nnx.Module):
+    """A loop in the loss, over a flag as well; each kernel gets a whole number as its gradient."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(WIDTH))
+
+    def __call__(self, x):
+        @jax.custom_vjp
+        def with_rounded_gradient(x):
+            return x
+
+        def backward(_, d_x):
+            return ((64 * d_x).astype(jnp.int32).astype(d_x.dtype),)
+
+        with_rounded_gradient.defvjp(lambda x: (x, None), backward)
+        kernel = with_rounded_gradient(self.kernel[...])
+
+        def step(carry, _):
+            x, is_small = carry
+            return (jnp.tanh(x @ kernel), is_small & (x.sum() < 1e6)), None
+
+        (x, is_small), _ = jax.lax.scan(step, (x, jnp.array(True)), length=2)
+        return x * is_small.astype(x.dtype)
+
+
+def test_a_gradient_that_is_rounded_is_a_sum_over_all_rows():
+    """The sums of the shards are added up before, and nothing of a trace is kept."""
+    mesh, x = jax.make_mesh((8,), ("data",)), batch()["x"]
+    accumulate = accumulate_gradients(of_squares, steps=2)
+    with jax.checking_leaks():
+        _, found = jit(accumulate, in_shardings=(P(), P("data")), mesh=mesh)(Looped(), x)
+    _, expected = accumulate(Looped(), x)
+    np.testing.assert_allclose(found["kernel"][...], expected["kernel"][...], atol=0.5)
+
+
 class Normalized(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(16, rngs=rngs)

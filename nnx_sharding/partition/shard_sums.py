@@ -429,6 +429,7 @@ class _Evaluation:
             ]
 
         # What tracing the body says of its outputs, for all steps: which dimension has the rows.
+        # Without their arrays, which nobody may hold when the body's trace has ended.
         body_outputs = list[_Value]()
 
         def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
@@ -443,9 +444,10 @@ class _Evaluation:
                 for x, whole in zip(xs, scanned, strict=True)
             ]
             values = [*constants, *carried_values, *scanned_values]
-            body_outputs[:] = self.run(params["jaxpr"], values, wanted)
-            to_stack = [x.array for x in body_outputs[num_carried:]]  # also as shard sums
-            return carry_of(body_outputs[:num_carried]), to_stack
+            outputs = self.run(params["jaxpr"], values, wanted)
+            body_outputs[:] = [dataclasses.replace(x, array=None) for x in outputs]
+            to_stack = [x.array for x in outputs[num_carried:]]  # also as shard sums
+            return carry_of(outputs[:num_carried]), to_stack
 
         carry, stacked = jax.lax.scan(
             body,
@@ -523,6 +525,7 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
 
     If such a variable is a sum over rows, it may be shard sums, and the outputs with it. Both
     factors of a product are returned: only when it runs is it known which of them is a sum.
+    Integers and booleans are not: to round each shard's sum is not to round their sum.
 
     Args:
       jaxpr: the program.
@@ -536,7 +539,7 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
         if not any(wants):
             continue
         if equation.primitive.name in _LINEAR | _PRODUCTS:
-            chosen.update(x for x in equation.invars if isinstance(x, Var))
+            chosen.update(x for x in equation.invars if isinstance(x, Var) and _is_inexact(x))
         elif (inner := _called(equation)) is not None:
             # A call: its inputs are those of the program in it. A `scan` is none: when it runs, its
             # inputs are added up, or split as its carry is.
@@ -544,6 +547,11 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
             pairs = zip(equation.invars, inner.invars, strict=True)
             chosen.update(x for x, y in pairs if y in inside and isinstance(x, Var))
     return chosen
+
+
+def _is_inexact(variable: Var) -> bool:
+    """Whether a variable has floating-point or complex numbers."""
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))  # type: ignore[attr-defined]
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:

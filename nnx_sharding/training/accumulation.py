@@ -35,6 +35,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -368,7 +369,7 @@ class _Microbatches:
     """The arguments of a loss for all microbatches, and how their gradients are summed.
 
     Attributes:
-      bound: the arguments by name, in the order of the loss; `prepare` changes their values.
+      bound: the arguments by name, for the whole batch.
       shared: those that are the same for all microbatches.
       stacked: those with rows, (steps, rows, …).
       rows: how the rows of each array of ``stacked``, in the order of its leaves, are declared to
@@ -399,8 +400,10 @@ class _Microbatches:
 
     def prepare(self, gradient: ValueAndGrad[..., Any], arguments: _Arguments) -> PreparedCall:
         """Prepares a call of the loss in which some arguments have these values."""
-        self.bound.arguments.update(arguments)
-        return gradient.prepare(self.bound.args, self.bound.kwargs)
+        # A copy, as `bound` outlives the trace of a microbatch, whose arrays nobody may hold then.
+        values = {**self.bound.arguments, **arguments}
+        bound = inspect.BoundArguments(self.bound.signature, OrderedDict(values))
+        return gradient.prepare(bound.args, bound.kwargs)
 
 
 def _differentiate_by_shards(
