@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -280,7 +281,8 @@ def _is_between(filename: str) -> bool:
 _FILES = (
     getattr(sys.modules.get(x), "__file__", "") for x in (__package__, "jax", "jaxlib", "flax")
 )
-_LIBRARIES = tuple(str(Path(file).parent) for file in _FILES if file)
+# With a slash at the end, or `jaxtyping` would belong to `jax`.
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in _FILES if file)
 
 
 def is_library(filename: str) -> bool:

@@ -7,7 +7,9 @@ import functools
 import re
 import threading
 import warnings
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import nnx_sharding
 from nnx_sharding import (
     StateAxes,
     StateSharding,
@@ -111,6 +114,15 @@ def test_warnings_name_the_line_of_the_user(library):
     with pytest.warns(UnshardedWarning) as caught:
         names["call"]()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("library", [jax, nnx_sharding])
+def test_warnings_name_the_line_of_a_user_whose_package_has_a_similar_name(library):
+    file = f"{Path(library.__file__).parent}_models/train.py"
+    names = {"warn": functools.partial(warn_or_raise, UnshardedWarning, "text", strict=False)}
+    with pytest.warns(UnshardedWarning) as caught:
+        exec(compile("warn()", file, "exec"), names)
+    assert [warning.filename for warning in caught] == [file]
 
 
 def test_each_warning_once():

@@ -113,6 +113,8 @@ class WritingTest(parameterized.TestCase):
             in_shardings={"x": self.R(), "rest": (self.A(), self.R())},
         )
         self.assertEqual(self.seen(fun, self.X, self.X, self.X), [P(), P("model"), P()])
+        with self.assertRaisesRegex(ValueError, r"2 entries for 3 arguments in \*rest"):
+            fun(self.X, self.X, self.X, self.X)
 
     def test_var_positional_by_tuple(self):
         fun = jit(lambda *xs: sum(xs), in_shardings=(self.A(), self.R()))
@@ -731,6 +733,15 @@ class PlacementTest(MovesTest):
             ValueError, r"weights, shape \(3,\), .*: dimension 0 of size 3"
         ):
             jit(lambda weights: weights[0], in_shardings=(sharding,))(nnx.Param(jnp.ones(3)))
+
+    def test_fewer_dimensions_in_a_later_call(self):
+        """JAX raises an IndexError when it compares their sharding with the declared one."""
+        variable = nnx.Param(jnp.ones((8, 8)))
+        fun = jit(lambda v: v[...].sum(), in_shardings=P(None, "model"), mesh=mesh8())
+        fun(variable)
+        variable.set_value(jax.device_put(jnp.ones(8), NamedSharding(mesh8(), P("model"))))
+        with self.assertRaisesRegex(ValueError, r"v, shape \(8,\), .* 2 entries"):
+            fun(variable)
 
     def test_arguments_that_are_no_variables_are_not_kept(self):
         x = jnp.ones(8)

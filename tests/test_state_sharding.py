@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding import ActivationSharding, StateSharding, jit, shard_map
 from zoo import MLP, Net, P, mesh_of
 
 
@@ -63,6 +63,22 @@ class RuleTest(parameterized.TestCase):
         ours, theirs = StateSharding(pairs), nnx.StateSharding(pairs)
         for path, variable in places():
             self.assertEqual(ours.map_prefix(path, variable), theirs.map_prefix(path, variable))
+
+    def test_lists_as_specs_by_path(self):
+        with self.assertRaisesRegex(TypeError, r"\[None, 'a'\]: write P\(None, 'a'\)"):
+            StateSharding({"up": {"kernel": [None, "a"], "bias": P()}})
+
+    def test_lists_of_filters_in_a_call(self):
+        """They mean what tuples do; a list has no hash, by which calls find their programs."""
+        pairs = [([nnx.Param, [nnx.BatchStat]], P("a")), (..., P())]
+        rules = StateSharding(pairs)
+        self.assertEqual(
+            rules, StateSharding([((nnx.Param, (nnx.BatchStat,)), P("a")), (..., P())])
+        )
+        jit(lambda net: None, in_shardings=rules, mesh=mesh_of((8,), ("a",)))(Net())
+        modules = ActivationSharding([([nnx.Linear, nnx.Conv], P("a"))], gather=["a"], kept=["b"])
+        self.assertEqual((modules.gather, modules.kept), (("a",), ("b",)))
+        self.assertIsInstance(hash(modules), int)
 
     @settings(max_examples=40, deadline=None)
     @given(st.lists(st.sampled_from(sorted(set(FILTERS) - {"list"})), max_size=5))

@@ -44,7 +44,7 @@ def align_specs(
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         parameters.check_names(option, specs)
         args = [
-            _spec_of_positional(specs, parameters, signature.names[position], position, default)
+            _spec_of_positional(specs, parameters, signature, position, option, default)
             for position in signature.dynamic
         ]
         kwargs = {
@@ -156,24 +156,44 @@ def _wrong_number(
 
 
 def _spec_of_positional(
-    specs: Mapping[str, Any], parameters: Parameters, name: str, position: int, default: object
+    specs: Mapping[str, Any],
+    parameters: Parameters,
+    signature: Signature,
+    position: int,
+    option: str,
+    default: object,
 ) -> Any:
     """Returns the spec of an argument that is passed by position, from specs by name.
 
     Args:
       specs: the user's mapping from the names of parameters.
       parameters: those of the function.
-      name: the name of the argument, such as ``x``, or that of one in ``*args``.
-      position: its position.
+      signature: the names of the arguments of this call, such as ``x``, or that of one in
+        ``*args``.
+      position: the position of the argument.
+      option: the name of the specs in messages.
       default: the spec of arguments that ``specs`` does not mention.
+
+    Raises:
+      ValueError: there are fewer specs for ``*args`` than arguments in it.
     """
+    name = signature.names[position]
     if name in specs or position < len(parameters.positional):
         return specs.get(name, default)
     # An argument in ``*args``, which ``specs`` has under the name "args": one spec for all, or a
     # tuple with one for each. If there is no such parameter, Python refuses the call later.
     var_specs = specs.get(parameters.var_positional or "", default)
-    is_for_each = isinstance(var_specs, tuple | list)
-    return var_specs[position - len(parameters.positional)] if is_for_each else var_specs
+    if not isinstance(var_specs, tuple | list):
+        return var_specs
+    number = position - len(parameters.positional)
+    if number < len(var_specs):
+        return var_specs[number]
+    count = len(signature.names) - len(parameters.positional)
+    text = (
+        f"{option}: {len(var_specs)} {'entry' if len(var_specs) == 1 else 'entries'} for {count} "
+        f"arguments in *{parameters.var_positional}. Give one for each, or one spec for all."
+    )
+    raise see(ValueError(text), anchor="number-of-specs")
 
 
 def _spec_of_keyword(

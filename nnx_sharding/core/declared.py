@@ -87,7 +87,13 @@ def decide(
     if not is_committed(leaf):
         return "move"
     # Committed: the user, or an earlier call, put it where it is.
-    if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
+    if on_committed == "leave":
+        return "keep"
+    # A later call may have an array of fewer dimensions, with which JAX cannot compare a longer
+    # spec. To move it is refused, with its shape.
+    if len(getattr(declared, "spec", ())) > leaf.ndim:
+        return "move"
+    if is_equivalent(leaf.sharding, declared, leaf.ndim):
         return "keep"
     if on_committed == "reshard":
         return "move" if leaf.sharding.device_set == declared.device_set else "refuse"

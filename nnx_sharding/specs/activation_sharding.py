@@ -248,8 +248,8 @@ class ActivationSharding:
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(shardings),
-            gather=True if gather is True else axes_of(gather or None),  # `axes_of(None)` is ()
-            kept=axes_of(kept or None),
+            gather=True if gather is True else _axes(gather),
+            kept=_axes(kept),
             infer=infer,
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
@@ -329,6 +329,11 @@ class ActivationSharding:
         ahead = f", prefetch={self.prefetch}" if self.prefetch else ""
         options = f"gather={self.gather!r}, infer={self.infer!r}{ahead}"
         return f"ActivationSharding({{{inside}}}, {options})"
+
+
+def _axes(given: Any) -> tuple[Any, ...]:
+    """Returns mesh axes as a tuple: of one, of several in a tuple or list, of None or False."""
+    return axes_of(tuple(given) if isinstance(given, list) else given or None)
 
 
 def checked_prefetch(name: str, prefetch: object) -> int:

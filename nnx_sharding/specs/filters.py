@@ -47,12 +47,17 @@ def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
     """
     items = getattr(given, "items", lambda: given)  # of a mapping, or pairs as they are
     try:
-        return [(filter_, chosen) for filter_, chosen in items()]
+        return [(_without_lists(filter_), chosen) for filter_, chosen in items()]
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} takes a mapping from filters, or pairs of a filter and what it chooses, not "
             f"{show(given)}."
         ) from None
+
+
+def _without_lists(filter_: Any) -> Any:
+    """Returns a filter with tuples in place of lists, which mean the same but have no hash."""
+    return tuple(map(_without_lists, filter_)) if isinstance(filter_, list | tuple) else filter_
 
 
 def module_predicate(filter_: object) -> Predicate:

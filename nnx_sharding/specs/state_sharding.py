@@ -7,7 +7,7 @@ Variable decides. A filter of NNX is a type of Variables, a tag, a pattern for p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import nnx
@@ -302,9 +302,14 @@ def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
     if not isinstance(given, nnx.State):
         return filter_pairs(name, given)
     paths_by_sharding: dict[Any, list[Path]] = {}
+    wrong: list[tuple[Any, Any]] = []  # what has no hash, as a list, and is refused by the caller
     for path, leaf in nnx.to_flat_state(given):
         sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        paths_by_sharding.setdefault(sharding, []).append(path)
-    return [
+        if isinstance(sharding, Hashable):
+            paths_by_sharding.setdefault(sharding, []).append(path)
+        else:
+            wrong.append((nnx.filterlib.PathIn(path), sharding))
+    pairs = [
         (nnx.filterlib.PathIn(*paths), sharding) for sharding, paths in paths_by_sharding.items()
     ]
+    return pairs + wrong
