@@ -216,6 +216,29 @@ def test_a_module_without_rows_is_as_known_as_others(mlp, table):
     assert "not understood: " in unread.why
 
 
+def test_what_has_changed_since_it_was_compiled():
+    """The second trace is of another program, whose figures would look right."""
+    config = {"layers": 1}
+
+    def run(x):
+        for _ in range(config["layers"]):
+            x = x @ x
+        return x
+
+    compiled, other = (jit(run).lower(jnp.ones((64, 64))).compile() for _ in range(2))
+    config["layers"] = 2
+    for table in (compiled.by_module, compiled.by_line):
+        with pytest.raises(ValueError, match="run is another program than the one that was"):
+            table()
+    config["layers"] = 1
+    with jax.enable_x64(True):
+        wide = jit(lambda x: jnp.sin(x.astype(float))).lower(jnp.ones(4)).compile()
+    assert other.by_module().total().flops == other.cost().flops
+    changed = pytest.raises(ValueError, match="a setting of JAX, has changed since")
+    with pytest.warns(UserWarning, match="float64"), changed:  # JAX has no 64 bits now
+        wide.by_module()
+
+
 def test_devices_without_a_mesh_have_peak_rates_as_well():
     with mock.patch.dict(HARDWARE, {"cpu": HARDWARE["TPU v5e"]}):
         compiled = jit(jnp.matmul).lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()

@@ -160,8 +160,29 @@ class Figures:
 
     @functools.cached_property
     def _program(self) -> CompiledProgram:
-        """What tables by module and by line are made of, without the hardware."""
-        return self.dumped.compiled_program(self._arguments, self._mesh)
+        """What tables by module and by line are made of, without the hardware.
+
+        Raises:
+          ValueError: the function computes something else now than when it was compiled.
+        """
+        program = self.dumped.compiled_program(self._arguments, self._mesh)
+        is_other = _types_of(program.module) != _types_of(self.module)
+        # Compilers may fuse in another way the second time, which changes flops by little.
+        known = None if self.cost is None else self.cost.flops  # None also for unknown loops
+        if known is not None and program.executed is not None:
+            flops = sum(
+                work.flops * program.module.runs[name].least
+                for name, parts in program.executed.items()
+                for _, work in parts
+            )
+            is_other = is_other or abs(flops - known) > 0.2 * known
+        if is_other:
+            raise ValueError(
+                f"{self._plan.fun_name} is another program than the one that was compiled: "
+                "by_module and by_line trace it once more, and what it captures, or a setting of "
+                "JAX, has changed since. Compile it again."
+            )
+        return program
 
     def activations(self, *, compile_again: bool) -> ActivationTable:
         """Lists what modules return, with the specs that the compiler chose.
@@ -355,3 +376,11 @@ class Figures:
         """A row for each argument array, in the order of slots."""
         actual = self._stage.input_shardings[0]  # None for an array that the program does not use
         return argument_rows(self._plan, self._stage.args_info[0], actual, self._plan.shardings)
+
+
+def _types_of(module: Module) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Lists the dtypes and shapes of the arrays that a program takes, and last what it returns."""
+    ends = [module.parameters[number] for number in sorted(module.parameters)]
+    if module.entry is not None and module.entry.name in module.roots:
+        ends.append(module.roots[module.entry.name])
+    return [[(array.dtype, array.dims) for array in end.results] for end in ends]

@@ -630,6 +630,10 @@ class Compiled(Stage):
         Returns:
           The table. Its memory is None where the compiler writes no such files; ``why`` says so.
 
+        Raises:
+          ValueError: what the function captures, or a setting of JAX, has changed since it was
+            compiled, so that it is another program now.
+
         Example:
           >>> import jax.numpy as jnp
           >>> from flax import nnx
