@@ -535,6 +535,8 @@ class CommandTest(parameterized.TestCase):
         (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
         (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
+        (["diff", "{path}", "{path}", "--html", "-"], "must be the name of a file"),
+        (["lock", "{path}:step", "--file", "-"], "must be the name of a file"),
         (["diff", "missing.json", "{path}"], "missing.json"),
         (["diff", "{path}", "{path}"], "not a report: it is not JSON"),
         (["inspect", "{path}:forward"], "forward takes a mesh: add one, such as --mesh data=8"),

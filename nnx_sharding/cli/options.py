@@ -84,6 +84,14 @@ def output(text: str) -> str:
 
 
 @option
+def file(text: str) -> str:
+    """Reads the name of a file to write; not ``-``, which is for JSON only."""
+    if text == "-":
+        raise ValueError("must be the name of a file; standard output has what --json - prints")
+    return output(text)
+
+
+@option
 def percentage(text: str) -> float:
     """Reads ``5%`` or ``5`` as the fraction 0.05."""
     # What is no number has the same message as a number out of range.

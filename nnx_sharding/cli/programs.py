@@ -47,7 +47,7 @@ from ..testing.lock import TOLERANCE, changes_since, described, lock_text, repor
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, count, mesh_sizes, option, output, percentage, say
+from .options import UsageError, count, file, mesh_sizes, option, output, percentage, say
 from .user_functions import UserError, find, user_code
 
 T = TypeVar("T")
@@ -252,8 +252,8 @@ def _add_lock_command(
 ) -> argparse.ArgumentParser:
     """Adds a command about a lock file."""
     parser = _add_parser(subparsers, name, run, summary, _LOCK)
-    file = "the lock file (default: the name of the function with .lock)"
-    parser.add_argument("--file", type=output, metavar="FILE", help=file)
+    text = "the lock file (default: the name of the function with .lock)"
+    parser.add_argument("--file", type=file, metavar="FILE", help=text)
     tables = "memory and flops by module and line as well, which compiles the program once more"
     parser.add_argument("--by-module", action="store_true", help=tables)
     return parser
@@ -280,9 +280,9 @@ def _add_outputs_and_limit(parser: argparse.ArgumentParser) -> None:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options for where results are written."""
-    add = partial(parser.add_argument, type=output, metavar="FILE")
-    add("--json", help=_JSON)
-    add("--html", help="write a self-contained page")
+    add = partial(parser.add_argument, metavar="FILE")
+    add("--json", type=output, help=_JSON)
+    add("--html", type=file, help="write a self-contained page")
 
 
 def write(
