@@ -102,6 +102,19 @@ class CompareTest(parameterized.TestCase):
         found = compare(strategies, jnp.sin, X, mesh={"a": 8}, out_shardings=P())
         assert found.bytes_sent_by_axes["rows"] == {} != found.bytes_sent_by_axes["whole"]
 
+    def test_lines_of_cached_reports(self):
+        """A table of lines is that of the code as it is now."""
+        folder = folder_of(self)
+
+        def lines(above):
+            code = compile("\n" * above + "def f(x): return jnp.sin(x)", "user.py", "exec")
+            exec(code, names := {"jnp": jnp})
+            found = compare({"one": None}, names["f"], X, cache_dir=folder, by_module=True)
+            return [row.line for row in found.reports["one"].by_line.rows if row.line]
+
+        assert [lines(above) for above in (0, 2, 2)] == [[1], [3], [3]]
+        assert len([*folder.iterdir()]) == 2  # the last one was not compiled again
+
     def test_collectives_computed_by_hand(self):
         sent = planned().bytes_sent_by_axes
         assert sent["dp"] == {}

@@ -354,13 +354,10 @@ def _report(
         folder.
       by_module: whether the report has memory and cost by module.
     """
-    path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
+    path = None if cache is None else cache / f"{fingerprint(lowered, mesh, by_module)}.json"
     if path is not None:
         try:
-            report = ProgramReport.load(path)
-            # One without the tables by module does if these are not asked for; else it is replaced.
-            if report.by_module is not None or not by_module:
-                return report
+            return ProgramReport.load(path)
         except (OSError, ValueError):  # not compiled before, or by another release
             # Only now: a folder that is not needed is not made.
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -396,10 +393,11 @@ def _digest(program: Program) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
+def fingerprint(lowered: Lowered, mesh: Mesh | None, by_module: bool = False) -> str:
     """Returns the name of a report on disk: a digest of all that it depends on.
 
-    Line numbers are left out, so that a comment in the user's code does not compile all again.
+    Line numbers are left out, so that a comment in the user's code does not compile all again; but
+    with ``by_module``, the report has a table of lines.
     """
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
@@ -418,7 +416,8 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         [(device.device_kind, getattr(device, "coords", None)) for device in devices],
         lowered.in_tree,
         str(lowered.activations()),
-        lowered.as_text(),  # without locations
+        by_module,
+        lowered.as_text(debug_info=by_module),  # with the locations of operations, or without
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
