@@ -33,7 +33,7 @@ from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import fit_sharding, without_reductions
 from . import names
 from .names import Name, NamedArray
-from .stored import KEY_KINDS, Entry, FilePath, Stored, key_words, load, opened
+from .stored import KEY_KINDS, Entry, FilePath, Stored, digest, key_words, load, opened
 
 if TYPE_CHECKING:
     from .files import ModelRestore
@@ -71,7 +71,9 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
                 name = by_plain_name.get(array.plain_name, array.plain_name)
             targets.append(_Target(array, shardings[array.slot], name))
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-        operation.agree(arrays=lambda: names.digest(arrays))  # before anything is read
+        # Before anything is read. If another job replaces the checkpoint, processes may have opened
+        # different ones: checksums would not show it for arrays that each process reads completely.
+        operation.agree(arrays=lambda: names.digest(arrays), checkpoint=lambda: digest(stored))
         values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
     return names.filled(flat, converted, "restore")  # now that no process has failed

@@ -134,8 +134,12 @@ def load_safetensors(
         with tensor_files.open_tensors(_LOAD, path) as tensors:
             # What fills each array, from headers alone: an error comes before anything is read.
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
-            digest = functools.partial(names.digest, arrays.values())
-            operation.agree(path=lambda: str(as_folder(path)), arrays=digest)
+            # If another job replaces the files, processes may have opened those of two models.
+            operation.agree(
+                path=lambda: str(as_folder(path)),
+                arrays=lambda: names.digest(arrays.values()),
+                files=lambda: tensor_files.digest(tensors),
+            )
             values = _load_arrays(arrays, filled_by, tensors)
         operation.agree()  # all have read their shards; from here on, devices compute together
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -141,6 +142,12 @@ def opened(caller: str, folder: FilePath) -> Stored:
         before = version_of(folder)  # before anything of it is read
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
         return Stored(folder, before, metadata.tree, _entries(caller, folder, metadata))
+
+
+def digest(stored: Stored) -> str:
+    """Returns a short text that is the same for equal arrays, as far as there are checksums."""
+    sums = sorted((name, entry.checksum) for name, entry in stored.entries.items())
+    return f"of digest {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}"
 
 
 @contextlib.contextmanager

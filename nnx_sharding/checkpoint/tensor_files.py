@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import mmap
@@ -98,6 +99,25 @@ def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[Tensors]
                 yield tensors  # and then close the files
                 return
     raise CheckpointError(f"{caller}: {folder} is being replaced by other jobs. Load it again.")
+
+
+def digest(tensors: Tensors) -> str:
+    """Returns a short text that tells the files of one model from those that replace them.
+
+    Files of several have other names then. Of a single one, the numbers differ: the first of the
+    largest tensor are read, which are hardly ever constant.
+    """
+    places = []
+    for name, x in sorted(tensors.items()):
+        path = getattr(x.file, "name", "")  # files in buckets may have none
+        places.append((name, os.path.basename(path), x.offset))
+    numbers = b""
+    if tensors:
+        largest = max(tensors.values(), key=lambda x: math.prod(x.shape))
+        largest.file.seek(largest.offset)
+        numbers = largest.file.read(_SHORT)
+    text = repr((places, numbers)).encode()
+    return f"of digest {hashlib.sha256(text).hexdigest()[:8]}"
 
 
 def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:

@@ -69,9 +69,11 @@ class Operations:
     def __init__(self, folder):
         self.one, self.many, self.tensors = (folder / name for name in ("one", "many", "tensors"))
         save(self.one, Model(mesh_of((2, 4))))
+        save(folder / "two", Model(mesh_of((2, 4)), scale=2))
         with self.checkpoints() as checkpoints:
             checkpoints.save(1, Model(mesh_of((2, 4))), data=Data())
         save_safetensors(self.tensors, weights(1), RULES)
+        save_safetensors(folder / "tensors-two", weights(2), RULES)
 
     def checkpoints(self):
         return Checkpoints(self.many)
@@ -89,6 +91,9 @@ class Operations:
 
     def restore(self, path=None, **options):
         self.read(lambda model: restore(path or self.one, model, **options))
+
+    def restore_replicated(self):
+        restore(self.one, Model(mesh_of((2, 4)), scale=3), only=nnx.PathContains("bias"))
 
     def resume(self, **options):
         with self.checkpoints() as checkpoints:
@@ -120,9 +125,20 @@ class Operations:
         )
         if jax.process_index() == 0:
             left = [x.name for x in self.one.parent.iterdir()]
-            assert set(left) <= {"one", "many", "tensors", "tensors2"}, left
+            known = {"one", "two", "many", "tensors", "tensors2", "tensors-two"}
+            assert set(left) <= known, left
             left = [x.name for x in self.tensors.iterdir()]
             assert left == ["model.safetensors"], left
+
+
+def replaced(where, name, by):
+    """This process opens the other checkpoint, as if a job had replaced the one of the caller."""
+    function = getattr(where, name)
+
+    def open_other(caller, folder):
+        return function(caller, Path(folder).parent / by)
+
+    return mock.patch.object(where, name, open_other)
 
 
 def other(**arguments):
@@ -143,6 +159,7 @@ CASES = {
     "restore: no such path": ("restore", other(path=Path("nowhere").absolute())),
     "restore: a chunk is cut": ("restore", failing(stored, "_read", CheckpointError)),
     "restore: another tree": ("restore", other(only=nnx.Param)),
+    "restore: another checkpoint": ("restore_replicated", replaced(reading, "opened", "two")),
     "restore: converts": ("restore", failing(reading, "_converted", CheckpointError)),
     "save_step: another step": ("save_step", other(step=3)),
     "save_step: what is no state": ("save_step", other(data={"x": object()})),
@@ -159,6 +176,7 @@ CASES = {
     "resume: another step": ("resume", other(step=7)),
     "load: no such path": ("load", other(path=Path("nowhere").absolute())),
     "load: is cut": ("load", failing(tensor_files, "_read_into")),
+    "load: other files": ("load", replaced(tensor_files, "open_tensors", "tensors-two")),
     "load: another tree": ("load", other(only=nnx.PathContains("bias"))),
     "save_tensors: another tree": (
         "save_tensors",
