@@ -264,6 +264,9 @@ def test_two_jobs_on_one_directory(tmp_path):
         second.wait_until_finished()
         with pytest.raises(ValueError, match=r"after step 2, .* Another job has saved it"):
             first.save(2, of(3))
+        assert second.save(3, of(3))
+        second.wait_until_finished()
+        assert first.resume(x := of(0)) == 3 and x[0] == 3
     with Checkpoints(tmp_path) as checkpoints:
         values = [checkpoints.restore(of(0), step=step)[0] for step in (1, 2)]
     assert values == [1, 2]

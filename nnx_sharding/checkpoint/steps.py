@@ -248,6 +248,7 @@ class Checkpoints:
         """
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()
+            self.manager.reload()  # finds the steps of other jobs, as in `save`
             steps = sorted(self.manager.all_steps())
             last = steps[-1] if steps else None
             wanted = last if step is None else operator.index(step)
