@@ -348,6 +348,7 @@ class PlanningMeshTest(parameterized.TestCase):
         assert planning_mesh({"a": 2, "b": 4}).devices.size == 8
         assert list(planning_mesh({"a": 4}).devices.flat) == jax.devices()[:4]
         assert planning_mesh({"a": -1}).shape == {"a": 8}
+        assert planning_mesh({"a": np.int64(4)}).shape == {"a": 4}
         own = mesh_of((2, 4), ("a", "b"))
         assert planning_mesh(own) is own
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from nnx_sharding import StateAxes, eval_shape, jit, scan, vmap
-from nnx_sharding.partition import sharded_init, tensor_parallel
+from nnx_sharding.partition import fsdp, sharded_init, specs_by_path, tensor_parallel
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
 from zoo import STRATEGIES, WIDTH, P, assert_trains_alike, mesh_of
@@ -215,6 +215,25 @@ def test_what_is_not_known_is_not_sharded():
     for strategy in (STRATEGIES["fsdp"], functools.partial(tensor_parallel, axis="data")):
         [row] = check_sharding(model, strategy(model, mesh=mesh), mesh).rows
         assert "one of the dimensions (0, 1)" in row.reason
+
+
+def test_subclasses_that_do_not_call_the_constructor_of_flax():
+    """They lack the sizes that a layer of Flax has as attributes."""
+
+    class Dense(nnx.Linear):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((8, 16)))
+
+    class Norm(nnx.LayerNorm):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(16))
+
+    mesh, model = jax.sharding.AbstractMesh((2,), ("model",)), nnx.Dict(up=Dense(), norm=Norm())
+    for sharding in (
+        fsdp(model, mesh=mesh, axis="model", min_size=0),
+        tensor_parallel(model, mesh=mesh),
+    ):
+        assert {*specs_by_path(model, sharding).values()} == {P(None, "model"), P()}
 
 
 # Layers of Flax with parameters; containers of layers have none of their own.

@@ -298,6 +298,7 @@ class FsdpTest(parameterized.TestCase):
         with jax.set_mesh(mesh_of((2, 4), ("data", "model"))):
             self.assertEqual(only(fsdp(model, min_size=1)), P(None, "data"))
             self.assertEqual(tensor_parallel(model), replicated(model))
+            self.assertEqual(only(fsdp(model, axis=["data"], min_size=1)), P(None, "data"))
         with self.assertRaisesRegex(TypeError, "mesh must be a Mesh or an AbstractMesh, got 8"):
             fsdp(model, mesh=8)
         for function in (fsdp, tensor_parallel):

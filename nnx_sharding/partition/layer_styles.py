@@ -242,7 +242,7 @@ def rules_of_layer(
       without rules.
     """
     for kind in type(layer).__mro__:  # the closest base class decides
-        if kind in RULES:
+        if kind in RULES and _has_sizes(layer, RULES[kind]):
             return [RULES[kind]], None
     if not isinstance(layer, nnx.Module):
         return [], ()
@@ -253,6 +253,19 @@ def rules_of_layer(
         if isinstance(value, nnx.Param) and id(value) in known
     }
     return [*_rules_of_user_class(type(layer).__name__, attributes, shapes)], [*shapes]
+
+
+def _has_sizes(layer: object, rule: Rule) -> bool:
+    """Whether a layer of Flax has the attributes that its rule reads.
+
+    A subclass that does not call ``super().__init__`` has not, and counts as a user's class.
+    """
+    if callable(rule):
+        try:
+            rule(layer, "")
+        except AttributeError:
+            return False
+    return True
 
 
 def _rules_of_user_class(

@@ -338,7 +338,12 @@ def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
     """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
     kind: Any = type(layer)
     cls = _layer_class(kind)
-    return {} if cls is None else _SHAPES[cls](layer)
+    if cls is None:
+        return {}
+    try:
+        return _SHAPES[cls](layer)
+    except AttributeError:  # a subclass that does not call `super().__init__` lacks its sizes
+        return {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -348,8 +353,10 @@ def _layer_class(cls: type) -> type | None:
 
 
 def _norm_shapes(layer: Any) -> dict[str, Any]:
-    is_grouped = isinstance(layer, nnx.GroupNorm)  # which does not keep their number
-    features = layer.num_groups * layer.group_size if is_grouped else layer.num_features
+    # None is any size: a subclass that does not call `super().__init__` is a norm all the same.
+    features = getattr(layer, "num_features", None)
+    if hasattr(layer, "group_size"):  # of `nnx.GroupNorm`, which does not keep their number
+        features = layer.num_groups * layer.group_size
     return dict.fromkeys(("scale", "bias", "mean", "var"), (features,))
 
 

@@ -81,7 +81,7 @@ def _filled(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None) -> tup
     # All devices are used: idle ones would be a mistake more often than a wish.
     if math.prod(filled) != count or min(filled, default=1) < 1:
         # With other sizes than integers, such as 2.5, more devices would not help.
-        too_few = devices is None and isinstance(known, int) and known > count
+        too_few = devices is None and isinstance(known, int | np.integer) and known > count
         raise ValueError(
             f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
             "sizes, of which one may be -1 for the remaining devices, or other devices."
@@ -184,9 +184,9 @@ def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
     These are all devices if a size is invalid, or -1: ``make_mesh`` reports or fills it.
     """
     devices = jax.devices()
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
         return devices
-    count = math.prod(sizes)
+    count = int(math.prod(sizes))
     # Real devices where there are enough, so that the same mesh can run.
     if count <= len(devices):
         return devices[:count]

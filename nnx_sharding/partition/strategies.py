@@ -250,7 +250,7 @@ def mesh_and_axes(
       ValueError: the mesh lacks an axis; or one crosses TPU slices without ``across_slices``.
     """
     mesh = needed_mesh(name, mesh)
-    axes = axes_of(axis)
+    axes = axes_of(tuple(axis) if isinstance(axis, list) else axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:
         sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
