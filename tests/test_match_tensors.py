@@ -608,7 +608,7 @@ def test_onto_a_mesh(tmp_path):
         ("{'a': print(1)}", "line 1: print"),
         ("{'a': Tensor('b', 'c -> d')}", "on one side only"),
         ("{'a':\n __import__('os')}", "line 2: __import__"),
-        ("{'a': Tensor('b', **{'c': 1})}", "line 1: Tensor"),
+        ("{'a': Tensor('b', **c)}", "line 1: Tensor"),
         ("{'a'", "has no rules"),
         ("'a'", "has no rules, but 'a'"),
         ("{'a': 1}", "expected paths"),
@@ -628,6 +628,7 @@ def test_rules_of_all_kinds_are_saved(tmp_path):
             "b": ["x", Tensor("y", "one a -> a", one=1, take={"one": 0})],
             "c": None,
             "d": Tensor("z", "a -> part a", put={"part": 3}),
+            "e": Tensor("z", "(in out) -> in out", **{"in": 4}),
         }
     )
     rules.save(tmp_path / "rules")

@@ -7,6 +7,7 @@ parsed, never run.
 from __future__ import annotations
 
 import ast
+import keyword
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -128,7 +129,10 @@ def _text(rule: Rule) -> str:
         if part_of_axis:  # an index or a slice for each axis
             items = [f"{_quoted(axis)}: {_part(part)}" for axis, part in part_of_axis.items()]
             arguments.append(name + "={" + ", ".join(items) + "}")
-    arguments += [f"{axis}={size}" for axis, size in rule.sizes.items()]
+    for axis, size in rule.sizes.items():
+        # An axis may be called `in`, which Python takes as a keyword of itself.
+        is_keyword = keyword.iskeyword(axis)
+        arguments.append(f'**{{"{axis}": {size}}}' if is_keyword else f"{axis}={size}")
     return f"Tensor({', '.join(arguments)})"
 
 
@@ -165,7 +169,14 @@ def _value(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values) if None not in keys:  # `{**x}` has the key None
             return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _CALLS:
-            named = {x.arg: _value(x.value) for x in keywords if x.arg is not None}
-            if len(named) == len(keywords):  # the keyword of `Tensor(**x)` has no name
+            named: dict[str, Any] = {}
+            for x in keywords:
+                if x.arg is not None:
+                    named[x.arg] = _value(x.value)
+                elif isinstance(x.value, ast.Dict):  # the keyword of `**{"in": 4}` has no name
+                    named |= _value(x.value)
+                else:
+                    break
+            else:
                 return _CALLS[name](*map(_value, args), **named)
     raise ValueError(f"line {node.lineno}: {ast.unparse(node)}")
