@@ -387,10 +387,11 @@ class ModelTest(parameterized.TestCase):
         assert half.number.get_raw_value() == 3
 
     def test_a_copy_of_numpy_arrays(self):
-        x = {"a": np.ones(8), "b": np.ones(8)}
-        new = place(x, {"a": P(), "b": None}, MESH, copy=True)
+        x = {"a": np.ones(8), "b": np.ones(8), "names": np.array(["a"])}
+        new = place(x, {"a": P(), "b": None, "names": None}, MESH, copy=True)
         x["b"][:] = 2
-        assert new["b"].max() == 1
+        x["names"][0] = "b"
+        assert new["b"].max() == 1 and new["names"].tolist() == ["a"]
 
     def test_none_leaves_arrays_as_they_are(self):
         model = MLP()

@@ -103,6 +103,9 @@ class PatternTest(parameterized.TestCase):
         for pattern in ["", "a//b", "/a", "a/", "$", "a**", "**a/b", "[a", "a[b/[c]", "[z-a]"]:
             with self.assertRaisesRegex(ValueError, "PathGlob"):
                 PathGlob(pattern)
+        for pattern in ["[]?", "[!]?"]:  # a bracket at the beginning is one of the characters
+            with self.assertRaisesRegex(ValueError, "is not closed"):
+                PathGlob(pattern)
         for pattern in ["**/kernel$", "(", "a[", "*"]:
             with self.assertRaisesRegex(ValueError, "PathRegex.*PathGlob"):
                 PathRegex(pattern)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -109,9 +110,11 @@ def place(
             return rebuild(flat, leaves, "place")
     copies = []
     for old, new in zip(flat.leaves, leaves, strict=True):
-        # An array that stays where it is was returned itself, and is copied here. A `jax.Ref` is
-        # not shardable, and stays shared; Python numbers have no `copy`, and need none.
-        needs_copy = new is old and is_shardable(old) and hasattr(old, "copy")
+        # An array that stays where it is was returned itself, and is copied here, also one of
+        # strings. A `jax.Ref` is not shardable, and stays shared; Python numbers have no `copy`,
+        # and need none.
+        is_array = is_shardable(old) or isinstance(old, np.ndarray)
+        needs_copy = new is old and is_array and hasattr(old, "copy")
         copies.append(copied(new) if needs_copy else new)
     return unflatten(flat.structure, copies).root
 

@@ -291,7 +291,7 @@ def glob_hint(text: str) -> str:
 
 # One part of a key: `*`, `?`, characters in brackets, or any other character.
 _GLOB_PART = re.compile(
-    r"(?P<star>\*)|\?|\[(?P<negated>!?)(?P<characters>\]?[^\]]*)\]|(?P<other>.)", re.DOTALL
+    r"(?P<star>\*)|\?|\[(?P<negated>!?+)(?P<characters>[^\]]+|\][^\]]*)\]|(?P<other>.)", re.DOTALL
 )
 
 

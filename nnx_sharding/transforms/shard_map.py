@@ -470,7 +470,8 @@ def shard_map(
       jit: False runs operation by operation at top level, to debug with prints and breakpoints.
       on_committed: what to do with Variables and arrays of modules that are committed to a
         sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
-        ``"move"`` to do so for all arrays, also from other devices; or ``"error"``.
+        ``"move"`` to do so for all arrays, also from other devices; or ``"error"``. Without effect
+        if ``axis_names`` leaves axes out, over which arrays keep the sharding that they have.
       on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
         full dimension instead of a shard.
       strict: make every warning of this library an error.
