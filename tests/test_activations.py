@@ -448,6 +448,19 @@ class TestNothingElseChanges:
             assert found == [("4x16", text)] * 2
         assert constraints(fun, network, X) == []
 
+    def test_an_inner_function_with_declarations_captures_a_module(self, network):
+        """What is declared around it holds for the module that it captures."""
+
+        def fun(model, x):
+            def inner(block, x):
+                return block(model.blocks[0](x))
+
+            chosen = {"up$": P(None, "model")}
+            return jit(inner, activation_shardings=chosen)(model.blocks[1], x)
+
+        found = constraints(fun, network, X, activation_shardings={"blocks/0/up": P("data")})
+        assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
+
     def test_inner_functions_are_traced_for_each_layer(self, network):
         inner = jax.checkpoint(lambda model, x: model(x))
 

@@ -176,6 +176,7 @@ class Scope:
         _axes            the axes of this mesh, except those that are Manual in a `shard_map`
         _explicit_axes   the Explicit axes in the types of the arguments
         _sources         what is declared: first by the user (``_num_declared``), then by strategies
+        _outer           the handler around it, if any
         _observes        whether it handles calls even if nothing is declared
         _tagger          makes the tags of modules
         _constrainer     constrains activations, and collects specs that do not fit (``mismatches``)
@@ -214,7 +215,8 @@ class Scope:
         context = jax.sharding.get_abstract_mesh()
         has_explicit = self._explicit_axes or axes_of_type(context, AxisType.Explicit)
         is_recorded = RECORD.value is not None
-        self._observes = current_handler() is None and bool(has_explicit or is_recorded)
+        self._outer = current_handler()
+        self._observes = self._outer is None and bool(has_explicit or is_recorded)
 
         # What is declared for the whole function. `_tag_arguments` adds what single arguments have,
         # so the context, which is found by all of it, comes last.
@@ -348,6 +350,11 @@ class Scope:
         """
         # A module that is in no argument, as one that the function makes, has no tag yet.
         tag = _compat.tag_of(module) or self._tagger.tag_foreign(module, tuple(self._sources))
+        # A module that the function captures from a trace around this one has the tag of that
+        # trace. What is declared there is for it, so the call is handled as without this scope.
+        is_ours = all(source in self._sources for source in tag.sources)
+        if not is_ours and self._outer is not None:
+            return self._outer(module, method, call, args, kwargs)
         if isinstance(module, nnx.Optimizer) and method == "update":
             with jax.named_scope(tag.accessor):  # for `by_module`
                 return update(module, call, args, kwargs)
