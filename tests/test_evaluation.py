@@ -142,5 +142,7 @@ def test_errors_of_methods_and_flags():
         error.throw()
     error, y = checkify(lambda m, flag: m.w[...] if flag else None)(model, True)
     assert error.get() is None and y.shape == (3,)
+    error, _ = checkify(lambda x: 1 / x, {*float_checks})(jnp.float32(0))  # any set, as in JAX
+    assert error.get().startswith("division by zero")
     with pytest.raises(ValueError, match="checkify"):
         jit(apply)(model, jnp.float32(1))  # a check needs checkify

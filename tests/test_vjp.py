@@ -203,6 +203,11 @@ class ErrorsTest(parameterized.TestCase):
         ),
         (
             TypeError,
+            "tangents[0]: complex64[], expected float32[]",
+            lambda m: jvp(jnp.sin, (1.0,), (jnp.asarray(1j),)),
+        ),
+        (
+            TypeError,
             "tangents[0].w: int32[3], expected float32[3]",
             lambda m: linearize(apply, m, X)[1](
                 jax.tree.map(lambda x: x.astype(int) if x.shape else x, tangents_like(m)), X

@@ -870,6 +870,28 @@ def test_a_replicated_argument_is_sharded_like_the_others(of_stream, over):
     assert not sharded.lower(ROWS).compile().collectives()
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, nnx_sharding.jit])
+@pytest.mark.parametrize("library", [np, jnp])
+def test_constants_are_sharded_like_the_others(library, transform):
+    offsets = library.arange(8, dtype=np.float32)
+
+    def shifted(x):
+        return nnx_sharding.vmap(jnp.add)(x, offsets) + nnx_sharding.vmap(jnp.add)(offsets, x)
+
+    with jax.set_mesh(MESH_OF_TWO_AXES):
+        x = jax.device_put(ROWS, P("data"))
+        result = transform(shifted)(x)
+    np.testing.assert_allclose(result, 2 * (ROWS + np.arange(8)[:, None]))
+    assert result.sharding.spec == P("data", None)
+
+
+def test_mapped_dimensions_of_different_sizes():
+    mapped = nnx_sharding.vmap(lambda x, y: x + y)
+    step = nnx_sharding.jit(mapped, in_shardings=(P("data"), None), mesh=MESH_OF_TWO_AXES)
+    with pytest.raises(ValueError, match="inconsistent sizes"):
+        step(ROWS, jnp.arange(7.0))
+
+
 @pytest.mark.parametrize("other", [P("model"), P(None, "data")])
 def test_mapped_dimensions_over_different_mesh_axes(other):
     def product(x, y):

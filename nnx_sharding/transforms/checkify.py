@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jax.experimental import checkify as jax_checkify
@@ -30,7 +30,7 @@ from .lifted import P, R, lift
 @_compat.api_boundary
 def checkify(
     f: Callable[..., object],
-    errors: frozenset[object] = jax_checkify.user_checks,
+    errors: Collection[object] = jax_checkify.user_checks,
     *,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -60,7 +60,7 @@ def checkify(
 
     The semantics are those of ``jax.experimental.checkify.checkify`` and ``flax.nnx.checkify``.
     """
-    return lift(_Checked, f, _Checkify(errors=errors), Roles(), graph, graph_updates)
+    return lift(_Checked, f, _Checkify(errors=frozenset(errors)), Roles(), graph, graph_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

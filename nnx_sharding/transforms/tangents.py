@@ -213,6 +213,7 @@ def _fits(x: object, aval: Any) -> bool:
     if not hasattr(aval, "dtype") or not hasattr(own_type, "dtype"):
         return bool(own_type == aval)
     # A Python number, whose type is weak, takes the dtype of the tangent, which is floating-point
-    # or complex.
-    has_dtype = own_type.dtype == aval.dtype or own_type.weak_type
-    return bool(own_type.shape == aval.shape and has_dtype)
+    # or complex; but a complex number is no tangent of a real one.
+    is_real = jnp.issubdtype(aval.dtype, jnp.floating)
+    is_promoted = own_type.weak_type and not (is_real and jnp.iscomplexobj(x))
+    return bool(own_type.shape == aval.shape and (own_type.dtype == aval.dtype or is_promoted))

@@ -21,18 +21,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
-from ..core.constrain import retype, type_mesh, type_spec
+from ..core.constrain import retype, type_as_in_jit, type_mesh, type_spec
 from ..core.memory import is_keys
 from ..core.plan import Plan
 from ..core.problems import array_line
 from ..core.signature import Roles
 from ..errors import message, raise_listed
-from ..specs.fitting import axes_of, pad_entries, spec_axes, with_entries
+from ..specs.fitting import axes_of, axes_of_type, pad_entries, spec_axes, with_entries
 from ..specs.types import CARRY, Axis
-from .in_trace import Function, Inner, call_on_slots, type_text
+from .in_trace import Function, Inner, call_on_slots, replace_slots, type_text
 from .lifted import lift
 from .mapped_axes import Mapped, axes_specs, jax_options
 
@@ -203,12 +203,26 @@ def _shard_alike(
     Raises:
       ValueError: mapped dimensions are sharded over different axes.
     """
+    slots = [slot for slot, axis in enumerate(in_axes) if axis is not None]
+    is_sharded = any(any(spec_axes(type_spec(leaves[slot]) or PartitionSpec())) for slot in slots)
+    if is_sharded and axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
+        # Constants and NumPy arrays are on no mesh. They count as replicated.
+        typed = type_as_in_jit([leaves[slot] for slot in slots])
+        typed = [
+            jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, np.ndarray) else x
+            for x in typed
+        ]
+        leaves = tuple(replace_slots(leaves, slots, typed))
     mapped: dict[int, tuple[PartitionSpec, int]] = {}  # spec and axis, by slot
+    sizes = set[int]()
     for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True)):
         spec = None if axis is None else type_spec(leaf)
         # An axis that an array does not have is an error of JAX.
         if axis is not None and spec is not None and -np.ndim(leaf) <= axis < np.ndim(leaf):
             mapped[slot] = spec, axis % np.ndim(leaf)
+            sizes.add(np.shape(leaf)[axis])
+    if len(sizes) > 1:  # an error of JAX, which names the arguments
+        return leaves
     # The mesh axes that shard the mapped dimension of each array, none if it is replicated.
     mesh_axes = {
         slot: axes_of(pad_entries(spec, axis + 1)[axis]) for slot, (spec, axis) in mapped.items()
