@@ -196,6 +196,50 @@ class NothingChangesTest(parameterized.TestCase):
         assert float(compiled(Model(3.0), 2.0)) == 6
 
 
+@jax.tree_util.register_pytree_node_class
+class Checked:
+    """A loss that raises an error if it is NaN, where it is made for the caller."""
+
+    made = 0
+
+    def __init__(self, value: Any):
+        self.value = value
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            Checked.made += 1
+            if jnp.isnan(value):
+                raise FloatingPointError("the loss is NaN")
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("changes_structure", [False, True])
+@pytest.mark.parametrize("donated", [False, True])
+def test_an_output_that_cannot_be_made(donated, changes_structure):
+    """Donated arrays are gone by then, so the new ones are written; others stay as they were."""
+
+    def step(m, x):
+        m.w[...] = m.w[...] + x
+        if changes_structure:
+            m.calls = 1
+        return Checked(x * m.w[...])
+
+    run = nnx_sharding.jit(step, donate_argnums=0 if donated else ())
+    m = Model()
+    run(m, 1.0)
+    for _ in range(2):  # the second one with a guard
+        before, made = float(m.w[...]), Checked.made
+        with pytest.raises(FloatingPointError, match="the loss is NaN"):
+            run(m, jnp.nan)
+        assert Checked.made == made + 1
+        after = float(m.w[...])
+        assert np.isnan(after) if donated else after == before
+
+
 class CapturedTest(parameterized.TestCase):
     """Captured objects can be read, not changed."""
 

@@ -34,6 +34,7 @@ from nnx_sharding import (
     value_and_grad,
 )
 from nnx_sharding.analysis import HARDWARE, Hardware
+from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
@@ -1206,8 +1207,15 @@ def test_unknown_figures_are_never_best():
 
     assert best() == first
     assert best(roofline=None) == best(memory=None) == second
-    only = Comparison({first: dataclasses.replace(reports[first], roofline=None, collectives=None)})
-    assert PlanningResult(only, found.candidates).best is None
+    # How often a loop sends something may be unknown, too.
+    in_loops = Collectives(
+        dataclasses.replace(each, times=None) for each in reports[first].collectives
+    )
+    for collectives in (None, in_loops):
+        unknown = dataclasses.replace(reports[first], roofline=None, collectives=collectives)
+        only = Comparison({first: unknown})
+        assert PlanningResult(only, found.candidates).best is None
+        assert "bytes_sent unknown, and ranked last: " in str(only)
 
 
 @pytest.mark.usefixtures("compile_here")

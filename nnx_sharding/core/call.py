@@ -23,27 +23,28 @@ signal could be handled before the results are stored.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from .. import _compat
 from ..errors import listed_error
 from ..specs.types import Arrays, Objects
 from .call_context import CALLER, Observer
-from .declared import place_as_declared
+from .declared import place_as_declared, placing_operations
 from .failures import raise_explained
 from .flatten import Flat
 from .in_flight import is_bounded, wait_for_some
 from .interrupts import defer_signals, deferred_handlers, deliver_signals
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
-from .rebuild import AttributeValue, NodeChange, update_operations
+from .rebuild import update_operations
+from .static_equality import Static
 from .static_parts import Operation
-from .structure import LEAF, Child, Container, VariableEntry, is_leaf_variable
+from .structure import LEAF, Child, Container, is_leaf_variable
 from .treedefs import has_builtin_containers
 from .unflatten import assemble, items_getter, perform, unflatten
 
@@ -129,21 +130,24 @@ def finish(
       flat: the arguments, as the caller passed them.
       leaves: their arrays, as the program got them.
       placed: the slots of those that were moved before.
-      results: has the outputs of the program as its only item. The general way cannot be repeated,
-        so it clears this list in the step that changes the objects. The fast way can: it stores the
-        same arrays once more.
+      results: has the outputs of the program as its only item, and is cleared in the step that
+        changes the objects: what is written is not written again.
     """
     *groups, outcome = results[0]
     update = outcome.update
     if update is None:  # the first call with this outcome
         update = outcome.update = Update.of(outcome, len(flat.objects))
+    last_operation = (results.clear,)
     # The fast way is not possible (False) if more than arrays of Variables changed. Nor does it
     # store arrays that were placed, or check that the objects may be changed.
     if update is False or placed or not flat.updatable:
         return _write_back(
-            plan, flat, leaves, groups, outcome, placed, last_operation=(results.clear,)
+            plan, flat, leaves, groups, outcome, placed, last_operation=last_operation
         )
-    return update.write_back(flat.objects, leaves, groups)
+    is_donated = bool(plan.donated)
+    return update.write_back(
+        flat.objects, leaves, groups, last_operation=last_operation, is_donated=is_donated
+    )
 
 
 # The attribute of a function of JAX that runs no Python code before its results are stored.
@@ -244,19 +248,27 @@ class Update(NamedTuple):
             sources=sources,
         )
 
-    def write_back(self, objects: Objects, leaves: Arrays, groups: Sequence[OutputGroup]) -> Any:
+    def write_back(
+        self,
+        objects: Objects,
+        leaves: Arrays,
+        groups: Sequence[OutputGroup],
+        last_operation: Operation,
+        *,
+        is_donated: bool,
+    ) -> Any:
         """Sets the Variables, in one step that a signal cannot split, and returns the output.
 
         Args:
           objects: the caller's objects, by index.
           leaves: the arrays that the program was given, by slot.
           groups: those that it returned.
+          last_operation: what else to do in that step.
+          is_donated: whether the program has deleted some of ``leaves``.
         """
         # The arrays of each group, then the inputs: the group of an input is INPUT, which is -1.
         arrays_of = [*(group.arrays for group in groups), leaves]
         returned = [arrays_of[group][i] for group, i in self.root_sources]
-        # Before the step, since containers of the user's own types may raise errors.
-        output = returned[0] if self.root is LEAF else assemble(self.root, iter(returned), objects)
         operations: list[Operation] = []
         variables = self.variables_in(objects)  # one for each source
         for variable, (group, i) in zip(variables, self.sources, strict=True):
@@ -265,6 +277,15 @@ class Update(NamedTuple):
                 operations.append((_compat.set_leaves, variable, (array,)))
             else:
                 operations.append((_compat.set_value, variable, array))
+        operations.append(last_operation)
+        # Before the step, since containers of the user's own types may raise errors, which change
+        # nothing. If the old arrays are gone, the new ones are written all the same.
+        try:
+            output = assemble(self.root, iter(returned), objects)
+        except Exception:
+            if is_donated:
+                perform(operations)
+            raise
         perform(operations)
         return output
 
@@ -287,7 +308,8 @@ def _write_back(
     """Writes all changes of a call into the caller's objects: arrays, attributes, metadata.
 
     All new objects are made, and all checks done, before the first old one is changed: so an error
-    or a signal changes everything or nothing.
+    or a signal changes everything or nothing. With donated arrays, an error in making the output is
+    raised after the changes: the old arrays are gone.
 
     Args:
       plan: the plan of the call.
@@ -312,9 +334,18 @@ def _write_back(
     existing = dict(enumerate(objects))
     for index in outcome.replaced:
         del existing[index]
-    unflattened = unflatten(after, arrays, existing)
+    error: Exception | None = None  # of containers of the user's own types, in the output
+    try:
+        unflattened = unflatten(after, arrays, existing)
+    except Exception as raised:
+        if not plan.donated:
+            raise
+        # The old arrays are gone: the new ones are written all the same, without an output.
+        error = raised
+        without_output = dataclasses.replace(after, root=Static.of(None), root_slots=())
+        unflattened = unflatten(without_output, arrays, existing)
     # First the arrays that were moved before the program ran, then what it changed.
-    operations = _placing_operations(plan, flat, leaves, placed) if placed else []
+    operations = placing_operations(plan, flat, leaves, placed) if placed else []
     operations += update_operations(
         after,
         arrays,
@@ -326,6 +357,8 @@ def _write_back(
         statics=outcome.statics,
     )
     perform([*operations, last_operation])  # in C, where no signal is handled
+    if error is not None:
+        raise error
     return unflattened.root
 
 
@@ -361,35 +394,3 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
     if error is not None:
         vars(error)["objects"] = stale
         raise error
-
-
-def _placing_operations(
-    plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int]
-) -> list[Operation]:
-    """Returns the operations by which the caller's objects get the arrays that a call moved.
-
-    So they are moved only once.
-
-    Args:
-      plan: has the structure of the arguments, and ``attributes``, the JAX arrays that modules hold
-        themselves: by slot, the index of the module and the name.
-      flat: the arguments before the move.
-      leaves: their arrays after it, by slot.
-      placed: the slots of those that were moved.
-    """
-    moved = set(placed)
-    structure = plan.structure
-    variables = [
-        index
-        for index, slots in enumerate(structure.slots)
-        if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
-    ]
-    changes: list[NodeChange] = []  # of modules that hold such an array themselves
-    for slot in moved.intersection(plan.attributes):
-        module, name = plan.attributes[slot]  # its index, and the name of the attribute
-        old = flat.leaves[slot]
-        # A NumPy array stays one, as the user made it. What was assigned meanwhile stays, too.
-        if isinstance(old, jax.Array) and vars(flat.objects[module]).get(str(name)) is old:
-            new = AttributeValue(LEAF, (slot,))  # the array in this slot
-            changes.append(NodeChange(module, changed=((name, new),), removed=()))
-    return update_operations(structure, leaves, flat.objects, variables, nodes=changes)

@@ -15,6 +15,7 @@ From other modules:
     fit_specs      raises an error for specs that do not fit the shapes of arrays
     is_equivalent  whether two shardings put the same parts on each device, and give arrays the same
                    type; ``Sharding.is_equivalent_to`` of JAX compares the parts only
+    Operation      a function and its arguments, which changes an object when it is run
     other_memory   the memory kind of a sharding, such as that of the host; None for main memory.
                    ``memory_of`` is that of an array
 """
@@ -34,11 +35,15 @@ from .. import _compat
 from ..errors import message, raise_listed, see
 from ..specs.fitting import is_equivalent
 from ..specs.types import AnyArray, Arrays
+from .flatten import Flat
 from .memory import memory_of, other_memory
 from .place import obstacle, place_arrays
 from .plan import Plan
 from .problems import DeclaredArray, array_line, committed_elsewhere
+from .rebuild import AttributeValue, NodeChange, update_operations
 from .spec_checks import fit_specs
+from .static_parts import Operation
+from .structure import LEAF, VariableEntry
 from .transform import OnCommitted, Sharded
 
 # Arrays and what becomes one, and with `_DATA` also abstract ones. Tracers are a `jax.Array`.
@@ -214,3 +219,35 @@ def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
         )
         error.add_note(message(head, lines, remedy))
         see(error, anchor="arguments-in-host-memory")
+
+
+def placing_operations(
+    plan: Plan, flat: Flat, leaves: Arrays, placed: Sequence[int]
+) -> list[Operation]:
+    """Returns the operations by which the caller's objects get the arrays that a call moved.
+
+    So they are moved only once.
+
+    Args:
+      plan: has the structure of the arguments, and ``attributes``, the JAX arrays that modules hold
+        themselves: by slot, the index of the module and the name.
+      flat: the arguments before the move.
+      leaves: their arrays after it, by slot.
+      placed: the slots of those that were moved.
+    """
+    moved = set(placed)
+    structure = plan.structure
+    variables = [
+        index
+        for index, slots in enumerate(structure.slots)
+        if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
+    ]
+    changes: list[NodeChange] = []  # of modules that hold such an array themselves
+    for slot in moved.intersection(plan.attributes):
+        module, name = plan.attributes[slot]  # its index, and the name of the attribute
+        old = flat.leaves[slot]
+        # A NumPy array stays one, as the user made it. What was assigned meanwhile stays, too.
+        if isinstance(old, jax.Array) and vars(flat.objects[module]).get(str(name)) is old:
+            new = AttributeValue(LEAF, (slot,))  # the array in this slot
+            changes.append(NodeChange(module, changed=((name, new),), removed=()))
+    return update_operations(structure, leaves, flat.objects, variables, nodes=changes)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ..analysis.by_module import path_text
-from ..analysis.collectives import MeshAxes, axes_text
+from ..analysis.collectives import Collectives, MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import why_unread
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
@@ -111,15 +111,15 @@ class Comparison(JsonForm):
     def figures(self) -> dict[str, dict[Column, float | None]]:
         """The figures of one device for each compiled strategy; None if not known.
 
-        ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (``Roofline.estimate`` for the given hardware), ``measured`` and ``planning``
-        in seconds.
+        ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call, None if one is in a
+        loop of unknown length) are in bytes, ``roofline`` (``Roofline.estimate`` for the given
+        hardware), ``measured`` and ``planning`` in seconds.
         """
         return {
             name: {
                 "peak": getattr(report.memory, "peak", None),
                 "arguments": getattr(report.memory, "arguments", None),
-                "bytes_sent": getattr(report.collectives, "bytes_sent", None),
+                "bytes_sent": getattr(_counted(report), "bytes_sent", None),
                 "flops": getattr(report.cost, "flops", None),
                 "roofline": getattr(report.roofline, "estimate", None),
                 "measured": self.measured.get(name),
@@ -131,10 +131,8 @@ class Comparison(JsonForm):
     @property
     def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int] | None]:
         """The bytes that one device sends in each strategy, by mesh axes; None if unknown."""
-        return {
-            name: None if report.collectives is None else report.collectives.by_axes()
-            for name, report in self.compiled.items()
-        }
+        counted = {name: _counted(report) for name, report in self.compiled.items()}
+        return {name: None if x is None else x.by_axes() for name, x in counted.items()}
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -359,6 +357,12 @@ _MAIN_COLUMNS = (
 )
 
 
+def _counted(report: ProgramReport) -> Collectives | None:
+    """Returns the collectives of a program; None unless it is known how often each of them runs."""
+    found = report.collectives
+    return None if found is None or found.has_unknown_times else found
+
+
 def why_unknown(report: ProgramReport) -> dict[str, str]:
     """Says why figures of a program are not known: a text by the name of each of them."""
     reasons: dict[str, str] = {}
@@ -372,6 +376,8 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         reasons |= dict.fromkeys(missing, why_unread(report.hlo))
     elif report.roofline is not None and report.roofline.seconds is None:
         reasons["roofline"] = report.roofline.why or "the report does not say why"
+    if report.collectives is not None and report.collectives.has_unknown_times:
+        reasons["bytes_sent"] = "a collective is in a loop of unknown length"
     return reasons
 
 
