@@ -270,6 +270,13 @@ class TransferTest(parameterized.TestCase):
             transfer({"x": jnp.arange(3)}, {"x": jnp.zeros(3, jnp.int8)}, cast=True)
         with pytest.raises(ValueError, match="abstract, without values"):
             transfer({"x": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"x": jnp.zeros(3)})
+        # Rows 0 and 2, 1 and 3, and the rest, as a dimension of other axes.
+        pairs = [Tensor(x, "(h p) -> h", h=4, p=2, take={"h": slice(0, 2), "p": p})
+                 for p, x in enumerate("ab")]  # fmt: skip
+        rules = {"x": [*pairs, Tensor("c", "o -> o", o=8, take={"o": slice(4, 8)})]}
+        parts = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(4)}
+        with pytest.raises(ValueError, match="x: its rules name different axes for a, b, c; name"):
+            transfer(parts, {"x": jnp.zeros(8)}, rules, reverse=True)
         deleted = jnp.ones(3)
         deleted.delete()
         with pytest.raises(ValueError, match="deleted or donated"):

@@ -272,6 +272,31 @@ class DimensionsTest(TestCase):
         specs = (P("data", "model"), P(None, ("model", "data")))
         self.both_ways(tensors, rules, expected, *specs)
 
+    @parameterized.named_parameters(
+        # Rows in turns, and rows that are a dimension of other axes.
+        ("other_axes", "acb", [
+            Tensor("a", "(h p) i -> h i", h=4, p=2, take={"h": slice(0, 2), "p": 0}),
+            Tensor("c", "(h p) i -> h i", h=4, p=2, take={"h": slice(0, 2), "p": 1}),
+            Tensor("b", "o i -> o i", o=8, take={"o": slice(4, 8)}),
+        ]),
+        # Of one array, twice the same.
+        ("twice", "b", [Tensor("b", "(h o) i -> o i", h=2, take={"h": h}) for h in range(2)]),
+        # An array that is a tensor of its own, too.
+        ("two_tensors", "acb", [
+            Tensor("a", "(h p) i -> h i", h=4, p=2, take={"h": slice(0, 2), "p": 0}),
+            Tensor("c", "(h p) i -> h i", h=4, p=2, take={"h": slice(0, 2), "p": 1}),
+            Tensor("b", "(h p) i -> (h p) i", h=4, p=2, take={"h": slice(2, 4)}),
+        ], {"own": "b"}),
+    )  # fmt: skip
+    def test_all_rows_are_saved(self, names, rule, first_rules=None):
+        rows = {"a": numbers(2, 3), "b": numbers(4, 3), "c": numbers(2, 3)}
+        model = {name: rows[name] for name in names}
+        save_safetensors(self.folder, model, {**(first_rules or {}), "t": rule})
+        tensors = safetensors.load_file(self.folder / "model.safetensors")
+        in_turns = np.stack([rows["a"], rows["c"]], 1).reshape(4, 3)
+        first = in_turns if "a" in names else rows["b"]
+        np.testing.assert_array_equal(tensors["t"], np.concatenate([first, rows["b"]]))
+
     def test_experts_of_layers(self):
         tensors = {f"l.{i}.e.{j}": numbers(4, 8) for i in range(2) for j in range(4)}
         rules = {r"l\.(\d+)\.e\.(\d+)": Tensor("w", "o i -> {0} {1} i o")}
@@ -710,6 +735,16 @@ class ErrorTest(TestCase):
             (
                 {"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"},
                 "no array f",
+            ),
+            (
+                {
+                    "t": [
+                        Tensor("a", "(h p) i -> h i", h=3, p=2, take={"h": slice(0, 2), "p": 0}),
+                        Tensor("b", "o i -> i", o=6, take={"o": 4}),
+                        Tensor("b", "o i -> i", o=6, take={"o": 5}),
+                    ]
+                },
+                r"t, shape \(6, 2\): no array for \[1:2, 0:2\]",
             ),
             ({"a": ["a", "b"]}, r"a, shape \(2, 2\): b, shape \(2,\) needs \(2,\)"),
             (

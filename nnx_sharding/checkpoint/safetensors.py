@@ -495,13 +495,14 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
         try:
             for placement in places_of_array(rules, path, value.shape):
                 new = NewTensor(placement.tensor_shape, np.dtype(value.dtype), parts=[])
-                tensors.setdefault(placement.name, new).parts.append((placement, value))
+                tensors.setdefault(placement.name, new)
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
-    # Only for its errors: whether arrays fill each tensor completely, and lose nothing.
+    # It raises an error unless arrays fill each tensor completely, and lose nothing. What it has
+    # checked is what is written: where nothing is written, files have zeros.
     head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
-    fill_by_rules(
+    filled_by = fill_by_rules(
         head,
         rules,
         tensors,
@@ -510,6 +511,9 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
         reverse=True,
         nouns=("array", "tensor"),
     )
+    for name, pairs in filled_by.items():
+        for array_in_tensor, path in pairs:
+            tensors[name].parts.append((array_in_tensor.inverse(name), values[path]))
     return tensors
 
 

@@ -100,7 +100,8 @@ class Placement:
         """Where the part that the tensor fills begins and ends in each dimension of the array.
 
         Only the outermost axis of a dimension can be filled in part, as ``Tensor`` refuses others.
-        In an ``inverse``, inner axes can, too: then the region is around what is filled.
+        In an ``inverse``, inner axes can, too: then the region is around what is filled, and
+        `regions` are what is filled.
         """
         region = []
         for outer, *inner in self.right:
@@ -108,6 +109,18 @@ class Placement:
             stride = math.prod(self.axes[name].array_size for name in inner)
             region.append((axis.array_start * stride, (axis.array_start + axis.length) * stride))
         return region
+
+    @functools.cached_property
+    def regions(self) -> list[Region]:
+        """The regions of the array that the tensor fills: several if inner axes are in part.
+
+        If it has index 0 of the second axis of ``(4, 2)``, it fills 0:1, 2:3, 4:5 and 6:7 of 8.
+        """
+        inner_axes = [self.axes[name] for _, *inner in self.right for name in inner]
+        if all(axis.length == axis.array_size for axis in inner_axes):
+            return [self.region]
+        ranges = [_filled_ranges([self.axes[name] for name in names]) for names in self.right]
+        return [*itertools.product(*ranges)]
 
     def overlaps(self, other: Placement) -> bool:
         """Whether both fill some of the same elements of one array."""
@@ -222,14 +235,28 @@ def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
     return parts
 
 
+def _filled_ranges(axes: Sequence[Axis]) -> list[tuple[int, int]]:
+    """Returns where each filled range of a dimension of these axes begins and ends."""
+    is_filled = np.ones((), np.bool_)
+    for axis in axes:
+        of_axis = np.zeros(axis.array_size, np.bool_)
+        of_axis[axis.array_start : axis.array_start + axis.length] = True
+        is_filled = np.logical_and.outer(is_filled, of_axis)  # (axes…)
+    # Ranges begin and end where it changes: edges are begin, end, begin, end, …
+    changes = np.diff(is_filled.reshape(-1), prepend=False, append=False)
+    edges = np.flatnonzero(changes).tolist()
+    return [*zip(edges[::2], edges[1::2], strict=True)]
+
+
 def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
-    """Returns the shape of an array, and the region that each placement fills.
+    """Returns the shape of an array, and the regions that the placements fill, in their order.
 
     If all placements divide the dimensions into axes of the same sizes, each axis counts as a
     dimension here. Two tensors that have 4 heads each, in turns, fill ``[(0, 4), (0, 1)]`` and
     ``[(0, 4), (1, 2)]`` of the shape ``[4, 2]``. They fill no ranges of a dimension of 8.
 
-    Otherwise, shape and regions are those of the array itself.
+    Otherwise, shape and regions are those of the array itself. Then a placement that has a part of
+    an inner axis, as some inverse ones, fills several regions. All others fill one each.
     """
 
     def sizes_of(placement: Placement) -> list[list[int]]:
@@ -238,7 +265,8 @@ def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]
 
     sizes = sizes_of(placements[0])
     if any(sizes_of(placement) != sizes for placement in placements):
-        return [*map(math.prod, sizes)], [placement.region for placement in placements]
+        filled = itertools.chain(*(placement.regions for placement in placements))
+        return [*map(math.prod, sizes)], [*filled]
     # By axes: the names may differ, but the order is that of the dimensions for all placements.
     regions = []
     for placement in placements:

@@ -465,9 +465,11 @@ def _plan(
     goals, obstacles = [], []
     for path, pairs in filled_by.items():
         used = [sources[source_path] for _, source_path in pairs]
-        goal = _goal(targets[path], used, [placement for placement, _ in pairs])
+        placements = [placement for placement, _ in pairs]
+        goal = _goal(targets[path], used, placements)
         goals.append(goal)
-        obstacles += [f"  {path}: {obstacle}" for obstacle in dict.fromkeys(_obstacles(used, goal))]
+        found = dict.fromkeys(_obstacles(used, goal, placements))
+        obstacles += [f"  {path}: {obstacle}" for obstacle in found]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
     # Few old values stay until the new ones are there; many would not fit next to these.
     releases_first = sum(goal.nbytes for goal in goals) > _MOST_KEPT
@@ -631,8 +633,14 @@ def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: Modul
     return joined
 
 
-def _obstacles(sources: Sequence[NamedArray], goal: _Goal) -> Iterator[str]:
-    """Yields each reason why the sources cannot become this array."""
+def _obstacles(
+    sources: Sequence[NamedArray], goal: _Goal, placements: Sequence[Placement]
+) -> Iterator[str]:
+    """Yields each reason why the sources, with these places in it, cannot become this array."""
+    _, regions = boxes(placements)
+    if len(regions) > len(placements):  # `_built` joins one piece of each source
+        names = ", ".join(source.path for source in sources)
+        yield f"its rules name different axes for {names}; name the same axes, of the same sizes"
     leaves = [x.leaf for x in sources]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         yield "the source is abstract, without values"
