@@ -4,6 +4,7 @@ Each way in which a function can reach a value is tried with each transform, in 
 the function is called, what it reaches is changed, and it is called again. Eager Python is right.
 """
 
+import abc
 import collections
 import contextlib
 import contextvars
@@ -11,8 +12,10 @@ import dataclasses
 import enum
 import functools
 import gc
+import inspect
 import itertools
 import logging
+import operator
 import os
 import random
 import sys
@@ -486,6 +489,33 @@ def attribute_by_name():
     value = yield lambda layer, x: getattr(MODULE, "sc" + "ale") * x
     while True:
         MODULE.scale = value
+        value = yield
+
+
+@way()
+def attribute_by_an_attrgetter():
+    make = operator.attrgetter
+    value = yield lambda layer, x: make("no_code_" + "names_this")(MODULE) * x
+    while True:
+        MODULE.no_code_names_this = value
+        value = yield
+
+
+@way()
+def attribute_by_getattr_static():
+    value = yield lambda layer, x: inspect.getattr_static(MODULE, "no_code_" + "names_this") * x
+    while True:
+        MODULE.no_code_names_this = value
+        value = yield
+
+
+@way()
+def attribute_of_a_class_that_a_library_made():
+    """Its ``__module__`` is that of the library: ``types``, or ``abc``."""
+    made = types.new_class("Made"), abc.ABCMeta("Also", (), {})
+    value = yield lambda layer, x: made[0].scale * made[1].scale * x
+    while True:
+        made[0].scale, made[1].scale = value, 1.0
         value = yield
 
 

@@ -88,6 +88,7 @@ BESIDE = (
         "failures.py",
         "checks.py",
         "listing.py",
+        "stateless.py",
         "memory.py",
         "problems.py",
         "fingerprint.py",

@@ -8,10 +8,10 @@ functions with equal lists can read the same. A function that returns ``x * scal
 
     "function", id of its code, () of keyword defaults, () of attributes, (int, 2), True
 
-*Stateless* libraries (``_is_stateless``), such as JAX and ``math``, read nothing that may change,
+*Stateless* libraries (``stateless.py``), such as JAX and ``math``, read nothing that may change,
 so of their functions and classes it is enough to list which they are. Whatever cannot be listed
 soundly raises :class:`NotListed`; then the function is traced at each call: what holds arrays, what
-reads other state (``_STATEFUL_BUILTINS``, ``random``), and what Python does not show.
+reads other state (``STATEFUL_BUILTINS``, ``random``), and what Python does not show.
 
     open_object        takes an object apart: its kind (class, names of attributes, and ``detail``
                        of a built-in class), and its parts
@@ -39,28 +39,17 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
 from .functions import closure, names_of
+from .stateless import (
+    BY_NAME,
+    READERS,
+    STATEFUL_BUILTINS,
+    STATEFUL_MODULES,
+    is_stateless,
+    is_stateless_class,
+)
 from .static_equality import value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 
-# Packages whose functions compute from their arguments, and from contexts that are part of the key
-# of a trace. Others of the standard library, such as `random`, `os` and `time`, read other state.
-_STATELESS = frozenset(
-    (
-        *("absl", "einops", "flax", "jax", "jaxlib", "ml_dtypes", "nnx_sharding", "numpy"),
-        *("abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses"),
-        *("enum", "functools", "inspect", "itertools", "logging", "math", "numbers", "operator"),
-        *("optax", "re", "string", "textwrap", "types", "typing", "typing_extensions"),
-        # `_thread.get_ident` is in the `__repr__` of each dataclass, `_pytest` in each `assert`.
-        *("thread", "warnings", "_pytest"),
-    )
-)
-_STATEFUL_MODULES = frozenset(("numpy.random",))  # within these packages
-# Built-in functions that read what no list of names shows.
-_STATEFUL_BUILTINS = frozenset(
-    ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars")
-)
-# The function and the attributes by which code reads attributes whose names it does not show.
-_BY_NAME = frozenset(("getattr", "__dict__", "__getattribute__"))
 # Attributes of classes that no method computes with.
 _NOT_READ = frozenset(
     (
@@ -88,12 +77,6 @@ class NotListed(Exception):
     """Something that a function can reach cannot be listed, or holds arrays."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_stateless(module: str | None) -> bool:
-    """Whether a module with this name, such as ``jax.numpy``, is of a stateless library."""
-    return module is not None and module.partition(".")[0] in _STATELESS
-
-
 def is_constant(value: object) -> bool:
     """Whether nothing that can change is reached from a part of a value.
 
@@ -101,12 +84,12 @@ def is_constant(value: object) -> bool:
     part itself adds. From a class its methods are reached, from a function what it reads.
     """
     if isinstance(value, type):
-        return _is_stateless(value.__module__)
+        return is_stateless_class(value)
     if isinstance(value, types.FunctionType):
         # A function that a library has made for the user may hold the user's functions in its cells
         # (the variables of the functions around it).
         has_cells = bool(value.__code__.co_freevars)
-        return _is_stateless(value.__globals__.get("__name__")) and not has_cells
+        return is_stateless(value.__globals__.get("__name__")) and not has_cells
     return not callable(value)  # an object that can be called may be anything
 
 
@@ -126,7 +109,7 @@ class Listing:
 
         _number       the number of each object that was met, by its id
         _modules      the user's modules that were met
-        _attributes   the names of all attributes that some listed code reads; one of ``_BY_NAME``
+        _attributes   the names of all attributes that some listed code reads; one of ``BY_NAME``
                       among them says that it may read any
     """
 
@@ -155,6 +138,9 @@ class Listing:
         self._number[id(value)] = len(self.met)
         self.met.append(value)
         self.tokens.append(cls.__name__)  # for a class of the user, its id follows
+        # Such as `operator.attrgetter`, which is also met as the class of what it has made.
+        if any(value is reader for reader in READERS):
+            self._attributes.add("getattr")
         if cls in _PARTS:
             self._add_all(getattr(value, name) for name in _PARTS[cls])
         elif cls in _LISTERS:
@@ -181,7 +167,7 @@ class Listing:
                         pending.append((module, name))
             if not pending:
                 return
-            if not _BY_NAME.isdisjoint(self._attributes):  # code may read any name of a module
+            if not BY_NAME.isdisjoint(self._attributes):  # code may read any name of a module
                 raise NotListed
             for module, name in pending:
                 done.add((module.__name__, name))
@@ -207,16 +193,16 @@ class Listing:
         code = function.__code__
         self._add_code(code)
         # The globals say which module defines it: `functools.wraps` changes `__module__`.
-        is_stateless = _is_stateless(function.__globals__.get("__name__"))
+        is_of_library = is_stateless(function.__globals__.get("__name__"))
         is_closure = bool(code.co_freevars)
-        if is_stateless and not is_closure:
+        if is_of_library and not is_closure:
             return
         self._add_all(function.__defaults__ or ())
         self._add_items(function.__kwdefaults__ or {})
         self._add_items(function.__dict__)
         for cell in function.__closure__ or ():
             self.add(cell)
-        if not is_stateless:
+        if not is_of_library:
             self._add_globals(function)
 
     def _add_code(self, code: types.CodeType) -> None:
@@ -230,7 +216,7 @@ class Listing:
         """
         names = names_of(function.__code__)  # of globals, attributes and imports in it
         self._attributes |= names.attributes
-        if not all(map(_is_stateless, names.imports)):  # what `import` in it gives is not known
+        if not all(map(is_stateless, names.imports)):  # what `import` in it gives is not known
             raise NotListed
         scope = function.__globals__
         # The one part of these libraries with state that is an attribute: `np.random`. As nothing
@@ -239,12 +225,12 @@ class Listing:
         reads_numpy = "numpy" in names.imports or any(x is np for x in captured)
         if reads_numpy and "random" in names.attributes:
             raise NotListed
-        if not _STATEFUL_MODULES.isdisjoint(names.imports):
+        if not STATEFUL_MODULES.isdisjoint(names.imports):
             raise NotListed
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
-            elif name in _STATEFUL_BUILTINS:  # such as `open`, which reads files
+            elif name in STATEFUL_BUILTINS:  # such as `open`, which reads files
                 raise NotListed
             elif name == "getattr":  # the built-in function, by which code reads unknown names
                 self._attributes.add(name)
@@ -263,7 +249,7 @@ class Listing:
     def _add_class(self, cls: type) -> None:
         """Lists a class, its bases, methods and other attributes; of libraries, only the class."""
         self.tokens.append(id(cls))
-        if _is_stateless(cls.__module__):
+        if is_stateless_class(cls):
             return
         # Not kept alive, since it may hold the function. When it is gone, the list is void.
         self.weak.append(weakref.ref(cls))
@@ -277,9 +263,9 @@ class Listing:
     def _add_module(self, module: types.ModuleType) -> None:
         """Lists a Python module; ``add_module_attributes`` lists later what code reads of it."""
         self.tokens.append(module.__name__)
-        if module.__name__ in _STATEFUL_MODULES:  # a part of a stateless library: `numpy.random`
+        if module.__name__ in STATEFUL_MODULES:  # a part of a stateless library: `numpy.random`
             raise NotListed
-        if _is_stateless(module.__name__):
+        if is_stateless(module.__name__):
             return
         # Other modules of the standard library, such as `time`, read state that they do not show.
         if module.__name__.partition(".")[0] in sys.stdlib_module_names:
@@ -295,7 +281,7 @@ class Listing:
             return
         # Modules in C have an underscore: `operator` takes its functions from `_operator`.
         name = getattr(owner, "__name__", "builtins").lstrip("_")
-        if not _is_stateless(name) or function.__name__ in _STATEFUL_BUILTINS:
+        if not is_stateless(name) or function.__name__ in STATEFUL_BUILTINS:
             raise NotListed
 
     def _add_tuple_field(self, field: object) -> None:
@@ -320,7 +306,7 @@ class Listing:
             self.tokens.append(value.__qualname__)
         elif isinstance(value, logging.Logger):  # on which no result depends
             self._add_identity(value)
-        elif _is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
+        elif is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
             # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
             # options cannot change as long as it is the same object.
             self._add_identity(value)
@@ -390,4 +376,4 @@ _LISTERS: dict[type, Any] = {
     type(vars(collections.namedtuple("Single", "field"))["field"]): Listing._add_tuple_field,
     **dict.fromkeys((float, complex), Listing._add_value),
 }
-assert vars(builtins).keys() >= _STATEFUL_BUILTINS
+assert vars(builtins).keys() >= STATEFUL_BUILTINS
