@@ -461,6 +461,20 @@ Of another dtype (cast=True converts among floats and among integers):
         self.assertEqual(contents_of(model), before)
         self.assertEqual(identities(model), objects)
 
+    @parameterized.product(inner=["array", "Variable"], outer=["array", "Variable"])
+    def test_a_key_called_value(self, inner, outer):
+        """It is that of a Variable, too, so two arrays could take one that was saved."""
+        make = {"array": lambda: jnp.zeros(2), "Variable": lambda: nnx.Param(jnp.zeros(2))}
+        save(self.path, {"a": {"value": {"b": jnp.ones(2)}}})
+        tree = {"a": {"value": {"b": make[inner]()}, "b": make[outer]()}}
+        before = contents_of(tree)
+        with self.assertRaisesRegex(CheckpointError, r"Missing in the checkpoint:\n  a/.*b, shape"):
+            restore(self.path, tree)
+        self.assertEqual(contents_of(tree), before)
+        for part in {"value": {"b": make[inner]()}}, {"b": make[outer]()}:
+            [found] = jax.tree.leaves(restore(self.path, {"a": part}))
+            np.testing.assert_array_equal(found, [1, 1])
+
     def test_another_optimizer(self):
         def make(tx):
             model = MLP()

@@ -60,16 +60,8 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         shardings = _shardings(given, flat, arrays)
         # Where they are in the checkpoint, and whether they fit.
         stored = opened("restore", folder)
-        # The model's name is ("up", "kernel", "value"). Orbax alone may also have stored
-        # ("up", "kernel"), as `nnx.to_pure_dict` makes it; or the model has a bare array there, and
-        # the checkpoint a Variable. So plain names, without the "value", are compared, too.
-        by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
-        targets = []
-        for array in arrays:
-            name = array.name
-            if name not in stored.entries:  # `_check_fit` lists those that are not there at all
-                name = by_plain_name.get(array.plain_name, array.plain_name)
-            targets.append(_Target(array, shardings[array.slot], name))
+        found = _names_in_checkpoint(stored, arrays)
+        targets = [_Target(x, shardings[x.slot], found.get(x.slot, x.name)) for x in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
         # Before anything is read. If another job replaces the checkpoint, processes may have opened
         # different ones: checksums would not show it for arrays that each process reads completely.
@@ -77,6 +69,32 @@ def restore_into(folder: FilePath, given: ModelRestore) -> Any:
         values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
     return names.filled(flat, converted, "restore")  # now that no process has failed
+
+
+def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[int, Name]:
+    """Returns the name of each array in the checkpoint, by its slot, unless it is not there.
+
+    The model's name is ``("up", "kernel", "value")``. Orbax alone may also have stored
+    ``("up", "kernel")``, as `nnx.to_pure_dict` makes it; or the model has a bare array there, and
+    the checkpoint a Variable. So plain names, without the "value", are compared, too.
+    """
+    by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
+    found: dict[int, Name] = {}
+    # Equal names come first, and each name is found once. A dict may have the key "value", so that
+    # "a/value/b" has a name of its own, and is what "a/b" would be in a Variable.
+    unused = {*stored.entries}
+    kinds_of_names: Sequence[Callable[[NamedArray], Name | None]] = (
+        lambda array: array.name,
+        lambda array: by_plain_name.get(array.plain_name),
+        lambda array: array.plain_name,
+    )
+    for stored_name_of in kinds_of_names:
+        for array in arrays:
+            name = stored_name_of(array)
+            if array.slot not in found and name in unused:
+                found[array.slot] = name
+                unused.remove(name)
+    return found
 
 
 def _shardings(
