@@ -124,6 +124,9 @@ def shard_maps(found: dict[str, Any]) -> str:
         cells = " | ".join(cell(rows, row, way) for row in ("shard_map_mlp_loop", "shard_map_mlp"))
         name = f"**{way}**" if way == OUR_SHARD_MAP else way
         lines.append(f"| {name} | {cells} |")
+    if later := found.get("later"):  # what was measured again after the run
+        where = f"{later['date']} at commit {later['commit']}, load {later['load']}"
+        lines += ["", f"Measured on {where}."]
     return "\n".join(lines)
 
 

@@ -236,13 +236,15 @@ class CollectiveReasons:
           index: the position of the item.
         """
         for loop, _ in self._module.users.get(home, {}).get(carry.name, ()):
-            body = dict(loop.calls).get("body") if loop.opcode == "while" else None
-            for inside in self._module.within.get(body or "", {}).values():
-                # The only parameter of a body is the tuple.
-                if inside.opcode == "get-tuple-element" and inside.tuple_index == index:
-                    [source, *_] = inside.operand_names
-                    if self._module.within[body or ""][source].opcode == "parameter":
-                        yield Value(body or "", inside.name)
+            body = dict(loop.calls).get("body", "") if loop.opcode == "while" else ""
+            instructions = self._module.within.get(body, {})
+            for item in instructions.values():
+                if item.opcode != "get-tuple-element" or item.tuple_index != index:
+                    continue
+                # The only parameter of a body is the tuple. Other tuples in it are not followed.
+                source = instructions.get(item.operand_names[0])
+                if source is not None and source.opcode == "parameter":
+                    yield Value(body, item.name)
 
     def _results_of_callers(self, value: Value) -> list[Value]:
         """Returns the results of fusions and calls of the computation whose root a value is.

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
-from ..core.constrain import retype, type_as_in_jit, type_mesh, type_spec
+from ..core.constrain import retype, shape_of, type_as_in_jit, type_mesh, type_spec
 from ..core.memory import is_keys
 from ..core.plan import Plan
 from ..core.problems import array_line
@@ -203,54 +203,59 @@ def _shard_alike(
     Raises:
       ValueError: mapped dimensions are sharded over different axes.
     """
-    slots = [slot for slot, axis in enumerate(in_axes) if axis is not None]
-    is_sharded = any(any(spec_axes(type_spec(leaves[slot]) or PartitionSpec())) for slot in slots)
-    if is_sharded and axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
-        # Constants and NumPy arrays are on no mesh. They count as replicated.
-        typed = type_as_in_jit([leaves[slot] for slot in slots])
-        typed = [
-            jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, np.ndarray) else x
-            for x in typed
-        ]
-        leaves = tuple(replace_slots(leaves, slots, typed))
-    mapped: dict[int, tuple[PartitionSpec, int]] = {}  # spec and axis, by slot
-    sizes = set[int]()
-    for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True)):
-        spec = None if axis is None else type_spec(leaf)
-        # An axis that an array does not have is an error of JAX.
-        if axis is not None and spec is not None and -np.ndim(leaf) <= axis < np.ndim(leaf):
-            mapped[slot] = spec, axis % np.ndim(leaf)
-            sizes.add(np.shape(leaf)[axis])
-    if len(sizes) > 1:  # an error of JAX, which names the arguments
+    # The mapped dimension of each array, by slot. What JAX has an error for, it gets as it is:
+    # a dimension that an array does not have, and dimensions of different sizes.
+    dimensions: dict[int, int] = {}
+    shapes = [shape_of(leaf) or () for leaf in leaves]  # () of a hijax type, which is left alone
+    for slot, (axis, shape) in enumerate(zip(in_axes, shapes, strict=True)):
+        if axis is not None and -len(shape) <= axis < len(shape):
+            dimensions[slot] = axis % len(shape)
+    sizes = {shapes[slot][dimension] for slot, dimension in dimensions.items()}
+    given = [type_spec(leaves[slot]) or PartitionSpec() for slot in dimensions]
+    if len(sizes) != 1 or not any(any(spec_axes(spec)) for spec in given):
         return leaves
-    # The mesh axes that shard the mapped dimension of each array, none if it is replicated.
+    aligned = [*_put_on_mesh(leaves, [*dimensions])]
+    # The mesh axes that shard each mapped dimension, none if it is replicated.
+    specs = {slot: type_spec(aligned[slot]) or PartitionSpec() for slot in dimensions}
     mesh_axes = {
-        slot: axes_of(pad_entries(spec, axis + 1)[axis]) for slot, (spec, axis) in mapped.items()
+        slot: axes_of(pad_entries(specs[slot], dimension + 1)[dimension])
+        for slot, dimension in dimensions.items()
     }
     wanted = next(filter(None, mesh_axes.values()), ())
-    aligned, unlike = [*leaves], []
-    for slot, (spec, axis) in mapped.items():
-        if mesh_axes[slot] == wanted:
+    unlike = set[int]()
+    for slot, dimension in dimensions.items():
+        spec, leaf = specs[slot], aligned[slot]
+        if mesh_axes[slot] == wanted or type_mesh(leaf) is None:
             continue
         # A mesh axis that shards another dimension of the array cannot shard this one, too.
         if mesh_axes[slot] or not set(wanted).isdisjoint(spec_axes(spec)):
-            unlike.append(slot)
+            unlike.add(slot)
             continue
-        entries = pad_entries(spec, np.ndim(leaves[slot]))
-        entries[axis] = wanted
-        aligned[slot] = retype(leaves[slot], type_mesh(leaves[slot]), with_entries(spec, entries))
-    lines = [
-        f"  {names[slot]}, {type_text(leaves[slot])}, axis {axis}"
-        for slot, (_, axis) in mapped.items()
-        if unlike and (slot in unlike or mesh_axes[slot])
-    ]
+        entries = pad_entries(spec, len(shapes[slot]))
+        entries[dimension] = wanted
+        aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
+    shown = [slot for slot in dimensions if unlike and (slot in unlike or mesh_axes[slot])]
     raise_listed(
         ValueError,
         "vmap: the mapped dimensions of these arguments are sharded over different axes:",
-        lines,
+        [f"  {names[slot]}, {type_text(leaves[slot])}, axis {dimensions[slot]}" for slot in shown],
         "Shard them alike before the call, as by nnx_sharding.reshard(x, spec).",
     )
     return tuple(aligned)
+
+
+def _put_on_mesh(leaves: tuple[Any, ...], slots: Sequence[int]) -> Sequence[Any]:
+    """Returns the arrays with those in ``slots`` that are on no mesh replicated on that in context.
+
+    These are constants and NumPy arrays. Without Explicit axes in context, all stay as they are.
+    """
+    if not axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
+        return leaves
+    typed = type_as_in_jit([leaves[slot] for slot in slots])
+    on_mesh = [
+        jax.sharding.reshard(x, PartitionSpec()) if isinstance(x, np.ndarray) else x for x in typed
+    ]
+    return replace_slots(leaves, slots, on_mesh)
 
 
 def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -> None:
