@@ -175,6 +175,11 @@ def test_going_back_and_damage(tmp_path):
         assert contents_of(other) == before and data.state == {"next": 9}
         with pytest.raises(TypeError, match=r"JSON values, got .*object"):
             checkpoints.save(6, tree, data={"x": object()})
+        state = {0: 5, "0": 6, "files": [{"a": 1}, {"b": {2.5: (), None: 3}}]}
+        with pytest.raises(TypeError) as caught:
+            checkpoints.save(6, tree, data=state)
+        places = ["state[0]", "state['files'][1]['b'][2.5]", "state['files'][1]['b'][None]"]
+        assert str(caught.value).splitlines()[1:4] == [f"  {place}" for place in places]
         assert checkpoints.save(6, tree, data=data)
 
 

@@ -14,6 +14,7 @@ import json
 import operator
 import os
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from .. import _compat
 from ..core.agreement import Operation
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError, NoCheckpointError
+from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import suggestion
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
@@ -98,8 +99,8 @@ class Checkpoints:
           tree: a model, an optimizer, metrics, or any pytree of them, as for
             :class:`~nnx_sharding.checkpoint.ModelSave`. It may change as soon as this returns.
           data: a data iterator with ``get_state`` and ``set_state``, such as one of Grain, or its
-            state: bytes or JSON values. Each process saves its own, in the format of Grain's
-            handler.
+            state: bytes or JSON values, with strings as keys. Each process saves its own, in the
+            format of Grain's handler.
           metrics: numbers by name, for ``best_fn`` of the manager.
           force: whether to save regardless of what the manager decides.
 
@@ -356,8 +357,27 @@ def _encoded(iterator: Any) -> bytes:
     if isinstance(state, bytes):
         return state
     try:
-        return json.dumps(state, indent=4).encode()
+        encoded = json.dumps(state, indent=4).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"save: expected a data state of bytes or JSON values, got {state!r}: {error}"
         ) from None
+    # `json` writes other keys as strings: 0 would come back as "0", or be lost next to a "0".
+    wrong = [f"  state{place}" for place in _places_of_other_keys(state)]
+    head = "save: expected a data state whose keys are strings, got these keys:"
+    raise_listed(TypeError, head, wrong, "Use str(key), and convert it back in set_state.")
+    return encoded
+
+
+def _places_of_other_keys(value: Any) -> Iterator[str]:
+    """Yields where keys of a JSON value are no strings, as ``['files'][2][0]``."""
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list | tuple):
+        children = enumerate(value)
+    for key, child in children:
+        if isinstance(value, dict) and not isinstance(key, str):
+            yield f"[{key!r}]"
+        for place in _places_of_other_keys(child):
+            yield f"[{key!r}]{place}"
