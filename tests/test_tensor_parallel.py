@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit
 from nnx_sharding.errors import UnshardedWarning
-from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
+from nnx_sharding.partition import fsdp, make_mesh, override, replicated, tensor_parallel, zero1
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
 from nnx_sharding.specs.fitting import spec_axes
@@ -500,3 +500,51 @@ def test_heads_that_the_axis_does_not_divide_are_the_reason():
     reasons = {row.path: row.reason for row in report.rows}
     for layer in ("query", "key", "value", "out"):
         assert "'model' (4) divides no dimension to shard: 6" in reasons[f"{layer}/kernel"]
+
+
+class StreamBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(self.norm(x))))
+
+
+class Stream(nnx.Module):
+    """A residual stream behind a layer that has no partner."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(12, 16, rngs=rngs)
+        self.blocks = nnx.List(StreamBlock(rngs) for _ in range(3))
+        self.head = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.blocks[2](self.blocks[1](self.blocks[0](self.embed(x)))))
+
+
+def test_a_layer_in_front_of_the_residual_stream_is_noted():
+    mesh = make_mesh({"data": 2, "model": 4})
+    model = nnx.eval_shape(lambda: Stream(nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((8, 5, 12), jnp.float32)
+    sharding = tensor_parallel(model, mesh=mesh)
+    rows = check_sharding(model, sharding, mesh).rows
+    [(path, reason)] = [(row.path, row.reason) for row in rows if "stream" in (row.reason or "")]
+    assert path == "embed/kernel"
+    [written] = re.findall(r"activation_shardings=\{'(.*)': the spec of the batch\}", reason)
+
+    def sent(**options):
+        step = jit(
+            lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh, **options
+        )
+        return step.lower(model, x).compile().collectives().bytes_sent
+
+    assert sent(activation_shardings={written: P("data")}) < 0.8 * sent()
+
+
+@pytest.mark.parametrize("make", [StreamBlock, FewHeads])
+def test_layers_with_partners_are_not(make):
+    mesh = make_mesh({"data": 2, "model": 4})
+    model = nnx.eval_shape(lambda: nnx.List([make(nnx.Rngs(0)), make(nnx.Rngs(1))]))
+    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+    assert not any("stream" in (row.reason or "") for row in rows)

@@ -42,6 +42,7 @@ from .strategies import (
     remarks_on,
     shard_dimension,
 )
+from .streams import notes_of_sharded_streams
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
 # Keys between a layer and the attribute that says what it is for.
@@ -143,6 +144,7 @@ def tensor_parallel(
     if sharded.num_shards > 1:  # on one device nothing can be sharded
         _warn_of_large(known.values(), notes, axes)
     notes |= notes_of_split_heads(listing, known, specs, mesh)
+    notes |= notes_of_sharded_streams(listing, known, specs)
     remarks = remarks_on(
         specs, "tensor_parallel", base, parameters, axes, roles=sharded.roles, notes=notes
     )
