@@ -534,9 +534,8 @@ def test_a_layer_in_front_of_the_residual_stream_is_noted():
     [written] = re.findall(r"activation_shardings=\{'(.*)': the spec of the batch\}", reason)
 
     def sent(**options):
-        step = jit(
-            lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh, **options
-        )
+        options |= {"in_shardings": (sharding, P("data")), "mesh": mesh}
+        step = jit(lambda model, x: model(x), out_shardings=P("data"), **options)
         return step.lower(model, x).compile().collectives().bytes_sent
 
     assert sent(activation_shardings={written: P("data")}) < 0.8 * sent()
