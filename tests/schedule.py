@@ -336,6 +336,7 @@ DRAWN = {
     "details_as_jax.py::TestCapturedArrays::test_warning": 5,
     "experts.py::test_equals_a_loop_over_all_experts[": 1,
     "experts.py::test_unused_places_have_no_part_in_gradients": 2,
+    "experts.py::test_unused_places_have_no_part_in_gradients_of_scales": 3,
     "flax_behaviour.py::test_as_flax": 15,
     "flax_behaviour.py::test_difference": 8,
     "flax_names.py::test_beside_compat_of_flax": 2,

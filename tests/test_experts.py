@@ -169,6 +169,45 @@ def test_unused_places_have_no_part_in_gradients(capacity, mesh):
     assert_close(grads, expected, 1e-4)
 
 
+class Scaled(Moe):
+    """Its norms have no epsilon, so none has a gradient at zero, and scales, so sums show that."""
+
+    def __init__(self, k=2, capacity=None, *, rngs):
+        super().__init__(k, capacity, rngs=rngs)
+        self.scale = nnx.Param(1 + jnp.arange(FEATURES) / 8)
+        self.hidden_scale = nnx.Param(1 + jnp.arange(HIDDEN) / 8)
+
+    def experts(self, rows, matmul):
+        rows /= jnp.linalg.norm(rows, axis=-1, keepdims=True)
+        hidden = matmul(self.scale[...] * rows, self.up[...])
+        hidden /= jnp.linalg.norm(hidden, axis=-1, keepdims=True)
+        return matmul(self.hidden_scale[...] * hidden, self.down[...])
+
+    def in_a_loop(self, x):
+        _, weights, indices = self.choices(x)
+        outputs = 0.0
+        for expert in range(EXPERTS):
+            share = ((indices == expert) * weights).sum(-1, keepdims=True)
+            outputs += share * self.experts(x, lambda rows, kernel, i=expert: rows @ kernel[i])
+        return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+@pytest.mark.parametrize("capacity", [None, 2 * TOKENS])
+@pytest.mark.parametrize("first_only", [False, True])
+def test_unused_places_have_no_part_in_gradients_of_scales(capacity, mesh, kind, first_only):
+    """The first experts may get all tokens, so that other devices compute padding only."""
+    model, x = Scaled(2, capacity, rngs=nnx.Rngs(0)), tokens()
+    if first_only:
+        model.router.bias[...] = jnp.where(jnp.arange(EXPERTS) < 2, 100.0, 0)
+    expected = value_and_grad(lambda model, x: (model.in_a_loop(x) ** 2).mean())(model, x)
+    step = value_and_grad(lambda model, x: (model(x)[0] ** 2).mean())
+    if mesh is not None:
+        step = sharded(model, make_mesh(MESHES[mesh], axis_types=KINDS[kind]), step)
+    assert_close(step(model, x), expected, 1e-4)
+
+
 @pytest.mark.parametrize("batch_axes", [(), ("rows",)])
 def test_other_axes_may_shard_the_groups(batch_axes):
     mesh = make_mesh({"rows": 2, "expert": 4})

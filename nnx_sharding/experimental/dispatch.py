@@ -265,7 +265,9 @@ class _Routing(NamedTuple):
     order: jax.Array  # (groups, C): which choice is at each sorted place
     experts: jax.Array  # (groups, C): the expert of each sorted choice
     ranks: jax.Array  # (groups, C): its place among the choices of the same expert
-    sizes: jax.Array  # (1, local experts): how many rows each of the device's experts gets
+    # (1, local experts): how many rows each of the device's experts gets; that of the last may
+    # include one row of padding (`_send_all`).
+    sizes: jax.Array
     # None with a capacity, where each expert gets a block of the same size from each group.
     exchange: _Exchange | None = None
 
@@ -446,8 +448,8 @@ class _Dispatch(NamedTuple):
 
         Returns:
           The received rows, sorted by local expert, (devices · C, features); how many rows each of
-          these experts gets, (1, local experts): the others, at the end, are padding; and what the
-          way back needs.
+          these experts gets, (1, local experts): the others, at the end, are padding, the first row
+          of which the last expert gets, too; and what the way back needs.
         """
         # How many rows of this device go to each expert: the experts of a device are neighbors.
         sent = counts.reshape(self.size, self.num_local_experts)
@@ -462,9 +464,17 @@ class _Dispatch(NamedTuple):
         is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
         expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
-        sizes = received.sum(axis=0)[None]
+        arrived, sizes = blocks[places], received.sum(axis=0)
+        if self.size > 1:  # else all rows are the device's own, without padding
+            # Padding is copies of a token, not zeros: on these, the experts' own operations, such
+            # as a norm, may have no gradient. The token is one that this device sends, as it may
+            # have received none.
+            num_received = sizes.sum()
+            arrived = _fill_padding(arrived, num_received, rows[:1])
+            # `matmul` fills padding, too, with a product of this token: so it has to compute one.
+            sizes = sizes.at[-1].add(num_received < len(arrived))
         # `[None]` is the first dimension of what each device has of its own.
-        return blocks[places], sizes, _Exchange(sent[None], received[None], places[None])
+        return arrived, sizes[None], _Exchange(sent[None], received[None], places[None])
 
     def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:
         """Returns the outputs of a device's tokens, (groups, tokens, features of outputs).
@@ -560,7 +570,8 @@ class _Dispatch(NamedTuple):
         Args:
           inner: the axes that shard ``in``, over which the products are summed; None for none.
           sizes: how many rows each expert of the device has, (1, local experts). The rows of one
-            expert follow those of the one before; what is left at the end is padding.
+            expert follow those of the one before; what is left at the end is padding, and gets
+            the product of the row before it.
           rows: (rows, in).
           kernel: (local experts, in, out).
           bias: (local experts, out), or None.
@@ -577,6 +588,12 @@ class _Dispatch(NamedTuple):
             # that is one more than there are, which has a bias of 0.
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
             product += bias.at[expert].get(mode="fill", fill_value=0)
+        if self.capacity is None and self.size > 1:
+            # `ragged_dot` multiplies the rows of `sizes` only. If there is padding, the last of
+            # these is its first row (`_send_all`), whose product all other padding gets.
+            num_multiplied = sizes.sum()
+            last = product[num_multiplied[None] - 1]  # (1, out)
+            product = _fill_padding(product, num_multiplied, last)
         return product
 
 
@@ -698,3 +715,15 @@ _define_transpose(_from_experts, _to_experts)
 def _rows_of_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
     """Returns ``blocks[block, place]``; zeros where a block has no such place."""
     return blocks.at[block, place].get(mode="fill", fill_value=0)
+
+
+def _fill_padding(rows: jax.Array, num_rows: jax.Array, filling: jax.Array) -> jax.Array:
+    """Replaces the rows after the first ``num_rows``, which no result depends on.
+
+    Args:
+      rows: (rows, features).
+      num_rows: how many of them are not replaced, ().
+      filling: what each of the others becomes, (1, features).
+    """
+    is_row = jnp.arange(len(rows))[:, None] < num_rows
+    return jnp.where(is_row, rows, jax.lax.stop_gradient(filling))
