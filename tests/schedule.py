@@ -335,7 +335,7 @@ DRAWN = {
     "custom_derivatives.py::AsJaxTest::test_sharded": 1,
     "details_as_jax.py::TestCapturedArrays::test_warning": 5,
     "experts.py::test_equals_a_loop_over_all_experts[": 1,
-    "experts.py::test_unused_places_have_no_part_in_gradients": 2,
+    "experts.py::test_unused_places_have_no_part_in_gradients[": 2,
     "experts.py::test_unused_places_have_no_part_in_gradients_of_scales": 3,
     "flax_behaviour.py::test_as_flax": 15,
     "flax_behaviour.py::test_difference": 8,

@@ -202,6 +202,8 @@ Q, K = (2, 48, 4, 8), (2, 48, 2, 8)
         ((Q, K, (2, 48, 4, 8)), {}, "query .* do not fit"),
         ((Q, (2, 48, 3, 8), (2, 48, 3, 8)), {}, "3 heads of keys do not divide 4 heads"),
         ((Q[1:], K, K), {}, r"query: shape \(48, 4, 8\), not 4-D"),
+        (((2, 0, 4, 8), K, K), {}, r"query: shape \(2, 0, 4, 8\) has no tokens"),
+        ((Q, *[(2, 0, 2, 8)] * 2), {}, r"(?s)key: shape \(2, 0, 2, 8\) has no tokens.*value: "),
         (((2, 49, 4, 8), K, K), {}, "8 devices along 'context' do not divide 49 queries; pad"),
         (((2, 24, 4, 8), K, K), {"is_causal": True}, "for as many keys as queries"),
         (

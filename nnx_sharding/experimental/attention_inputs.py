@@ -160,6 +160,8 @@ def _checked_layout(
     named = dict(zip(("query", "key", "value"), arrays, strict=True))
     faults = [
         *_wrong_shapes(named, mask, options),
+        # A function of the user may know what it returns without tokens, as Flax's does.
+        *(() if is_opaque else _without_tokens(named)),
         *_wrong_mesh(mesh, sequence),
         *_unsupported(bias, options),
     ]
@@ -310,6 +312,13 @@ def _wrong_shapes(
     )
     if is_of_one_sequence and length != key[1]:
         yield "is_causal, window, positions and segments: for as many keys as queries"
+
+
+def _without_tokens(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
+    """Says which arrays have no tokens, which cannot be divided into blocks."""
+    for name, x in arrays.items():
+        if x.ndim == 4 and x.shape[1] == 0:
+            yield f"{name}: shape {x.shape} has no tokens, expected at least one"
 
 
 def _wrong_lengths(
