@@ -11,13 +11,13 @@ are, and all Variables, or those that a filter chooses (``nnx.DiffState``).
 
 From other modules:
 
-    Inner         the base of functions that become part of a surrounding trace: `_find_plan` has
-                  the plan of a call and its flattened arguments, `_run` runs the call
-    Custom        the transform: which arguments are differentiated, and how
-    lift          makes a wrapper of a class for a function and a transform
-    Modes         the user's options ``graph`` and ``graph_updates``
-    fingerprint   the key of what functions can reach (closures, globals): if it is the same, a
-                  trace is used again
+    Inner            the base of functions that become part of a surrounding trace: `_find_plan` has
+                     the plan of a call and its flattened arguments, `_run` runs the call
+    Custom           the transform: which arguments are differentiated, and how
+    lift             makes a wrapper of a class for a function and a transform
+    Modes            the user's options ``graph`` and ``graph_updates``
+    fingerprint_of   the key of what functions can reach (closures, globals): if it is the same, a
+                     trace is used again
 """
 
 from __future__ import annotations
