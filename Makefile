@@ -58,11 +58,11 @@ test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the 
 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
 	NNX_SHARDING_GUARD_STEPS=all $(PYTEST) $(PYTEST_ARGS) \
-	  tests/test_guard_machine.py tests/test_static_programs.py
+	  tests/test_guard_machine.py tests/test_static_rules.py
 
 # Addresses are not reused there, which one test waits for.
 SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1
-ASAN_TESTS := tests/test_guard.py tests/test_guarded_calls.py tests/test_static_programs.py
+ASAN_TESTS := tests/test_guard.py tests/test_guarded_calls.py tests/test_static_rules.py
 asan: $(VENV)/.installed-tests  ## run the tests of the C extension under AddressSanitizer and UBSan
 	rm -rf build/asan
 	CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \

@@ -138,8 +138,6 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "composition.py::ProgramsTest::*_value_and_grad_*",
             "composition.py::ShardedTest::test_flax_shard_map_inside_of_ours",
             "plain_jax.py::RefTest::test_returned_refs_are_what_they_are_as_with_flax",
-            "shard_map.py::EqualToJaxTest::test_gradients_*",
-            "shard_map.py::EqualToJaxTest::test_same_as_flax",
             "shard_map.py::NestingTest::test_inside_of_jit_inside_of_grad",
             "state_sharding.py::AsInFlaxTest::*",
         ),

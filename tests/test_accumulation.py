@@ -8,7 +8,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -136,53 +135,6 @@ def test_one_reduction(kind):
     assert sum(c.bytes for c in found if c.bytes > 4) == size
 
 
-class Tokens(nnx.Module):
-    """Uses of parameters that JAX cannot leave unreduced: by replicated indices, and by a mean."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.tokens = nnx.Embed(32, 16, rngs=rngs)
-        self.positions = nnx.Embed(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.scale = nnx.Param(jnp.full(16, 2.0))
-        self.mlp = nnx.Linear(16, 16, rngs=rngs)
-
-    def __call__(self, ids):
-        x = self.tokens(ids) + self.positions(jnp.arange(ids.shape[1]))
-        x = x + self.mlp(self.norm(x)) * self.scale[...]
-        return self.tokens.attend(x)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
-def test_each_gradient_is_counted_once(kind):
-    def loss(model, ids):
-        logits = model(ids)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
-
-    ids = np.random.default_rng(0).integers(0, 32, (64, 8)).astype(np.int32)
-    axis = None if kind is AxisType.Explicit else "data"
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    model = Tokens(rngs=nnx.Rngs(0))
-    step = jit(
-        accumulate_gradients(loss, steps=4, axis=axis),
-        in_shardings=(replicated(model), P("data")),
-        mesh=mesh,
-    )
-    found = step(model, ids)
-    assert_close(found, accumulate_gradients(loss, steps=4)(Tokens(rngs=nnx.Rngs(0)), ids), 1e-4)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
-def test_specs_without_a_strategy(kind):
-    """JAX adds no sharded rows to a bias of a reduced type."""
-    accumulate = accumulate_gradients(loss, steps=4)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    model = Noisy(nnx.Rngs(0))
-    found = jit(accumulate, in_shardings=(P(), P("data")), mesh=mesh)(model, batch())
-    other = Noisy(nnx.Rngs(0))
-    assert_close(found, accumulate(other, batch()))
-    assert_close(nnx.state(model, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
-
-
 @pytest.mark.parametrize("names", [None, ("x", "mask")], ids=str)
 def test_each_array_is_constrained_as_it_is_declared(names):
     """Whatever the order of the parameters, which is not that of their names."""
@@ -198,22 +150,6 @@ def test_each_array_is_constrained_as_it_is_declared(names):
     step = jit(accumulate, in_shardings=(sharding, P("data"), P("data")), mesh=mesh)
     expected = value_and_grad(masked)(Normed(nnx.Rngs(0)), *arguments)
     assert_close(step(model, *arguments), expected, 1e-4)
-
-
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_fsdp(kind):
-    trained("fsdp", kind)
-
-
-@pytest.mark.parametrize("rows", [("replica", "data"), ("data", "replica")], ids=str)
-@pytest.mark.parametrize("shards", ["data", "replica", ("replica", "data")], ids=str)
-def test_rows_over_more_axes_than_parameters(rows, shards):
-    """Hybrid FSDP: parameters are sharded over some of the axes of the rows."""
-    mesh = jax.make_mesh((2, 4), ("replica", "data"))
-    model = Normed(nnx.Rngs(0))
-    sharding = fsdp(model, mesh=mesh, axis=shards, min_size=0)
-    step = jit(accumulate_gradients(loss, steps=2), in_shardings=(sharding, P(rows)), mesh=mesh)
-    assert_close(step(model, batch()), value_and_grad(loss)(Normed(nnx.Rngs(0)), batch()), 1e-4)
 
 
 class Layer(nnx.Module):

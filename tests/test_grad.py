@@ -731,14 +731,3 @@ class ErrorTest(parameterized.TestCase):
         models = {"one": [node(n=nnx.Param(jnp.int32(1)), w=param())]}
         with pytest.raises(TypeError, match=r"ms\['one'\]\[0\]\.n: int32"):
             OURS.grad(lambda ms: ms["one"][0].w[...])(models)
-
-    def test_objects_of_an_outer_trace(self):
-        outer = node(w=nnx.BatchStat(jnp.float32(1)))
-
-        def loss(m):
-            outer.w[...] += m.a.w[...]
-            return product(m)
-
-        with pytest.raises(TraceContextError):
-            OURS.grad(loss)(model_with_two())
-        assert outer.w[...] == 1

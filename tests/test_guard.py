@@ -196,52 +196,11 @@ class OneAccess(nnx.Param[Any]):
         nnx.Variable._raw_value.__set__(self, value)
 
 
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "static": (linear, lambda m: setattr(m, "use_bias", False)),
-    "static, equal but of another type": (linear, lambda m: setattr(m, "use_bias", 1)),
-    "attribute added": (linear, lambda m: setattr(m, "extra", 1)),
-    "attribute removed": (linear, lambda m: delattr(m, "in_features")),
-    "metadata": (linear, lambda m: m.kernel.set_metadata(extra=1)),
-    "metadata in place": (linear, lambda m: m.kernel._var_metadata.update(hijax=0)),
-    "variable": (linear, lambda m: setattr(m, "bias", nnx.Param(jnp.zeros(3)))),
-    "variable type": (linear, lambda m: setattr(m, "bias", nnx.BatchStat(jnp.zeros(3)))),
-    "alias": (linear, lambda m: setattr(m, "bias", m.kernel)),
-    "kind of value": (linear, lambda m: m.bias.set_raw_value(np.zeros(3))),
-    "container as value": (linear, lambda m: m.bias.set_raw_value((jnp.zeros(3),))),
-    "class": (linear, lambda m: setattr(m, "__class__", type("Sub", (nnx.Linear,), {}))),
-    "flag": (linear, lambda m: setattr(m._pytree__state, "_initializing", True)),
-    "optimizer state": (
-        optimizer,
-        lambda o: setattr(o, "opt_state", nnx.data((o.opt_state[0],))),
-    ),
-    "inside a State": (
-        optimizer,
-        lambda o: o.opt_state[0].mu.update(bias=nnx.Variable(jnp.zeros(3))),
-    ),
-}
-
-
 class Pair(NamedTuple("Pair", [("one", int), ("two", list[int])])):
     """Has a ``__dict__`` beside its items, as transformations of Optax do."""
 
 
 class TestChanges:
-    @pytest.mark.parametrize("name", sorted(CHANGES))
-    def test_is_noticed(self, name):
-        make, change = CHANGES[name]
-        watched = Watched(make())
-        assert watched.check() is not None
-        change(watched.args[0])
-        assert watched.check() is None
-
-    @pytest.mark.parametrize("name", sorted(CHANGES))
-    def test_in_a_container_argument(self, name):
-        make, change = CHANGES[name]
-        watched = Watched({"m": (make(), jnp.zeros(2))}, flag=1.0)
-        assert watched.check() is not None
-        change(watched.args[0]["m"][0])
-        assert watched.check() is None
-
     def test_an_equal_static_is_no_change(self):
         model = linear()
         model.note = ("a", 1.5)
@@ -388,32 +347,6 @@ class TestChanges:
             assert watched.answer(walk) is not None
         assert not seen
         model.bias.set_metadata(extra=1)
-        assert watched.check() is None
-
-    def test_zeros_of_another_sign(self):
-        model = linear()
-        model.note = 0.0
-        watched = Watched(model)
-        model.note = -0.0
-        assert watched.check() is None
-
-    def test_list_edited_in_place(self):
-        model = linear()
-        model.note = nnx.static([1, 2])
-        watched = Watched(model)
-        assert watched.check() is not None
-        model.note.append(3)
-        assert watched.check() is None
-        model.note.pop()
-        assert watched.check() is not None
-
-    def test_key_of_another_type(self):
-        model = linear()
-        model.note = nnx.static({1: 2.0})
-        watched = Watched(model)
-        assert watched.check() is not None
-        model.note.clear()
-        model.note[True] = 2.0
         assert watched.check() is None
 
     def test_comparison_that_raises(self):

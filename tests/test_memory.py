@@ -502,57 +502,6 @@ class ReleaseTest(MemoryTestCase):
         assert float(model.step(array())) == 2 + 4
 
 
-class ReusedAddressesTest(parameterized.TestCase):
-    """A new object may have the address of a guarded one, whose guard must not hold for it."""
-
-    MODELS = 100
-
-    def variants(self) -> Iterator[Model]:
-        for i in range(self.MODELS):
-            model = Model(i)
-            if i % 3 == 1:
-                model.mode = "eval"
-            if i % 5 == 2:
-                model.layer.w = nnx.BatchStat(model.layer.w[...])
-            if i % 7 == 3:
-                model.layer = node(w=model.layer.w, name="layer", more=param())
-            yield model
-
-    @parameterized.named_parameters(
-        ("model", lambda model: (model,), lambda model: model(3.0)),
-        ("in_a_list", lambda model: ([model],), lambda models: models[0](3.0)),
-        ("two", lambda model: (model, Model(1)), lambda a, b: a(2.0) + b(b.count[...])),
-    )
-    def test_models(self, arguments_of, fun):
-        def run(fun: Callable[..., Any]) -> tuple[list[float], int]:
-            results, addresses = [], set()
-            for model in self.variants():
-                arguments = arguments_of(model)
-                results += [float(fun(*arguments)) for _ in range(3)]
-                results.append(float(model.count[...]))
-                addresses.add(id(model))
-            return results, len(addresses)
-
-        expected, _ = run(fun)
-        results, addresses = run(nnx_sharding.jit(fun))
-        assert results == expected
-        assert addresses < self.MODELS, "no address was used twice"
-
-    def test_variables(self):
-        def scale(variable):
-            variable[...] *= variable.factor
-
-        own, addresses = nnx_sharding.jit(scale), set()
-        for i in range(self.MODELS):
-            variable = (nnx.Param, nnx.BatchStat)[i % 2](array(1), factor=i % 5)
-            addresses.add(id(variable))
-            for turn in range(1, 4):
-                own(variable)
-                assert float(variable[...]) == (i % 5) ** turn
-            del variable
-        assert len(addresses) < self.MODELS, "no address was used twice"
-
-
 class BoundsTest(parameterized.TestCase):
     def test_more_models_than_records(self):
         own = nnx_sharding.jit(fresh(call))
@@ -1337,33 +1286,6 @@ class ThreadsTest(parameterized.TestCase):
             done.set()
         for future in (*own_work, *others):
             future.result()
-
-    @parameterized.named_parameters(("traced_before", True), ("traced_by_all", False))
-    def test_models_of_their_own(self, traced_before):
-        own = nnx_sharding.jit(fresh(call))
-        if traced_before:
-            own(Model(), array())
-
-        def work(i: int) -> None:
-            models = [Model(i), Model(-i)]
-            for turn in range(1, self.TIMES + 1):
-                assert [float(own(m, array(2))) for m in models] == [2 * i + turn, turn - 2 * i]
-
-        self.run_all(work, own)
-        gc.collect()
-        assert num_guards(own._guards) == 0
-
-    def test_shared_model(self):
-        own = nnx_sharding.jit(fresh(call))
-        shared = Model(3)
-        shared.mode = "eval"
-
-        def work(i: int) -> None:
-            for turn in range(self.TIMES):
-                assert float(own(shared, array(i + turn))) == 3 * (i + turn)
-
-        self.run_all(work, own)
-        assert float(shared.count[...]) == 0
 
     def test_modes_of_their_own(self):
         own = nnx_sharding.jit(fresh(call))

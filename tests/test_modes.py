@@ -50,20 +50,6 @@ class UpdatesTest(parameterized.TestCase):
             assert float(lifted(ours, 1.0)) == float(step(eager, 1.0))
         assert float(ours.w[...]) == 4 and float(ours.block.w[...]) == 12
 
-    @parameterized.named_parameters(*MODES)
-    def test_same_values_as_nnx_jit(self, options):
-        ours, theirs = Model(), Model()
-        results = (
-            nnx_sharding.jit(step, **options)(ours, 1.0),
-            nnx.jit(step, **options)(theirs, 1.0),
-        )
-        assert float(results[0]) == float(results[1])
-        for path, variable in nnx.to_flat_state(nnx.state(theirs)):
-            assert float(dict(nnx.to_flat_state(nnx.state(ours)))[path][...]) == float(
-                variable[...]
-            )
-        assert ours.calls == theirs.calls
-
     @parameterized.named_parameters(
         ("full", FULL, 1), ("no_updates", NO_UPDATES, 0), ("tree", TREE, 0)
     )
@@ -231,25 +217,6 @@ class TreeModeTest(parameterized.TestCase):
         model.a, model.b = array, array
         assert float(nnx_sharding.jit(lambda m: (m.a + m.b).sum(), **TREE)(model)) == 4
 
-    def test_optimizer_step(self):
-        import optax
-
-        def make():
-            model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-            return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-        def train(model, optimizer, x):
-            loss, gradient = nnx.value_and_grad(lambda m: (m(x) ** 2).sum())(model)
-            optimizer.update(model, gradient)
-            return loss
-
-        ours, eager = make(), make()
-        for _ in range(3):
-            loss = nnx_sharding.jit(train, **TREE)(*ours, jnp.ones((1, 2)))
-            assert float(loss) == pytest.approx(float(train(*eager, jnp.ones((1, 2)))), rel=1e-5)
-        assert int(ours[1].step[...]) == 3
-        assert jnp.allclose(ours[0].kernel[...], eager[0].kernel[...], rtol=1e-5)
-
 
 class ShardingInEveryModeTest(parameterized.TestCase):
     @parameterized.named_parameters(*MODES)
@@ -306,13 +273,6 @@ class FlaxPrefixTest(parameterized.TestCase):
         nnx_sharding.jit(lambda m: m.w[...].sum(), in_shardings=(prefix,), **modes)(taken)
         assert self.layout(taken) == [P("x"), P()]
 
-    def test_same_as_nnx_jit(self):
-        for graph in (True, False):
-            prefix = self.prefix(self.model(), graph)
-            modes = {"graph": graph, "graph_updates": False}
-            models = [jit(self.model, out_shardings=prefix, **modes)() for jit in JITS]
-            assert self.layout(models[0]) == self.layout(models[1])
-
     def test_shared_objects(self):
         model = self.model()
         prefixes = tuple(self.prefix((model, model), True))
@@ -334,6 +294,3 @@ class FlaxPrefixTest(parameterized.TestCase):
 
         f(self.model())
         assert seen == [((1,), (8,))]
-
-
-JITS = (nnx_sharding.jit, nnx.jit)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -152,39 +150,6 @@ def test_no_prefetch(where):
     step = jit(lambda m, x: m(x), mesh=mesh, in_shardings=(sharding, P("data")), **options)
     with pytest.raises(ValueError, match="Leave out the option prefetch=1"):
         step.lower(blocks, jax.ShapeDtypeStruct((8, 4), "float32"))
-
-
-def _drawn():
-    grid = itertools.product((2, 4), (1, 2, 4), (1, 2), (False, True))
-    cases = [(s, s * m, r, remat) for s, m, r, remat in grid]
-    return random.Random(0).sample(cases, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", _drawn(), ids=str)
-def test_schedules(case):
-    stages, microbatches, repeats, _ = case
-    ticks = repeats * microbatches + stages - 1
-    times = [each.times for each in permutes(run(*case)) if each.in_loop]
-    assert times == [ticks] * 2
-    idle = (ticks - repeats * microbatches) / ticks
-    assert idle_share(stages, microbatches, repeats) == idle
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-@pytest.mark.parametrize(
-    ("base", "repeats", "remat"),
-    [
-        (functools.partial(fsdp, min_size=0), 1, False),
-        (functools.partial(fsdp, min_size=0), 2, True),
-        (tensor_parallel, 1, True),
-    ],
-    ids=["fsdp", "fsdp-circular", "tensor"],
-)
-def test_with_other_strategies(base, repeats, remat, kind):
-    sent = [each for each in permutes(run(2, 4, repeats, remat, base, kind)) if each.in_loop]
-    assert {each.times for each in sent if each.axes == ("stage",)} == {repeats * 4 + 1}
 
 
 @pytest.mark.slow

@@ -119,66 +119,6 @@ class EqualToJaxTest(parameterized.TestCase):
         shard_map(body, mesh=mesh8(), in_specs=(mlp_specs(),), out_specs=P())(MLP())
         self.assertEqual(shapes, [((4, 2), (2, 4))])
 
-    @parameterized.named_parameters(
-        ("all_gather", lambda w: jax.lax.all_gather(w, "model", axis=1, tiled=True).sum()[None]),
-        (
-            "ppermute",
-            lambda w: jax.lax.ppermute(w, "model", [(i, (i + 1) % 8) for i in range(8)]).sum()[
-                None
-            ],
-        ),
-        ("axis_index", lambda w: (w.sum() * jax.lax.axis_index("model"))[None]),
-        (
-            "psum_scatter",
-            lambda w: jax.lax.psum_scatter(jnp.ones(8) * w.sum(), "model", tiled=True),
-        ),
-        (
-            "all_to_all",
-            lambda w: jax.lax.all_to_all(jnp.ones(8) * w.sum(), "model", 0, 0, tiled=True)[:1],
-        ),
-    )
-    def test_collectives(self, body):
-        mesh, model = mesh8(), MLP()
-        ours = shard_map(
-            lambda m: body(m.up.kernel[...]),
-            mesh=mesh,
-            in_specs=(mlp_specs(),),
-            out_specs=P("model"),
-        )(model)
-        theirs = jax.jit(
-            jax.shard_map(body, mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"))
-        )(MLP().up.kernel[...])
-        assert_same(self, ours, theirs, rtol=1e-6)
-
-    def test_gradients_through_it(self):
-        mesh = mesh8()
-        mapped = shard_map(megatron, mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P())
-        ours = nnx.grad(lambda m: (mapped(m, X) ** 2).sum())(MLP())
-        theirs = nnx.grad(lambda m: (m(X) ** 2).sum())(MLP())
-        for layer in ("up", "down"):
-            np.testing.assert_allclose(
-                ours[layer]["kernel"][...], theirs[layer]["kernel"][...], rtol=1e-4, atol=1e-5
-            )
-
-    def test_gradients_inside_of_it(self):
-        def body(model, x):
-            loss = lambda m: jax.lax.psum(jnp.mean(m(x) ** 2), "data") / 8  # noqa: E731
-            return nnx.grad(loss)(model)
-
-        mesh = mesh_of((8,), ("data",))
-        grads = shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(MLP(), X)
-        expected = nnx.grad(lambda m: jnp.mean(m(X) ** 2))(MLP())
-        np.testing.assert_allclose(
-            grads["up"]["kernel"][...], expected["up"]["kernel"][...], rtol=1e-4, atol=1e-6
-        )
-
-    def test_same_as_flax(self):
-        mesh = mesh8()
-        ours = shard_map(megatron, mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P())
-        spec = nnx.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
-        theirs = nnx.shard_map(megatron, mesh=mesh, in_specs=(spec, P()), out_specs=P())
-        np.testing.assert_allclose(ours(MLP(), X), theirs(MLP(), X), rtol=1e-6)
-
 
 class UpdatesTest(parameterized.TestCase):
     def test_statistics_with_pmean(self):
@@ -283,16 +223,6 @@ class UpdatesTest(parameterized.TestCase):
 
         shard_map(body, mesh=mesh8(), in_specs=(P(), P()), out_specs=P())(model, model)
         self.assertEqual(int(model.count[...]), 11)
-
-    def test_shared_variables_with_two_specs(self):
-        model = MLP()
-        fun = shard_map(
-            lambda first, second: None, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P()
-        )
-        with self.assertRaises(ValueError) as caught:
-            fun(model, model)
-        for name in ("first.up.kernel", "second.up.kernel"):
-            self.assertIn(name, str(caught.exception))
 
     def test_a_second_call_moves_nothing(self):
         model = MLP()
@@ -425,17 +355,6 @@ class SpecsTest(parameterized.TestCase):
             self.assertIsInstance(made, nnx.Param)
             np.testing.assert_array_equal(made[...][:, 0], np.repeat(np.arange(8.0), 2))
             self.assertEqual(made.sharding.spec[0], "model")
-
-    def test_new_model_with_state_sharding(self):
-        def body(key):
-            key = jax.random.fold_in(key, jax.lax.axis_index("model"))
-            return MLP(nnx.Rngs(key), features=4, hidden=2)
-
-        spec = mlp_specs()
-        model = shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=spec)(jax.random.key(0))
-        self.assertEqual(model.up.kernel.shape, (4, 16))
-        self.assertEqual(model.down.kernel.shape, (16, 4))
-        self.assertEqual(model(X).shape, (16, 4))
 
     def test_returned_input(self):
         model = MLP()
@@ -656,19 +575,6 @@ class OptionsTest(parameterized.TestCase):
         np.testing.assert_allclose(y, MLP()(X), rtol=1e-5, atol=1e-6)
         self.assertEqual(set(shapes), {((16, 4), (4, 4))})
 
-    def test_partial_manual_as_in_jax(self):
-        mesh = mesh_of((2, 4), ("data", "model"))
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        options = {
-            "mesh": mesh,
-            "in_specs": (STATE_SPECS, P()),
-            "out_specs": P(),
-            "axis_names": {"model"},
-        }
-        ours = shard_map(plain_megatron, **options)(state_of(MLP()), x)
-        theirs = jax.jit(jax.shard_map(plain_megatron, **options))(state_of(MLP()), x)
-        assert_same(self, ours, theirs, rtol=1e-6)
-
     def test_partial_manual_update(self):
         mesh = mesh_of((2, 4), ("data", "model"))
         model = MLP()
@@ -703,21 +609,6 @@ class OptionsTest(parameterized.TestCase):
             shard_map(body, **options)(model)
         self.assertEqual(int(model.count[...]), 0)
         shard_map(body, **options, check_vma=False)(model)
-
-    def test_compiled_once(self):
-        def body(model, x):
-            TRACES.info("traced")
-            return megatron(model, x)
-
-        fun = shard_map(body, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P())
-        model = MLP()
-        with self.assertLogs(TRACES) as traces:
-            for _ in range(4):
-                fun(model, X)
-        self.assertLen(traces.records, 1)
-        with self.assertLogs(TRACES) as traces:
-            fun(model, X[:8])
-        self.assertLen(traces.records, 1)
 
     def test_without_jit_python_runs_every_time(self):
         count = []

@@ -529,38 +529,6 @@ class NewModelTest(parameterized.TestCase):
         )
         assert_same_state(self, model, MLP(), rtol=1e-6)
 
-    def test_no_device_holds_the_whole(self):
-        def make():
-            return MLP(nnx.Rngs(0), features=256, hidden=2048)
-
-        total = 2 * 256 * 2048 * 4
-        lowered = jit(make, out_shardings=mlp_specs(), mesh=mesh8()).lower()
-        memory = lowered.compile().memory_analysis()
-        self.assertLess(memory.output_size_in_bytes, total / 7)
-        self.assertLess(memory.temp_size_in_bytes, total / 2)
-        plain = jit(make).lower().compile().memory_analysis()
-        self.assertGreaterEqual(plain.output_size_in_bytes, total)
-
-    def test_model_and_optimizer(self):
-        def make():
-            model = MLP()
-            return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-        spec = StateSharding(
-            {
-                lambda p, v: "up" in p and v.ndim == 2: P(None, "model"),
-                lambda p, v: "down" in p and v.ndim == 2: P("model"),
-                ...: P(),
-            }
-        )
-        model, optimizer = jit(make, out_shardings=spec, mesh=mesh8())()
-        self.assertEqual(spec_of(model.up.kernel), P(None, "model"))
-        for moment in ("mu", "nu"):
-            state = getattr(optimizer.opt_state[0], moment)
-            self.assertEqual(spec_of(state["up"]["kernel"]), P(None, "model"))
-            self.assertEqual(spec_of(state["down"]["kernel"]), P("model"))
-        self.assertEqual(spec_of(optimizer.step), P())
-
     def test_new_part_of_an_old_model(self):
         mesh = mesh8()
 
@@ -808,36 +776,6 @@ class SharedTest(parameterized.TestCase):
 
 
 class DonationTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("num", {"donate_argnums": 0}),
-        ("name", {"donate_argnames": "model"}),
-    )
-    def test_all_variables_hold_new_arrays(self, donate):
-        """Changed or not: the old buffers may be gone."""
-        model = Counter()
-        for _ in range(2):
-            old = {p: v.get_raw_value() for p, v in nnx.to_flat_state(nnx.state(model))}
-            jit(lambda model, x: model(x), **donate)(model, 1.0)
-            for path, variable in nnx.to_flat_state(nnx.state(model)):
-                self.assertIsNot(variable.get_raw_value(), old[path])
-                self.assertTrue(old[path].is_deleted(), path)
-                self.assertFalse(variable.get_raw_value().is_deleted(), path)
-        self.assertEqual(int(model.count[...]), 2)
-        self.assertEqual(float(model.scale[...]), 2.0)
-
-    def test_passed_by_keyword(self):
-        model = Counter()
-        old = model.count.get_raw_value()
-        jit(lambda model, x: model(x), donate_argnums=0)(model=model, x=1.0)
-        self.assertTrue(old.is_deleted())
-        self.assertEqual(int(model.count[...]), 1)
-
-    def test_others_are_kept(self):
-        one, two = Counter(), Counter()
-        old = two.count.get_raw_value()
-        jit(lambda a, b: a(1.0) + b(1.0), donate_argnums=0)(one, two)
-        self.assertFalse(old.is_deleted())
-
     def test_with_shardings(self):
         mesh = mesh8()
         model = jit(lambda: MLP(), out_shardings=mlp_specs(), mesh=mesh)()
@@ -937,12 +875,6 @@ class TrainingTest(parameterized.TestCase):
         mu = sharded_optimizer.opt_state[0].mu["up"]["kernel"]
         for kernel in (sharded.up.kernel, mu):
             self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
-
-    def test_equal_to_flax(self):
-        losses, model, _ = self.run_steps(nnx.jit(self.step))
-        ours, same, _ = self.run_steps(jit(self.step))
-        np.testing.assert_allclose(ours, losses, rtol=1e-6)
-        assert_same_state(self, same, model, rtol=1e-6)
 
     def test_traces_once(self):
         count = []

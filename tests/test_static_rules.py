@@ -356,6 +356,35 @@ def test_drawn_classes(kind: str, batch: int) -> None:
                 world.step()
 
 
+@pytest.mark.parametrize("kind", [native.FastestWalk, walk.PythonWalk])
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_drawn_changes_in_the_function(kind: type, batch: int) -> None:
+    """What a function does to static objects has been done to those of the caller afterwards."""
+    with mock.patch.object(store, "FastestWalk", kind):
+        for _ in range(PROGRAMS // BATCHES // 2):
+            seed = random.randrange(10**9)
+            r = random.Random(seed)
+            recipe = drawn_value(r, r.randrange(1, 4))
+            make, number = (lambda recipe=recipe: [recipe(), 1]), r.randrange(100)
+            if holds_array_in_module(make()):
+                continue
+
+            def change(m: Any, number: int = number) -> Any:
+                found = [*changes_of(m.holder.x, 2)]
+                found[number % len(found)]()
+                return m.w[...] * 2
+
+            f = jit(change, graph=True, graph_updates=True)
+            (_, (mine,)), (_, (other,)) = in_attribute(make()), in_attribute(make())
+            for call in range(4):
+                if call == 2:  # equal objects, which the trace has not seen
+                    mine.holder, other.holder = (
+                        nnx.static(types.SimpleNamespace(x=make())) for _ in "ab"
+                    )
+                f(mine), change(other)
+                assert seen(mine.holder.x) == seen(other.holder.x), (seed, call)
+
+
 # What is refused
 
 
