@@ -340,7 +340,7 @@ def test_layers_of_different_kinds(tmp_path):
     shapes = {0: (8, 4, 3), 1: (8, 6), 2: (8, 4, 3)}
     layers = [shaped(q__kernel=shape) for shape in shapes.values()]
     model, rules = loaded(written(tmp_path, tensors), nnx.Dict(layers=nnx.List(layers)))
-    assert [*rules] == [rf"layers\.({i})\.attn\.wq\.weight" for i in range(3)]
+    assert [*rules] == [rf"layers\.{i}\.attn\.wq\.weight" for i in range(3)]
     for i, layer in enumerate(model["layers"]):
         w = tensors[f"layers.{i}.attn.wq.weight"]
         np.testing.assert_array_equal(layer.q.kernel, w.T.reshape(shapes[i]))
@@ -365,15 +365,63 @@ UNUSUAL_NAMES = {
         numbered("layers.0.experts.0.stages.{}.up.bias", 2, 4),
         shaped(layers__0__experts__0__stages__up__bias=(2, 4)),
     ),
+    "words that are no names of axes, stacked in the file": (
+        {"my-blöcke 2.up.bias": linear(2, 4)},
+        nnx.Dict({"my-blöcke 2": nnx.List([shaped(up__bias=(4,)), shaped(up__bias=(4,))])}),
+    ),
+    "a word that Tensor has as a keyword, stacked in the file": (
+        {"dimensions.up.bias": linear(2, 4)},
+        nnx.Dict(dimensions=nnx.List([shaped(up__bias=(4,)), shaped(up__bias=(4,))])),
+    ),
+    "quotes and dots": (
+        numbered("a\"'b\n.c.{}.up.bias", 2, 4),
+        nnx.Dict({"a\"'b\n.c": nnx.List([shaped(up__bias=(4,)), shaped(up__bias=(4,))])}),
+    ),
+    "an empty word": (numbered(".{}.up.bias", 2, 4), nnx.Dict({"": shaped(up__bias=(2, 4))})),
+    "only the case differs": (
+        {**numbered("Up.bias", 1, 4), "up.bias": np.zeros(4, np.float32)},
+        nnx.Dict(Up=shaped(bias=(4,)), up=shaped(bias=(4,))),
+    ),
+    "leading zeros in the file": (
+        numbered("h.0{}.up.bias", 2, 4),
+        nnx.Dict(h=nnx.List([shaped(up__bias=(4,)), shaped(up__bias=(4,))])),
+    ),
+    "leading zeros on both sides": (
+        numbered("h.0{}.up.bias", 2, 4),
+        shaped(h__00__up__bias=(4,), h__01__up__bias=(4,)),
+    ),
+    "leading zeros, stacked": (numbered("h.{:02}.up.bias", 11, 4), shaped(h__up__bias=(11, 4))),
+    "digits of another script": (
+        numbered("h.\u0660{}.up.bias", 1, 4),
+        shaped(**{"h__\u06600__up__bias": (4,)}),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", UNUSUAL_NAMES)
 def test_unusual_names(tmp_path, case):
     tensors, model = UNUSUAL_NAMES[case]
-    model, _ = loaded(written(tmp_path, tensors), model)
+    model, rules = loaded(written(tmp_path, tensors), model)
     filled = np.concatenate([x.reshape(-1) for x in jax.tree.leaves(nnx.state(model))])
     np.testing.assert_array_equal(filled, np.concatenate([x.reshape(-1) for x in tensors.values()]))
+    rules.save(tmp_path / "rules")
+    save_safetensors(tmp_path / "again", model, tmp_path / "rules")
+    again = safetensors.load_file(tmp_path / "again/model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, again, tensors)
+
+
+def test_names_with_braces_need_rules(tmp_path):
+    """Braces of a rule's path are for groups, and two of them are one of a name."""
+    folder = written(tmp_path, {"a{0}.up.bias": np.arange(4, dtype=np.float32)})
+    model = shaped(**{"b{0}__up__bias": (4,)})
+    with pytest.raises(
+        CheckpointError, match=r"braces have no rules:\n  a\{.*\n  b\{(.|\n)*and }}"
+    ):
+        match_tensors(model, folder)
+    model, rules = loaded(folder, model, rules={r"a\{0\}\.up\.bias": "b{{0}}/up/bias"})
+    save_safetensors(tmp_path / "again", model, rules)
+    again = safetensors.load_file(tmp_path / "again/model.safetensors")
+    np.testing.assert_array_equal(again["a{0}.up.bias"], np.arange(4))
 
 
 class TestTiedEmbedding:

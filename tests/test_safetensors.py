@@ -758,6 +758,9 @@ class ErrorTest(TestCase):
         save_safetensors(self.folder, model, {"a": "a", "old": "a", "b": "b"})
         with self.assertRaisesRegex(CheckpointError, "has model.safetensors; overwrite=True"):
             save_safetensors(self.folder, model, {"a": "a", "b": "b"})
+        same = nnx.Dict({"a/b": nnx.Param(jnp.ones(2)), "a": zeros(b=(2,))})
+        with self.assertRaisesRegex(ValueError, "of several arrays:\n  a/b\nRename"):
+            save_safetensors(self.folder / "new", same, {"a": "a/b"})
         with self.assertRaisesRegex(TypeError, "abstract"):
             save_safetensors(self.folder, nnx.eval_shape(lambda: zeros(a=(1,))), {"a": "a"})
 

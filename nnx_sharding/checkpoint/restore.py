@@ -226,7 +226,9 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
     if missing and all("opt_state" in path.split("/") for path in (*missing, *unknown)):
         return (
             "The optimizer is of another Optax transformation than the saved one. Use that one, or "
-            "pass only=nnx.Not(nnx.PathContains('opt_state')): moments and schedules start anew."
+            "pass only=nnx.Not(nnx.PathContains('opt_state')): moments and schedules start anew. "
+            "To keep moments, pass a dict that has them where the checkpoint has them, such as "
+            "{'step': optimizer.step, 'opt_state': {0: optimizer.opt_state[1][0]}}."
         )
     if is_part or missing or not unknown:
         return ""

@@ -127,11 +127,15 @@ def match_tensors(
 
         # 2. Match the rest. Arrays that `only` leaves out count, as their tensors need rules, too.
         to_fill = selected_weights(_MATCH, everything, WEIGHTS) | arrays
+        shapes = {path: x.leaf.shape for path, x in to_fill.items() if path not in filled}
+        braces = [f"  {name}" for name in (*unknown, *shapes) if {"{", "}"} & {*name}]
+        hint = "Say what becomes of them by rules=..., with {{ and }} for the braces of a path."
+        raise_listed(CheckpointError, f"{head}\nNames with braces have no rules:", braces, hint)
         # An Einsum has text for the order of its dimensions, so its kernel may have any.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
         matching = _Matching(
             {name: unknown[name].shape for name in sorted(unknown)},
-            {path: array.leaf.shape for path, array in to_fill.items() if path not in filled},
+            shapes,
             in_any_order={path for path, x in to_fill.items() if id(x.variable) in einsums},
         )
 
@@ -233,8 +237,9 @@ class _Matching:
         in_any_order: Collection[str],
     ):
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
-        # The template of tensors → their numbers → the rules of the arrays that each fills.
-        self._rules: dict[str, dict[Numbers, list[Tensor]]] = {}
+        # The template of tensors → their numbers → the paths of the arrays that each fills, with
+        # the rules for these.
+        self._rules: dict[str, dict[Numbers, dict[str, Tensor]]] = {}
         self._ambiguous, self._misfits = list[str](), list[str]()  # lines of the error
         # The names of tensors and the paths of arrays that are in a rule, or in one of these lines.
         self._settled: set[str] = set()
@@ -296,7 +301,7 @@ class _Matching:
         # A fused tensor fills several arrays, so it is in several links.
         by_numbers = self._rules.setdefault(template, {})
         for numbers in fit.sources:
-            by_numbers.setdefault(numbers, []).append(tensor)
+            by_numbers.setdefault(numbers, {})[fit.path] = tensor
         key = template, link.arrays.template.text, tensor.dimensions
         if key in self._keys_of_matches:
             return
@@ -373,7 +378,8 @@ class _Matching:
         r"""Returns the rules of all tensors, in the order of the file; sorts the table likewise.
 
         If all tensors of a template have the same rule, its pattern is ``h\.(\d+)\.up``. If layers
-        differ, as in every fourth one, each has a rule of its own, such as ``h\.(3)\.up``.
+        differ, as in every fourth one, each has a rule of its own, such as ``h\.3\.up``. So have
+        names with numbers such as 03, which {0} would not write again.
         """
         rules: dict[str, Rule] = {}
         for group in self._tensors:
@@ -383,12 +389,14 @@ class _Matching:
                 rules[_pattern(template)] = None
                 continue
             by_numbers = self._rules[template]
-            first, *others = by_numbers.values()
-            if all(tensors == first for tensors in others):
+            first, *others = ([*by_path.values()] for by_path in by_numbers.values())
+            has_zeros = any(re.search(r"\b0[0-9]", name) for name in group.names.values())
+            if all(tensors == first for tensors in others) and not has_zeros:
                 rules[_pattern(template)] = _rule(first)
                 continue
-            for numbers, tensors in by_numbers.items():
-                rules[_pattern(template, numbers)] = _rule(tensors)
+            for numbers, by_path in by_numbers.items():
+                tensors = [_without_groups(*item, numbers) for item in by_path.items()]
+                rules[re.escape(group.names[numbers])] = _rule(tensors)
         order = {group.template.text: index for index, group in enumerate(self._tensors)}
         self.matches.sort(key=lambda match: order[match.tensor])
         return rules
@@ -499,11 +507,16 @@ def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
                 fit.ways = [way for way in fit.ways if fit.dimension_of(counter, way) in common]
 
 
-def _pattern(template: str, numbers: Numbers | None = None) -> str:
-    r"""Returns the regular expression for the names of a template, with a group for each number.
+def _pattern(template: str) -> str:
+    r"""Returns the pattern of the names of a template: ``h\.(\d+)\.up`` of ``h.{}.up``."""
+    return r"(\d+)".join(map(re.escape, template.split("{}")))
 
-    The template ``h.{}.up`` becomes ``h\.(\d+)\.up``, or with the numbers ``(3,)``, ``h\.(3)\.up``.
-    """
-    first, *rest = map(re.escape, template.split("{}"))
-    groups = [r"(\d+)"] * len(rest) if numbers is None else [f"({number})" for number in numbers]
-    return first + "".join(group + text for group, text in zip(groups, rest, strict=True))
+
+def _without_groups(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
+    """Returns the rule of one tensor and one array, with its numbers in place of ``{0}``, …."""
+    dimensions, put = tensor.dimensions, {**tensor.put}
+    for i, number in enumerate(numbers):
+        if dimensions and f"{{{i}}}" in dimensions:  # the array has what this number counts
+            dimensions = dimensions.replace(f"{{{i}}}", f"stack{i}")
+            put[f"stack{i}"] = number
+    return Tensor(path, dimensions, take=tensor.take, put=put, **tensor.sizes)

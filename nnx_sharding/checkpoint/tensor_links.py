@@ -153,8 +153,12 @@ class Link:
                 stacks.append(Stacked(f"{{{i}}}", size=len({*columns[i]}), tensor_index=None))
         for i, counter in enumerate(array_counters):
             if counter not in tensor_counters:
+                # Any key may count, such as "my-blocks", but only some words can name an axis.
+                axis = (
+                    f"{counter}s" if re.fullmatch("(?!dimension)[a-z_]+", counter) else f"stack{i}"
+                )
                 size = self._array_counts[i]
-                stacks.append(Stacked(f"{counter}s", size=size, tensor_index=numbers[i]))
+                stacks.append(Stacked(axis, size=size, tensor_index=numbers[i]))
         return tuple(stacks)
 
     @functools.cached_property

@@ -45,7 +45,7 @@ _KINDS = {
 }
 _LAYERS = {"layer", "layers", "block", "blocks", "h", "resblocks"}
 # A number that counts layers or the like: a segment of its own, or at the end of `layers_3`.
-_NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)(\d+)(?=[./]|$)")
+_NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)([0-9]+)(?=[./]|$)")
 _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "params", "backbone"}
 # What tells apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
@@ -103,6 +103,11 @@ class Template(NamedTuple):
     in_layer: bool
     part: str
     kind: str
+
+    @property
+    def spelling(self) -> tuple[str, ...]:
+        """The words before the last one as the name has them, where ``up`` and ``Up`` differ."""
+        return (*re.split("[./]", self.text)[:-1],)
 
     @property
     def place(self) -> tuple[bool, str]:
@@ -241,16 +246,17 @@ Pairs: TypeAlias = list[tuple[Template, Template]]
 def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
     """Pairs the templates of tensors and of arrays that all have one role, such as "q" weights.
 
-    Templates are a pair if they are the only ones on their sides with the same words, such as
-    ``("layers", "cross_attn", "q")``. If the words differ, the same context will do, such as
-    ``{"cross_attn"}``. If one template is left on each side, nothing else can be meant.
+    Templates are a pair if they are the only ones on their sides with the same spelling, or the
+    same words, such as ``("layers", "cross_attn", "q")``. If the words differ, the same context
+    will do, such as ``{"cross_attn"}``. If one template is left on each side, nothing else can be
+    meant.
 
     Returns:
       The pairs; then, of the templates that are left, all pairs that are possible.
     """
     left, right = [*tensors], [*arrays]  # what has no pair yet
     pairs: Pairs = []
-    for key in attrgetter("words"), attrgetter("context"):
+    for key in map(attrgetter, ("spelling", "words", "context")):
         for value in dict.fromkeys(map(key, left)):  # a copy, as `left` changes
             tensors_with_key = [template for template in left if key(template) == value]
             arrays_with_key = [template for template in right if key(template) == value]

@@ -414,7 +414,9 @@ def _places_by_rule(
 
 
 # The parts of a pattern from which names can be made. Of `h\.(\d+)`: `h`, `\.` and `(\d+)`.
-_PART = re.compile(r"(?P<group>\((?:[^()\\]|\\.)*\))|\\(?P<escaped>\W)|(?P<character>[\w\-/.:])")
+_PART = re.compile(
+    r"(?P<group>\((?:[^()\\]|\\.)*\))|\\(?P<escaped>\W)|(?P<character>[^\\()\[\]{}|?*+^$])"
+)
 # What a group that captures has inside: `\d+` of `(\d+)` and of `(?P<layer>\d+)`.
 _GROUP = re.compile(r"\((?:\?P<\w+>)?(?P<inside>(?!\?).*)\)", re.DOTALL)
 
@@ -430,11 +432,11 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
     for part in _PART.finditer(pattern.pattern):
         if part["group"] and (group := _GROUP.fullmatch(part["group"])):
             inside.append(group["inside"])
-    # All but the places of numbers is matched as it is.
-    escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     seen: set[int] = set()
 
     def group_of_number(match: re.Match[str]) -> str:
+        if match[1] is None:  # a brace, which is written twice as in `str.format`
+            return match[0][:2]
         number = int(match[1])
         if number in seen:
             return f"(?P=group{number})"
@@ -443,7 +445,9 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
         text = inside[number] if number < len(inside) else ".+"
         return f"(?P<group{number}>{text})"
 
-    return re.compile(re.sub(r"{(\d+)}", group_of_number, escaped))
+    # All but numbers and braces is matched as it is: `{0}` is `\{0\}` once it is escaped.
+    escaped = re.escape(template)
+    return re.compile(re.sub(r"\\{(\d+)\\}|\\{\\{|\\}\\}", group_of_number, escaped))
 
 
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:

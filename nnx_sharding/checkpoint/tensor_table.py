@@ -17,6 +17,7 @@ from ..analysis.json_codec import file_path
 from ..analysis.tables import Pictured, table
 from ..core.publishing import write_file
 from ..errors import CheckpointError
+from .tensor_names import read_name
 from .tensor_rules import Rule, Tensor, read_rules
 
 
@@ -108,10 +109,11 @@ def loaded_rules(rules: Mapping[str, Rule] | str | os.PathLike[str]) -> Mapping[
 def _template(pattern: str) -> str:
     r"""Returns the names that a pattern matches, with {} for each group.
 
-    ``h\.(\d+)\.up`` and ``h\.(3)\.up``, the rule of one layer, both become ``h.{}.up``.
+    ``h\.(\d+)\.up`` and ``h\.3\.up``, the rule of one layer, both become ``h.{}.up``.
     """
     with_holes = re.sub(r"\([^()]*\)", "{}", pattern)  # h\.{}\.up
-    return re.sub(r"\\(.)", r"\1", with_holes)  # without backslashes
+    template, _ = read_name(re.sub(r"\\(.)", r"\1", with_holes))  # without backslashes
+    return template.text
 
 
 def _text(rule: Rule) -> str:
