@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 import nnx_sharding
 from graphs import Memory
 from libraries import FULL, assert_same, node
-from nnx_sharding import custom_jvp, custom_vjp, grad, jit, jvp, remat, scan, vmap
+from nnx_sharding import custom_jvp, custom_vjp, jit, jvp, remat, scan, vmap
 
 NO_UPDATES: tuple[dict[str, Any], ...] = ({"graph": False}, {"graph": True, "graph_updates": False})
 X = jnp.linspace(0.1, 1, 3)
+# In any mode of Flax, gradients of modules are states.
+grad = functools.partial(nnx_sharding.grad, **FULL)
 
 
 class Model(nnx.Module):
@@ -277,7 +279,7 @@ class AsJaxTest(parameterized.TestCase):
 
 
 def grad_of(f):
-    return nnx_sharding.value_and_grad(lambda m, x: f(m, x).sum(), argnums=(0, 1))
+    return nnx_sharding.value_and_grad(lambda m, x: f(m, x).sum(), argnums=(0, 1), **FULL)
 
 
 class OwnTest(parameterized.TestCase):
@@ -293,7 +295,7 @@ class OwnTest(parameterized.TestCase):
         m, seen = Model(), []
         m.a.set_metadata(note=note)
 
-        @custom_vjp
+        @custom_vjp(**FULL)
         def f(m):
             return m(X).sum()
 
@@ -348,7 +350,7 @@ class OwnTest(parameterized.TestCase):
         np.testing.assert_allclose(jvp(after, (X,), (jnp.ones(3),))[1], [4] * 3)
 
     def test_traced_nondifferentiated_arguments_and_modules_as_outputs(self):
-        f = custom_vjp(lambda n, x: node(y=nnx.Param(n * x)), nondiff_argnums=(0,))
+        f = custom_vjp(lambda n, x: node(y=nnx.Param(n * x)), nondiff_argnums=(0,), **FULL)
         f.defvjp(lambda n, x: (f(n, x), x), lambda n, x, g: (n * g[1]["y"][...] + x,))
         found = jit(lambda n, x: grad(lambda x: f(n, x).y[...].sum())(x))(jnp.float32(3), X)
         np.testing.assert_allclose(found, 3 + X)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import Statistics, assert_same, node
+from libraries import FULL, Statistics, assert_same, node
 from nnx_sharding import jvp, linearize, vjp
 
 X = jnp.linspace(-1, 1, 3)
@@ -95,7 +95,7 @@ class ValuesTest(parameterized.TestCase):
 
     @parameterized.parameters(*PROGRAMS)
     def test_graph_updates_change_nothing(self, program):
-        full = program(nnx_sharding, graph=True, graph_updates=True)
+        full = program(nnx_sharding, **FULL)
         assert_same(full, program(nnx_sharding, graph=False))
 
     def test_attributes_are_set_with_graph_updates(self):
@@ -104,7 +104,7 @@ class ValuesTest(parameterized.TestCase):
             return x * m.w[...]
 
         m = Model()
-        _, pullback = vjp(fun, m, X)
+        _, pullback = vjp(fun, m, X, **FULL)
         assert jnp.array_equal(m.seen[...], X)
         of_model, of_x = pullback(jnp.ones(3))
         assert not hasattr(of_model, "seen") and jnp.array_equal(of_x, m.w[...])
@@ -112,7 +112,7 @@ class ValuesTest(parameterized.TestCase):
     def test_shared_variables_have_one_cotangent(self):
         w = nnx.Param(jnp.float32(3))
         a, b = node(w=w), node(w=w)
-        _, pullback = vjp(lambda a, b: a.w[...] * b.w[...], a, b)
+        _, pullback = vjp(lambda a, b: a.w[...] * b.w[...], a, b, **FULL)
         of_a, of_b = pullback(1.0)
         assert of_a.w is of_b.w and float(of_a.w[...]) == 6
         assert a.w is w and float(w[...]) == 3
