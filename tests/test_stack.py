@@ -93,6 +93,21 @@ def with_tied_parts():
     return layers
 
 
+def with_partly_shared(*numbers):
+    """Layers whose kernels are those of the layers with these numbers."""
+    layers = blocks()
+    kernels = [layer.kernel for layer in layers]
+    for layer, number in zip(layers, numbers, strict=True):
+        layer.kernel = kernels[number]
+    return layers
+
+
+def with_chained_parts():
+    """The second kernel of each layer is the first one of the next layer."""
+    kernels = [param(np.eye(WIDTH)) for _ in range(3)]
+    return [node(first=kernels[i], second=kernels[i + 1]) for i in range(2)]
+
+
 def with_masks(differ):
     layers, mask = blocks(), jnp.tril(jnp.ones((WIDTH, WIDTH)))
     for i, layer in enumerate(layers):
@@ -306,6 +321,11 @@ class ListTest(parameterized.TestCase):
         assert layers[0].kernel is layers[1].kernel is layers.layers.kernel
         tied = stack(with_tied_parts())[1]
         assert tied.tied is tied.kernel
+        outside = with_shared_kernel()[0].kernel  # such as an embedding
+        layers = blocks()
+        for layer in layers:
+            layer.kernel = outside
+        assert stack(layers).layers.kernel is outside
 
     def test_copies(self):
         layers = stack(blocks())
@@ -438,6 +458,16 @@ class ErrorTest(parameterized.TestCase):
             TypeError,
             "no arguments for making layers, got prefech",
             lambda: stack([MLP()], prefech=1),
+        ),
+        (
+            ValueError,
+            r"some layers only.*\n  layers\[0\].kernel is layers\[2\].kernel\nLet all",
+            lambda: stack(with_partly_shared(0, 1, 0)),
+        ),
+        (
+            ValueError,
+            r"\n  layers\[0\].second is layers\[1\].first\nLet all",
+            lambda: stack(with_chained_parts()),
         ),
         (ValueError, "expected at least one module", lambda: stack([])),
         (ValueError, "expected a positive length", lambda: stack(Block, 0, rngs=nnx.Rngs(0))),

@@ -28,7 +28,7 @@ From other modules:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -47,7 +47,7 @@ from ..core.structure import Location, NodeEntry
 from ..errors import raise_listed
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.fitting import show, with_entries
-from ..specs.paths import Path
+from ..specs.paths import Path, accessor
 from .in_trace import replace_slots
 from .mapped_axes import Carry, StateAxes
 from .prefetching import prefetching
@@ -277,13 +277,15 @@ def stack(
 
     Returns:
       The stack, with copies of the values in the list; what all modules of the list share stays
-      shared.
+      shared, also with what else uses it, such as an embedding. A Variable of a single layer is
+      copied, and no longer tied to what else uses it.
 
     Raises:
       TypeError: ``layers`` is neither a list of modules nor what makes one, or a list comes with
         arguments for making layers; or, when the stack is called, a layer returns another
         structure, shape or dtype than it gets.
-      ValueError: there are no layers, or they differ in more than the values of arrays.
+      ValueError: there are no layers, they differ in more than the values of arrays, or some of
+        them, but not all, share a Variable.
 
     Example:
       >>> import jax.numpy as jnp
@@ -393,10 +395,33 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
             arrays = [flat.leaves[slot] for flat in flats]
             # Layers may be abstract, or offloaded: then their stack is, too.
             joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)
+    _refuse_partly_shared(flats, shared)
     layer = with_arrays(first, joined)
     # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
     return _Stacked(layer, shared)
+
+
+def _refuse_partly_shared(flats: Sequence[Flat], shared: Collection[Path]) -> None:
+    """Raises a ``ValueError`` for Variables that some layers share, but not all at one path.
+
+    Stacked, such a Variable would become one slice for each of these layers, which then train
+    apart. ``shared`` has the paths of what all layers share.
+    """
+    places: dict[int, list[str]] = {}  # of each Variable in the layers, by its id
+    for number, flat in enumerate(flats):
+        for location in locations_of(flat):
+            if location.slots and is_in_variable(flat, location) and location.path not in shared:
+                variable = flat.objects[cast(int, location.object_index)]
+                place = accessor(f"layers[{number}]", location.path)
+                places.setdefault(id(variable), []).append(place)
+    raise_listed(
+        ValueError,
+        "stack: these Variables are shared by some layers only, and would become separate copies:",
+        [f"  {' is '.join(names)}" for names in places.values() if len(names) > 1],
+        "Let all layers share them, make one layer of each group that repeats them, or keep a list "
+        "of layers. If they are to be separate, pass a copy (nnx.clone).",
+    )
 
 
 def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
