@@ -465,6 +465,15 @@ class ExplainedTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "P.'a',. for x.*'a', which stays automatic"):
             fun(jnp.ones(8))
 
+    @parameterized.product(on_committed=("error", "move"), has_mesh=(True, False))
+    def test_what_is_committed_over_other_axes_keeps_its_sharding(self, on_committed, has_mesh):
+        options = {"mesh": mesh24()} if has_mesh else {}
+        options |= {"axis_names": {"b"}, "in_specs": P("b"), "out_specs": P("b")}
+        fun = shard_map(lambda x: x, on_committed=on_committed, **options)
+        error = f"'{on_committed}' needs .* leaves out 'a', over"
+        with jax.set_mesh(mesh24()), self.assertRaisesRegex(ValueError, error):
+            fun(jnp.ones(8))
+
     @parameterized.parameters(("psum", "b"), ("pmean", "b"), ("all_gather", "b"))
     def test_the_remedy_works(self, name, axis):
         def f(x):

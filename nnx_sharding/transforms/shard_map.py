@@ -131,8 +131,19 @@ class _ShardMap(Sharded):
         # If some axes stay automatic, arrays may be sharded over these, which the specs do not say:
         # arrays keep the sharding that they have.
         new = super().in_context()
-        is_fully_manual = new.context and new.usable_axes == frozenset(new.context.axis_names)
-        return new if is_fully_manual else dataclasses.replace(new, on_committed="leave")
+        if new.context is None:  # the missing mesh is an error elsewhere
+            return new
+        automatic = [axis for axis in new.context.axis_names if axis not in new.usable_axes]
+        if not automatic:
+            return new
+        if self.on_committed != "reshard":
+            raise ValueError(
+                f"shard_map: on_committed={self.on_committed!r} needs a function that is manual "
+                f"over all axes, but axis_names={set(self.axis_names)!r} leaves out "
+                f"{', '.join(map(repr, automatic))}, over which arrays keep the sharding that they "
+                "have. Leave one of the two options out."
+            )
+        return dataclasses.replace(new, on_committed="leave")
 
     def check_outputs(
         self,
@@ -470,8 +481,9 @@ def shard_map(
       jit: False runs operation by operation at top level, to debug with prints and breakpoints.
       on_committed: what to do with Variables and arrays of modules that are committed to a
         sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
-        ``"move"`` to do so for all arrays, also from other devices; or ``"error"``. Without effect
-        if ``axis_names`` leaves axes out, over which arrays keep the sharding that they have.
+        ``"move"`` to do so for all arrays, also from other devices; or ``"error"``. The last two
+        need a function that is manual over all axes: over others, which the specs do not name,
+        arrays keep the sharding that they have.
       on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
         full dimension instead of a shard.
       strict: make every warning of this library an error.
@@ -486,7 +498,8 @@ def shard_map(
       TypeError: ``f`` is not callable, or the mesh or a spec has another type; at a call, no
         ``in_specs`` on a mesh that is not Explicit.
       ValueError: an option has a value other than those above; at a call, no mesh is in context,
-        the specs do not fit the mesh or the arguments, or JAX cannot prove that a result is as
+        the specs do not fit the mesh or the arguments, ``axis_names`` leaves axes of the mesh out
+        and ``on_committed`` is not ``"reshard"``, or JAX cannot prove that a result is as
         replicated as its spec declares.
       StrictError: at a call, with ``strict``.
       RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
