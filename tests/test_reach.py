@@ -752,6 +752,28 @@ def custom_vjp(fun):
     return run
 
 
+def custom_jvp(fun):
+    run = nnx_sharding.custom_jvp(fun)
+    run.defjvp(lambda primals, tangents: (fun(*primals), fun(primals[0], tangents[1])))
+    return run
+
+
+def rule_of_custom_jvp(fun):
+    run = nnx_sharding.custom_jvp(lambda layer, x: x)
+    run.defjvp(lambda primals, tangents: (primals[1], fun(primals[0], tangents[1])))
+    return lambda layer, x: nnx_sharding.jvp(lambda x: run(layer, x), (x,), (x,))[1]
+
+
+def condition_of_while_loop(fun):
+    def below(carry):
+        return carry[0] < fun(carry[1], jnp.float32(1))
+
+    def body(carry):
+        return carry[0] + 1, carry[1]
+
+    return lambda layer, x: nnx_sharding.while_loop(below, body, (0, layer))[0] * x
+
+
 def checkify(fun):
     run = nnx_sharding.checkify(fun)
     return lambda layer, x: run(layer, x)[1]
@@ -804,6 +826,7 @@ def scan_of_a_stack(fun):
 TRANSFORMS = (
     *(remat, remat_anew, vmap, scan, scan_of_the_function, cond, switch, while_loop, fori_loop),
     *(fori_loop_of_unknown_length, grad, value_and_grad, vjp, jvp, linearize, custom_vjp),
+    *(custom_jvp, rule_of_custom_jvp, condition_of_while_loop),
     *(checkify, shard_map, make_jaxpr, stacked, scan_of_a_stack, jit),
 )
 # Each calls a function of x, which returns three numbers, in a trace or in none.
@@ -864,7 +887,10 @@ SURROUNDINGS = {
     "checkify": lambda fun, x: nnx_sharding.checkify(lambda x: fun(x))(x)[1],
     "shard_map": in_shard_map,
     "stack": in_a_stack,
+    # All functions here are linear, so that their derivative times x is what they return.
+    "derivative": lambda fun, x: tuple(x * slope for slope in jax.jacrev(fun)(x)),
 }
+LOOPS_OF_UNKNOWN_LENGTH = while_loop, fori_loop_of_unknown_length, condition_of_while_loop
 
 
 def exists(name, transform, surrounding, kind):
@@ -873,12 +899,18 @@ def exists(name, transform, surrounding, kind):
         return False  # not in a trace, so it keeps what it captured, as jax.jit does
     if transform is custom_vjp and surrounding in ("jvp", "linearize"):
         return False  # it has no forward mode
-    if transform is custom_vjp and kind == "array" and surrounding in ("grad", "vjp"):
+    custom = custom_vjp, custom_jvp, rule_of_custom_jvp
+    derivatives = "grad", "vjp", "jvp", "linearize", "custom_vjp", "derivative"
+    if transform in custom and kind == "array" and surrounding in derivatives:
         return False  # JAX lets no tracers of derivatives into these
+    if surrounding == "derivative" and transform in (*LOOPS_OF_UNKNOWN_LENGTH, custom_vjp):
+        return False  # without reverse mode, or with a derivative of its own
+    if transform in (condition_of_while_loop, custom_jvp) and name.startswith("random_"):
+        return False  # no numbers of steps, and others in the rule than in the function
     if transform is shard_map and surrounding == "shard_map":
         return False  # over another mesh
     unbound = ("default", "keyword_default", "partial_keyword", "wrapped")
-    if transform is custom_vjp and name in unbound:
+    if transform in (custom_vjp, custom_jvp) and name in unbound:
         return False  # its rules get all arguments by position
     if name.startswith("argument_setting") and transform in (stacked, scan_of_a_stack):
         return False  # their layers are no arguments
@@ -956,6 +988,112 @@ def test_a_hundred_cells(name):
     of_way = [cell for cell in CELLS if cell[0] == name]
     for cell in random.sample(of_way, min(100, len(of_way))):
         check(cell)
+
+
+# Filters that the user gives as functions, which read what they reach as the functions do.
+
+
+class Pair(nnx.Module):
+    def __init__(self):
+        self.a, self.b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+
+
+class Pairs(nnx.Module):
+    def __init__(self):
+        self.a, self.b = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jnp.tanh(self.b(jnp.tanh(self.a(x))).sum())
+
+
+def of_shapes(pair):
+    """A number that differs if another one of both arrays has lost its dimension, or a part."""
+    return jnp.float32(2 * pair.a.size + pair.b.size)
+
+
+def vmap_by_filter(chosen):
+    run = nnx_sharding.vmap(of_shapes, in_axes=nnx_sharding.StateAxes({chosen: 0, ...: None}))
+    return lambda: run(Pair())[0]
+
+
+def vmap_of_results_by_filter(chosen):
+    axes = nnx_sharding.StateAxes({chosen: 0, ...: None})
+    run = nnx_sharding.vmap(Pair, out_axes=axes, axis_size=3)
+    return lambda: of_shapes(run())
+
+
+def scan_by_filter(chosen):
+    axes = Carry, nnx_sharding.StateAxes({chosen: 0, ...: None})
+    run = nnx_sharding.scan(lambda carry, pair: (carry, of_shapes(pair)), in_axes=axes)
+    return lambda: run(0.0, Pair())[1][0]
+
+
+def shard_map_by_filter(chosen):
+    mesh = jax.make_mesh((2,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = nnx_sharding.StateSharding({chosen: P("z"), ...: P()})
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": P(), "check_vma": False}
+    run = nnx_sharding.shard_map(of_shapes, **options)
+    return lambda: run(Pair())
+
+
+def grad_by_filter(chosen):
+    run = nnx_sharding.grad(lambda pair: pair.a.sum() + pair.b.sum(), wrt=chosen)
+    return lambda: 1.0 if "a" in run(Pair()) else 0.0
+
+
+def remat_by_filter(chosen):
+    run = nnx_sharding.remat(lambda pairs, x: pairs(x), policy={chosen: "save"})
+    residuals = nnx_sharding.make_jaxpr(nnx_sharding.grad(run, argnums=1))
+
+    def named():
+        text = str(residuals(Pairs(), jnp.ones((1, 2))))
+        first, last = text.index("name["), text.rindex("tanh")
+        return float(text.count("dot_general", 0, first)) + 0.0 * last
+
+    return named
+
+
+BY_FILTER = (
+    *(vmap_by_filter, vmap_of_results_by_filter, scan_by_filter, shard_map_by_filter),
+    *(grad_by_filter, remat_by_filter),
+)
+
+
+def results_by_filter(transform, name, surrounding):
+    """What three calls return, and what they would if the filter was given anew in each."""
+    reader = WAYS[name][0]()
+    fun = next(reader)
+
+    def chosen(path, _):
+        with jax.ensure_compile_time_eval():  # a filter decides while a function is traced
+            return (fun(None, 1.0) > 2.5) == ("a" in path)
+
+    numbers = 2.0, 3.0, 2.0
+    expected = [transform(lambda path, _, n=n: (n > 2.5) == ("a" in path))() for n in numbers]
+    run = transform(chosen)
+
+    def three_calls(x):
+        found = []
+        for number in numbers:
+            reader.send(number)
+            found.append(x * run())
+        return tuple(found)
+
+    return SURROUNDINGS[surrounding](three_calls, jnp.float32(1)), expected
+
+
+@pytest.mark.parametrize("transform", BY_FILTER)
+@pytest.mark.parametrize("is_nested", (False, True))
+def test_each_transform_by_a_filter(transform, is_nested):
+    """A filter may be a function that reads a global, and choose otherwise in the next call."""
+    # No arguments, nor what is an array of a trace: a filter decides while a function is traced.
+    others = "argument_", "random_", "variable", "module_variable", "another_module", "wrapped_by"
+    names = [name for name in WAYS if not name.startswith(others)]
+    surrounding = random.choice([*SURROUNDINGS][1:]) if is_nested else "top level"
+    cell = transform, random.choice(names), surrounding
+    found, expected = results_by_filter(*cell)
+    assert expected[0] != expected[1]
+    assert [*map(float, found)] == [*map(float, expected)], cell
 
 
 # What is used again, and what cannot be listed.

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..errors import raise_listed
+from ..specs.filters import is_opaque, to_predicate
 from ..specs.fitting import show, suggested_spec
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
@@ -117,6 +118,7 @@ class Specs:
       rules: its leaves: a spec, or a ``StateSharding`` with one for each filter.
       written: all specs, with those in a ``StateSharding``.
       depend_on_values: whether shapes and dtypes matter, to a predicate of the user.
+      predicates: the filters in ``rules`` that are functions or objects of the user.
       has_partition_spec: whether any spec needs a mesh.
       may_hold_none: whether arguments, or parts of them, can have None.
     """
@@ -135,10 +137,12 @@ class Specs:
         self._key = (self.rules, treedef)  # by which two prefixes are equal
         written: list[Any] = []
         self.depend_on_values = False
+        self.predicates: list[Any] = []
         for rule in self.rules:
             if isinstance(rule, StateSharding):
                 written += rule.shardings
                 self.depend_on_values |= rule.depends_on_values
+                self.predicates += filter(is_opaque, map(to_predicate, rule.filters))
             else:
                 written.append(rule)
         self.written = tuple(written)

@@ -29,6 +29,7 @@ from ..specs.fitting import (
 from ..specs.types import AnyMesh, Arrays, Spec
 from .call_context import Caller
 from .constrain import mesh_of_types, type_as, type_mesh
+from .fingerprint import fingerprint_of
 from .flatten import Flat
 from .prefixes import Specs
 from .problems import no_mesh
@@ -63,6 +64,7 @@ class Dependencies(NamedTuple):
     mesh: AnyMesh | None = None  # the one in context, if specs need a mesh
     types: tuple[Hashable, ...] | None = None  # shapes and dtypes of all arrays, if they matter
     specs: tuple[PartitionSpec, ...] | None = None  # of all arrays, if their types say them
+    filters: Hashable = None  # what functions of the user that choose specs can read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,21 @@ class Transform:
     def dependencies(self, leaves: Arrays) -> Dependencies:
         """Returns what the plan of a call with these arrays depends on."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+        filters: Hashable = None
+        predicates = (*self.in_specs.predicates, *self.out_specs.predicates)
+        if predicates and not self.keeps_captures:
+            # What they read may not be listed. Then they are asked in each call: no key is equal.
+            filters = fingerprint_of(predicates) or object()
         return Dependencies(
             mesh=_compat.context_mesh() if self.reads_context else None,
             types=tuple(types) if self.reads_shapes else None,
+            filters=filters,
         )
+
+    @property
+    def traced_filters(self) -> Sequence[Any]:
+        """The predicates of the user that a trace asks, so that it depends on what they read."""
+        return self.out_specs.predicates
 
     def in_context(self) -> Self:
         """Returns this transform with the mesh that applies now."""

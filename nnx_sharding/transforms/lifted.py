@@ -215,7 +215,7 @@ class LiftedFunction(Generic[P, R]):
         # Static values in the arguments, such as an activation function in an attribute, have
         # globals and closures of their own.
         statics = plan.reached_from(flat.objects)
-        return fingerprint_of([*functions, *statics])
+        return fingerprint_of([*functions, *statics, *self._transform.traced_filters])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
         """Returns the program of a plan in which the function was traced with what it reaches."""

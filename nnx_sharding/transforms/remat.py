@@ -176,6 +176,13 @@ class _Remat(InnerTransform):
     policy: Callable[..., bool] | _Rules | None  # the policy; None to keep nothing
     prevent_cse: bool  # as in ``jax.checkpoint``
 
+    @property
+    def traced_filters(self) -> Sequence[object]:
+        """The filters of the policy, which are asked when a module is called."""
+        return (
+            [filter_ for filter_, _ in self.policy.rules] if isinstance(self.policy, _Rules) else ()
+        )
+
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Gives the outputs of modules names for the policy, if the user's policy has filters.
 
