@@ -92,9 +92,6 @@ def collective(kind, name, axes, size, **more):
         "flops_beside": 0,
         "bytes_beside": 0,
         "beside": [],
-        "scheduled_in": "main.9",
-        "flops_before": 0,
-        "bytes_before": 0,
         **more,
     }
 

@@ -622,8 +622,8 @@ ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
         found = collectives_of(hlo, {"data": 4})
         assert sorted(x.bytes_beside for x in found) == [0, read, read]
 
-    @parameterized.parameters(0.25, 0.5, 1.0, 2.0)
-    def test_collectives_share_links_and_what_they_hide_behind(self, seconds):
+    @parameterized.parameters(0.25, 0.5, 1.0, 2.0, 4.0)
+    def test_collectives_wait_for_what_does_not_hide(self, seconds):
         gather = "replica_groups=[1,4]<=[4], dimensions={0}, use_global_device_ids=true"
         dot = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
         hlo = f"""HloModule test, is_scheduled=true, num_partitions=4
@@ -643,19 +643,12 @@ ENTRY %main (x: f32[128,128], k: f32[32,128]) -> f32[128,128] {{
 """
         product = 2 * 128**3
         own = Hardware("own", product, 2**30, 1e9, 3 * 128 * 128 * 4 // 4 / seconds)
-
-        def waits(hlo):
-            found = roofline_of(None, collectives_of(hlo, {"data": 4}), own)
-            assert found.hidden is not None
-            return found.exposed_s
-
-        # The first is sent beside a product; the second and the third after it, and after that.
-        sent = max(seconds, 1) + 2 * seconds - 1
-        assert waits(hlo) == pytest.approx(sent)
-        # Without the third: what is left of the two after both products.
-        line = next(line for line in hlo.splitlines() if "%waits =" in line)
-        hlo = hlo.replace(f"{line}\n", "").replace("%y, %waits", "%y, %y")
-        assert waits(hlo) == pytest.approx(max(0, max(seconds, 1) + seconds - 2))
+        found = roofline_of(Cost(3 * product, 0.0, 0.0, "s"), collectives_of(hlo, {"data": 4}), own)
+        # The first hides behind two products, the second behind one, and the third behind none.
+        assert [row.compute_s for row in found.hidden] == [2, 1]
+        waits = max(0, seconds - 2) + max(0, seconds - 1) + seconds
+        assert found.exposed_s == pytest.approx(waits)
+        assert found.estimate == pytest.approx(max(3 * seconds, 3 + waits))
 
     def test_a_time_needs_all_its_figures(self):
         own = Hardware("own", 1e12, 2**30, 1e11, 1e10)

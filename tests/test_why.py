@@ -388,6 +388,14 @@ def test_remarks_of_the_compiler_in_the_users_names(level, tmp_path, monkeypatch
     assert re.search(rf"sin in model\.up( \(test_why\.py:\d+\))?: {re.escape(expected)}", error)
 
 
+@pytest.mark.usefixtures("uncached")
+def test_the_compiler_warns_once(capfd):
+    program = moved()
+    assert capfd.readouterr().err.count("Involuntary full rematerialization") == 1
+    assert program.by_module().peak == program.memory().peak  # compiles again
+    assert capfd.readouterr().err == ""
+
+
 def test_activations_after_a_constraint_that_leaves_out_dimensions():
     def run(model, x):
         return model(x).sum()

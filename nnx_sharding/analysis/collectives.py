@@ -21,7 +21,7 @@ From other modules:
     Groups         tuples with the numbers of the devices that exchange data with each other
     Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
     Use            the purpose, the parameters and the module of a collective
-    Overlap        finds what is `Scheduled`: computed while a collective is in progress, or before
+    Overlap        finds what is `Scheduled` while a collective is in progress
     Located        an instruction, and the computation that it is in
     operations     the names that XLA has joined to the name of one instruction
 
@@ -53,7 +53,6 @@ from .slices import Placed, Position, groups_between, groups_within, positions_o
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 from .values import Located, Value
-from .work import Work
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,9 +107,6 @@ class Collective:
         compiler for TPUs chooses; 0 if the device waits for it.
       bytes_beside: what it reads and writes meanwhile.
       beside: the operations with most of these flops.
-      scheduled_in: the computation that schedules it: for a fused one, that of the fusion.
-      flops_before, bytes_before: what the device computes, reads and writes in one run of that
-        before this starts; 0 if no collective runs while the device computes.
     """
 
     kind: CollectiveKind
@@ -135,9 +131,6 @@ class Collective:
     flops_beside: int = 0
     bytes_beside: int = 0
     beside: tuple[str, ...] = ()
-    scheduled_in: str = ""
-    flops_before: int = 0
-    bytes_before: int = 0
 
     @property
     def total_bytes_sent(self) -> int:
@@ -440,8 +433,7 @@ def _collective(
     size = max(map(len, members.groups), default=1)
     payload = _payload(instruction, computation, module=module, group_size=size)
     runs = module.runs[computation.name]  # as often as the computation that it is in
-    # If the device waits for it, nothing else is done meanwhile.
-    schedule = Scheduled(home=computation.name, before=Work(), beside=Work(), operations=())
+    schedule = Scheduled()
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
     return Collective(
@@ -461,12 +453,9 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
-        flops_beside=schedule.beside.flops,
-        bytes_beside=schedule.beside.bytes_accessed,
+        flops_beside=schedule.work.flops,
+        bytes_beside=schedule.work.bytes_accessed,
         beside=schedule.operations,
-        scheduled_in=schedule.home,
-        flops_before=schedule.before.flops,
-        bytes_before=schedule.before.bytes_accessed,
         **use._asdict(),
     )
 

@@ -20,17 +20,16 @@ From other modules:
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import NamedTuple
 
 from .hlo import Module
 from .instructions import Computation, Instruction
 from .opcodes import PRODUCTS
 from .values import Value, reached
-from .work import Work, executed_work
+from .work import Work, executed_work, sum_of
 
 
 class _Contents(NamedTuple):
@@ -44,12 +43,10 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 class Scheduled(NamedTuple):
-    """When a collective runs."""
+    """What the device does while one run of a collective is in progress."""
 
-    home: str  # the computation that runs it, of fusions the one around them
-    before: Work  # what the device does before it starts, in one run of this computation
-    beside: Work  # from the start to the end
-    operations: tuple[str, ...]  # the operations with the most flops that run concurrently with it
+    work: Work = Work()  # none if the device waits for it
+    operations: tuple[str, ...] = ()  # those with the most flops
 
 
 class Independent(NamedTuple):
@@ -64,20 +61,17 @@ class Overlap:
 
     def __init__(self, module: Module):
         self._module = module
-        # By the name of a computation: what it contains, and the running sums of its work. Both ask
-        # for those of the computations that it calls, which several may call, so they are kept.
+        # By the name of a computation: what it contains, and its work. Both ask for those of the
+        # computations that it calls, which several may call, so they are kept.
         self._contents: Callable[[str], _Contents] = functools.cache(self._contents_of_computation)
-        self._work_until: Callable[[str], Sequence[Work]] = functools.cache(self._running_sums)
+        self._total_work: Callable[[str], Work] = functools.cache(self._work_of_computation)
         instructions = (x for computation in module.computations for x in computation.instructions)
         collectives = filter(_is_collective, instructions)
         # How many instructions each collective is written as, by channel.
         self._chain_lengths = Counter(map(_channel, collectives))
 
     def scheduled(self, collective: Value) -> Scheduled:
-        """Returns what the device does before and while a collective is in progress.
-
-        ``beside`` is empty work if the program waits for it.
-        """
+        """Returns what the device does from the start of a collective to its end."""
         home = collective.computation
         # The instructions of a fusion are not scheduled: the fusion is, in the computation around.
         for outer, caller in self._module.around(home):
@@ -101,26 +95,16 @@ class Overlap:
         if steps:
             start = steps[0] + 1
             end = max(start, steps[-1])  # a single instruction is start and end: nothing is between
-        between = schedule[start:end]
-        flops = {x.name: self._work_of(x, home).flops for x in between}
-        computing = (x for x in between if flops[x.name] and x.operation)
-        most_flops_first = sorted(computing, key=lambda x: -flops[x.name])
-        operations = dict.fromkeys(x.operation or "" for x in most_flops_first)  # each name once
-        work_until = self._work_until(home)
-        return Scheduled(
-            home=home,
-            before=work_until[start],
-            beside=work_until[end].plus(work_until[start], times=-1),  # the difference
-            operations=tuple(operations)[:3],
+        between = [(x, self._work_of(x, home)) for x in schedule[start:end]]
+        most_flops_first = sorted(between, key=lambda pair: -pair[1].flops)
+        operations = dict.fromkeys(  # each name once
+            x.operation for x, work in most_flops_first if work.flops and x.operation
         )
+        return Scheduled(sum_of(work for _, work in between), tuple(operations)[:3])
 
-    def _running_sums(self, name: str) -> Sequence[Work]:
-        """Sums what is done before each instruction of a computation.
-
-        One more sum than instructions, from no work at first to all of it in the end.
-        """
-        parts = (self._work_of(x, name) for x in self._module.by_name[name].instructions)
-        return [*itertools.accumulate(parts, Work.plus, initial=Work())]
+    def _work_of_computation(self, name: str) -> Work:
+        """Sums the work of one run of a computation, with all that it calls."""
+        return sum_of(self._work_of(x, name) for x in self._module.by_name[name].instructions)
 
     @functools.cached_property
     def _executed(self) -> Mapping[str, Mapping[str, Work]]:
@@ -141,8 +125,7 @@ class Overlap:
             # Others are applied to elements, which the instruction's own work has, or are branches
             # of conditionals that are not taken.
             if callee in self._executed:
-                all_of_it = self._work_until(callee)[-1]
-                total = total.plus(all_of_it, times)
+                total = total.plus(self._total_work(callee), times)
         return total
 
     def products_beside(self, collective: Value) -> Independent | None:

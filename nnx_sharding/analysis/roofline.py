@@ -2,13 +2,14 @@
 
 Three times, each at the peak rate of the hardware: flops, bytes of memory, bytes sent. The last
 follows from the links that collectives send over (`traffic.py`). As scheduled, a collective that is
-in progress while the device computes hides behind that (`_exposed`).
+in progress while the device computes hides behind that (`_communication`). Each is taken alone:
+several that share links, or the compute behind which they hide, may take longer. Yet the estimate
+is no less than the time of all traffic, nor than that of all compute.
 
 From other modules:
 
-    Collective   one collective. As scheduled, the device has done ``flops_before`` when it starts,
-                 and does ``flops_beside`` until it ends; so with bytes of memory. ``times`` is the
-                 number of its runs in one call
+    Collective   one collective. As scheduled, the device does ``flops_beside`` from its start to
+                 its end; so with bytes of memory. ``times`` is the number of its runs in one call
     Transfer     what one collective sends over one kind of link: bytes, and the seconds for all
                  runs, which are None if they are unknown
     Traffic      the sum of transfers over the same links and mesh axes
@@ -60,8 +61,15 @@ class Hidden:
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
-def _hideable(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
-    """Returns the collectives that can hide behind compute; others are left out.
+class _Communication(NamedTuple):
+    """The collectives of a program, as far as they cost time."""
+
+    hidden: tuple[Hidden, ...]  # those that can hide behind compute
+    exposed_s: float  # seconds in which the device waits for them
+
+
+def _communication(transfers: Iterable[Transfer], hardware: Hardware) -> _Communication | None:
+    """Divides the time of collectives into what hides behind compute, and what the device waits.
 
     None if the time for one is unknown.
     """
@@ -70,97 +78,26 @@ def _hideable(transfers: Sequence[Transfer], hardware: Hardware) -> tuple[Hidden
         if transfer.seconds is None:
             return None
         sending_seconds[transfer.collective] += transfer.seconds
-    rows = []
+    hidden, exposed_s = [], 0.0
     for collective, seconds in sending_seconds.items():
-        # The seconds of what the device does while one run of the collective is in progress.
-        beside = _device_seconds(collective.flops_beside, collective.bytes_beside, hardware)
-        if beside:
+        # What the device does while a run of the collective is in progress: flops and accesses to
+        # memory run concurrently.
+        flops_s = collective.flops_beside / hardware.flops
+        memory_s = collective.bytes_beside / hardware.memory_bandwidth
+        # ``times`` is known if the seconds are.
+        compute_s = (collective.times or 1) * max(flops_s, memory_s)
+        exposed_s += max(seconds - compute_s, 0.0)
+        if compute_s:
             row = Hidden(
                 kind=collective.kind,
                 of=collective.of,
                 bytes_sent=collective.total_bytes_sent,
                 seconds=seconds,
-                compute_s=(collective.times or 1) * beside,  # ``times`` is known if the seconds are
+                compute_s=compute_s,
                 behind=collective.beside,
             )
-            rows.append(row)
-    return tuple(rows)
-
-
-def _device_seconds(flops: int, bytes_accessed: int, hardware: Hardware) -> float:
-    """Returns the time for flops and accesses to memory, which run concurrently, at peak rates."""
-    return max(flops / hardware.flops, bytes_accessed / hardware.memory_bandwidth)
-
-
-def _exposed(transfers: Iterable[Transfer], hardware: Hardware) -> float | None:
-    """Sums the seconds in which a device waits for collectives that end too late, as scheduled.
-
-    None if the time for one is unknown. Each computation schedules its own collectives, so that
-    their waiting adds up (`_waiting`).
-    """
-    # Name of the computation → its collectives, in the order of the program → the transfers of each
-    # over several kinds of links. No two collectives are equal, since their names differ.
-    computations: defaultdict[str, defaultdict[Collective, list[Transfer]]]
-    computations = defaultdict(lambda: defaultdict(list))
-    for transfer in transfers:
-        if transfer.seconds is None:
-            return None
-        collective = transfer.collective
-        computations[collective.scheduled_in][collective].append(transfer)
-    return sum((_waiting(scheduled, hardware) for scheduled in computations.values()), 0.0)
-
-
-class _Event(NamedTuple):
-    """The start or the end of a collective; events sort in the order of the schedule."""
-
-    # What sorts events. Between two collectives without any work in between, the order of the
-    # program counts; a start comes before its own end, as False is less than True.
-    flops: int  # done before it, in one run of the computation
-    bytes: int  # accessed before it
-    number: int  # of the collective, in the order of the program
-    is_end: bool
-    collective: Collective
-
-
-def _waiting(scheduled: Mapping[Collective, Sequence[Transfer]], hardware: Hardware) -> float:
-    """Sums the seconds for which one computation waits, in all of its runs.
-
-    One run is replayed from one start or end of a collective to the next: between them the device
-    computes at peak rates. A start puts its transfers behind those on the same links; at an end the
-    device waits until they have arrived.
-
-    Args:
-      scheduled: the transfers of each collective of the computation, in the order of the program.
-        Their ``seconds``, which are known, are for all runs.
-      hardware: the rates of the device.
-    """
-    events = []
-    for number, c in enumerate(scheduled):
-        end_flops, end_bytes = c.flops_before + c.flops_beside, c.bytes_before + c.bytes_beside
-        events += [
-            _Event(c.flops_before, c.bytes_before, number, is_end=False, collective=c),
-            _Event(end_flops, end_bytes, number, is_end=True, collective=c),
-        ]
-    waited = now = 0.0  # seconds; ``now`` is since the start of the run
-    last_flops = last_bytes = 0  # before the last event
-    arrival: dict[Collective, float] = {}  # when all of its transfers have arrived
-    free_from: defaultdict[str, float] = defaultdict(float)  # when these links are free again
-    for event in sorted(events, key=lambda event: event[:4]):  # all but the collective
-        # The device computes up to this event, however late it is by waiting.
-        now += _device_seconds(event.flops - last_flops, event.bytes - last_bytes, hardware)
-        last_flops, last_bytes = event.flops, event.bytes
-        collective = event.collective
-        times = collective.times or 1
-        if event.is_end:  # the device waits; the rest of the schedule is that much later
-            waited += times * max(arrival[collective] - now, 0.0)
-            now = max(arrival[collective], now)
-            continue
-        arrival[collective] = now
-        for transfer in scheduled[collective]:  # one after the other
-            begin = max(arrival[collective], free_from[transfer.links])
-            end = begin + (transfer.seconds or 0.0) / times
-            arrival[collective] = free_from[transfer.links] = end
-    return waited
+            hidden.append(row)
+    return _Communication(tuple(hidden), exposed_s)
 
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
@@ -196,8 +133,9 @@ class Roofline(Pictured):
       busy_s: seconds in which the device computes or accesses memory: of each operation the larger
         of both times, one after the other. None as ``exposed_s``, or if they are unknown.
       exposed_s: seconds in which the device only waits for collectives, as the compiler has
-        scheduled them: those over the same links one after another. None if the time for one is
-        unknown, or the program is compiled for CPUs and the rates are those of other hardware.
+        scheduled them: what each takes beyond the compute that it can hide behind. None if the time
+        for one is unknown, or the program is compiled for CPUs and the rates are those of other
+        hardware.
       sources: the page that each figure of the hardware is from.
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
@@ -339,6 +277,7 @@ def roofline_of(
     # measured ones (with a spread) those of the CPU itself.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
+    communication = None if collectives is None else _communication(transfers, peak)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
@@ -358,9 +297,9 @@ def roofline_of(
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
-        hidden=None if collectives is None else _hideable(transfers, peak),
+        hidden=None if communication is None else communication.hidden,
         busy_s=sum(busy) if has_schedule and busy else None,
-        exposed_s=_exposed(transfers, peak) if has_schedule else None,
+        exposed_s=communication.exposed_s if communication and has_schedule else None,
         sources=peak.sources,
         spread=peak.spread,
         why=None if known is not None else _why_unknown(cost, collectives, traffic),

@@ -100,7 +100,7 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     executed = executed_work(module)
     total = Work()
     for name, parts in executed.items():
-        total = total.plus(_sum(work for _, work in parts), times=module.runs[name].least)
+        total = total.plus(sum_of(work for _, work in parts), times=module.runs[name].least)
     # What the figures are of, as users read it in ``Cost.stage``.
     stage = [WITH_LOOPS]
     if module.is_for_tpu:
@@ -158,7 +158,7 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
             # called, have operations of their own.
             fused = instruction.callees if module.fused(instruction) else ()
             inside = [work_of_run[callee] for callee in fused]
-            work = _sum([own.get(instruction.name, Work()), *inside])
+            work = sum_of([own.get(instruction.name, Work()), *inside])
             total = total.plus(work)
             # Copies and collectives run beside the operations. In a fusion (``total``), all counts.
             is_beside = instruction.collective or instruction.opcode.endswith(("-start", "-done"))
@@ -213,7 +213,7 @@ def executed_work(module: Module) -> ExecutedWork:
                     work = work._replace(unknown_runs=1)
                 parts.append((instruction, work))
         if runs.is_applied:
-            inside[name] = _sum(work for _, work in parts)
+            inside[name] = sum_of(work for _, work in parts)
         else:
             executed[name] = parts
     # Of conditionals only the largest branch counts. The sum of flops, bytes and the other figures
@@ -223,7 +223,8 @@ def executed_work(module: Module) -> ExecutedWork:
     return {name: parts for name, parts in executed.items() if name in taken}
 
 
-def _sum(parts: Iterable[Work]) -> Work:
+def sum_of(parts: Iterable[Work]) -> Work:
+    """Adds up the work of several instructions or computations."""
     return Work(*map(sum, zip(Work(), *parts, strict=True)))
 
 

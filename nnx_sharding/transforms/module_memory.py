@@ -119,7 +119,8 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
         shardings = None  # of its inputs
         try:
             # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
-            with _compat.without_cache(lowered):
+            # What the compiler warns of, it has written when it compiled the program for calls.
+            with _compat.without_cache(lowered), _compat.without_compiler_warnings():
                 options = {"xla_dump_to": dump_to, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
                 program = compile_with(lowered, options)
             text = program.as_text() or ""
