@@ -39,7 +39,7 @@ from nnx_sharding.core.guard import native, walk
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard.guard import Guard, check
 from nnx_sharding.transforms import lifted
-from zoo import MLP, Net, P, mesh_of, mlp_specs
+from zoo import MLP, P, mesh_of, mlp_specs
 
 
 def array(value: float = 1.0) -> jax.Array:
@@ -396,14 +396,17 @@ class DroppedModelsTest(MemoryTestCase):
         traces = tracemalloc.take_snapshot().filter_traces([of_jax]).statistics("filename")
         return sum(statistic.size for statistic in traces)
 
-    @named((*WITHOUT_CYCLES, *MORE))
+    @named((*WITHOUT_CYCLES, *MORE, *VARIABLES, cycles))
     def test_models_in_use_are_guarded(self, maker):
         # Else the other tests here would show nothing.
-        use = maker()
+        use, splits = maker(), Splits()
         arguments = use.make()
         for _ in range(3):
             use.call(*arguments)
         assert num_guards(use.guards) > 0
+        with splits.watch():
+            use.call(*arguments)
+        assert splits.count == 0 or maker is attributes_added  # with other objects each time
 
 
 class ReleaseTest(MemoryTestCase):
@@ -813,49 +816,14 @@ def add_first(model, x):
 # Ordinary uses. Each makes a function without arguments, which is called several times.
 
 
-def use_function():
-    model, own = Model(), nnx_sharding.jit(fresh(call))
-    return lambda: own(model, array())
-
-
-def use_without_state():
-    model, own = MLP(), nnx_sharding.jit(fresh(call))
-    return lambda: own(model, jnp.ones((2, 4)))
-
-
-def use_method():
-    model = Model()
-    return lambda: model.step(array())
-
-
 def use_method_with_static():
     model = Model()
     return lambda: (model.scaled(array(), 3), model.scaled(array(), power=2))
 
 
-def use_class_method():
-    model = Model()
-    return lambda: Model.of_class(model, array())
-
-
-def use_static_method():
-    model = Model()
-    return lambda: Model.of_none(model, array())
-
-
 def use_bound_method():
     own = nnx_sharding.jit(Model().plain)
     return lambda: own(array(), scale=2.0)
-
-
-def use_keywords():
-    model, own = Model(), nnx_sharding.jit(lambda *, model, x, more: model(x) + more["y"])
-    return lambda: own(x=array(), more={"y": array()}, model=model)
-
-
-def use_default_arguments():
-    model, own = Model(), nnx_sharding.jit(lambda m, x=2.0, more=None: m(x))
-    return lambda: (own(model), own(model, array(), None))
 
 
 def use_static_arguments():
@@ -889,39 +857,10 @@ def use_sharded_optimizer():
     return lambda: own(model, optimizer, jnp.ones((8, 4)))
 
 
-def use_moving_average():
-    model = MLP()
-    average = nnx.clone(model)
-
-    def step(model, average):
-        states = nnx.state(average), nnx.state(model)
-        nnx.update(average, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, *states))
-
-    own = nnx_sharding.jit(step)
-    return lambda: own(model, average)
-
-
-def use_dict():
-    model, own = Model(), nnx_sharding.jit(lambda args: args["model"](args["batch"]["x"]))
-    return lambda: own({"model": model, "batch": {"x": array()}})
-
-
 def use_list():
     models = [Model(i) for i in range(3)]
     own = nnx_sharding.jit(lambda models, x: sum(model(x) for model in models))
     return lambda: own(list(models), array())
-
-
-def use_train_and_eval():
-    model, own = Net(), nnx_sharding.jit(fresh(call))
-
-    def both():
-        model.train()
-        own(model, jnp.ones((2, 8)))
-        model.eval()
-        own(model, jnp.ones((2, 8)))
-
-    return both
 
 
 def use_many_models():
@@ -932,22 +871,6 @@ def use_many_models():
 def use_several_functions():
     model, own = Model(), [nnx_sharding.jit(fresh(call)) for _ in range(3)]
     return lambda: [one(model, array()) for one in own]
-
-
-def use_state_sharding():
-    mesh, model = mesh_of((2, 4), ("data", "model")), MLP()
-    own = nnx_sharding.jit(fresh(call), in_shardings=(mlp_specs(), P("data")), mesh=mesh)
-    return lambda: own(model, jnp.ones((8, 4)))
-
-
-def use_state_sharding_with_predicate():
-    def is_up(path, value):
-        return "up" in path and value.ndim == 2
-
-    mesh, model = mesh_of((2, 4), ("data", "model")), MLP()
-    specs = StateSharding({is_up: P(None, "model"), ...: P()})
-    own = nnx_sharding.jit(fresh(call), in_shardings=(specs, P("data")), mesh=mesh)
-    return lambda: own(model, jnp.ones((8, 4)))
 
 
 def use_mesh_in_context():
@@ -968,12 +891,6 @@ def use_sharding_metadata():
         model = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
     own = nnx_sharding.jit(fresh(call))
     return lambda: own(model, np.ones((2, 8), np.float32))
-
-
-def use_shard_map():
-    use = in_shard_map()
-    arguments = use.make()
-    return lambda: use.call(*arguments)
 
 
 def use_compiled():
@@ -1003,52 +920,11 @@ def use_traced():
     return lambda: traced(model, array())
 
 
-def use_numpy():
-    model, own = Model(), nnx_sharding.jit(lambda m, x, y: m(x) + y)
-    return lambda: own(model, np.ones(3, np.float32), np.float32(2))
-
-
-def use_numbers():
-    model, own = Model(), nnx_sharding.jit(lambda m, x, y, z: m(x) + y + z)
-    return lambda: own(model, float("1.5"), int("3"), True)
-
-
-def use_random_key():
-    model, own = Model(), nnx_sharding.jit(lambda m, key: m(jax.random.uniform(key)))
-    return lambda: own(model, jax.random.key(0))
-
-
-def use_donated():
-    model, own = Model(), nnx_sharding.jit(fresh(call), donate_argnums=(0, 1))
-    return lambda: own(model, array())
-
-
-def use_rngs():
-    rngs, own = nnx.Rngs(params=0, dropout=1), nnx_sharding.jit(lambda r: r.dropout.uniform(()))
-    return lambda: own(rngs)
-
-
-def use_dropout():
-    model, own = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx_sharding.jit(fresh(call))
-    return lambda: own(model, jnp.ones(4))
-
-
-def use_batch_norm():
-    model, own = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx_sharding.jit(fresh(call))
-    return lambda: own(model, jnp.ones((2, 4)))
-
-
 def use_attention_cache():
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=True)
     model.init_cache((2, 8, 8))
     own = nnx_sharding.jit(fresh(call))
     return lambda: own(model, jnp.ones((2, 1, 8)))
-
-
-def use_recurrent():
-    model = nnx.RNN(nnx.LSTMCell(4, 4, rngs=nnx.Rngs(0)))
-    own = nnx_sharding.jit(fresh(call))
-    return lambda: own(model, jnp.ones((2, 3, 4)))
 
 
 def use_containers():
@@ -1091,16 +967,6 @@ def use_metrics_in_training():
     return lambda: step(model, optimizer, metrics, jnp.ones((2, 4)))
 
 
-def use_tree_mode():
-    model, own = Model(), nnx_sharding.jit(fresh(call), graph=False)
-    return lambda: own(model, array())
-
-
-def use_no_graph_updates():
-    model, own = Model(), nnx_sharding.jit(fresh(call), graph_updates=False)
-    return lambda: own(model, array())
-
-
 def use_raw_arrays():
     def step(m, x):
         m.raw = m.raw + x
@@ -1121,24 +987,6 @@ def use_variables_with_containers():
     return lambda: own(model)
 
 
-def use_shared_variables():
-    w = param()
-    model = node(a=node(w=w), b=node(w=w), tied=w)
-
-    def step(m, w):
-        increment(m.a.w)
-        increment(w)
-
-    own = nnx_sharding.jit(step)
-    return lambda: own(model, w)
-
-
-def use_cycles():
-    (model,) = cycles().make()
-    own = nnx_sharding.jit(lambda m: increment(m.child.parent.w))
-    return lambda: own(model)
-
-
 def use_jit_anew():
     def step(m, x, k):
         return m(x) * k
@@ -1148,21 +996,10 @@ def use_jit_anew():
     return lambda: nnx_sharding.jit(step, **options)(model, jnp.ones(8), 3)
 
 
-def use_jit_of_a_bound_method_anew():
-    model = Model()
-    return lambda: nnx_sharding.jit(model.plain)(array(), scale=2.0)
-
-
 def use_shard_map_anew():
     fun, model, mesh = fresh(call), Model(), mesh_of((8,), ("data",))
     specs: Any = {"in_specs": (P(), P("data")), "out_specs": P("data")}
     return lambda: nnx_sharding.shard_map(fun, mesh=mesh, **specs)(model, jnp.ones(8))
-
-
-def use_partial():
-    model = Model()
-    own = nnx_sharding.jit(functools.partial(lambda m, x, k: m(x) * k, k=3))
-    return lambda: own(model, array())
 
 
 def use_partial_of_a_bound_method():
@@ -1188,18 +1025,6 @@ def use_ref_variables():
 
     own = nnx_sharding.jit(step)
     return lambda: own(model, stat)
-
-
-def use_bare_variable():
-    w, own = param(), nnx_sharding.jit(increment)
-    return lambda: own(w)
-
-
-def use_loose():
-    model = Loose()
-    model.blocks, model.flag = [node(w=param())], True
-    own = nnx_sharding.jit(lambda m: increment(m.blocks[0].w))
-    return lambda: own(model)
 
 
 def use_returned_model():
@@ -1240,7 +1065,58 @@ def use_dataclass_attribute():
     return change
 
 
-ORDINARY = {name[4:]: make for name, make in globals().items() if name.startswith("use_")}
+def again(model: Any, *values: Callable[[], Any], fun: Any = call, **options: Any) -> Any:
+    """Calls a function of a model, with values that are made anew for each call."""
+    own = nnx_sharding.jit(fresh(fun), **options)
+    return lambda: own(model, *(make() for make in values))
+
+
+def again_on_a_mesh(rules: StateSharding) -> Any:
+    mesh = mesh_of((2, 4), ("data", "model"))
+    return again(MLP(), lambda: jnp.ones((8, 4)), in_shardings=(rules, P("data")), mesh=mesh)
+
+
+def updated_average(average: Any, model: Any) -> None:
+    states = nnx.state(average), nnx.state(model)
+    nnx.update(average, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, *states))
+
+
+def loose_model() -> Loose:
+    model = Loose()
+    model.blocks, model.flag = [node(w=param())], True
+    return model
+
+
+def add(m: Any, *numbers: Any) -> Any:
+    return sum(numbers, start=m(1.0))
+
+
+ROWS = functools.partial(jnp.ones, (2, 4))
+IS_UP = StateSharding({lambda path, x: "up" in path and x.ndim == 2: P(None, "model"), ...: P()})
+ORDINARY = {
+    "without_state": lambda: again(MLP(), ROWS),
+    "state_sharding": lambda: again_on_a_mesh(mlp_specs()),
+    "state_sharding_with_predicate": lambda: again_on_a_mesh(IS_UP),
+    "numpy": lambda: again(Model(), lambda: np.ones(3, np.float32), np.float32, fun=add),
+    "numbers": lambda: again(Model(), lambda: float("1.5"), lambda: int("3"), bool, fun=add),
+    "random_key": lambda: again(
+        Model(), lambda: jax.random.key(0), fun=lambda m, key: m(jax.random.uniform(key))
+    ),
+    "rngs": lambda: again(nnx.Rngs(params=0, dropout=1), fun=lambda r: r.dropout.uniform(())),
+    "dropout": lambda: again(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), ROWS),
+    "batch_norm": lambda: again(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), ROWS),
+    "recurrent": lambda: again(
+        nnx.RNN(nnx.LSTMCell(4, 4, rngs=nnx.Rngs(0))), lambda: jnp.ones((2, 3, 4))
+    ),
+    "tree_mode": lambda: again(Model(), array, graph=False),
+    "no_graph_updates": lambda: again(Model(), array, graph_updates=False),
+    "moving_average": lambda: again(MLP(), functools.cache(MLP), fun=updated_average),
+    "class_method": lambda: functools.partial(Model.of_class, Model(), array()),
+    "static_method": lambda: functools.partial(Model.of_none, Model(), array()),
+    "default_arguments": lambda: again(Model(), fun=lambda m, x=2.0, more=None: m(x)),
+    "loose": lambda: again(loose_model(), fun=lambda m: increment(m.blocks[0].w)),
+    **{name[4:]: make for name, make in globals().items() if name.startswith("use_")},
+}
 
 
 @pytest.mark.slow
