@@ -47,8 +47,10 @@ MARKS ?= not slow
 test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
 	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
+# Of large grids, others than tests/schedule.py draws for this seed take hours: they have the mark `rest`.
 coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
-	HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m "not rest" \
+	  $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
 WALK_TESTS := guard graph_faults life memory modes references statics
@@ -73,7 +75,7 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
 	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
-# What a release of JAX or Flax may break: calls, states and specs. `make test-matrix` runs all tests.
+# What a Python or a release of JAX or Flax may break: calls, states and specs.
 CORE := arguments checkpoint_processes compat custom_derivatives grad guard
 CORE += hijax life modes references shard_map stages state_sharding strategies
 CORE_TESTS := $(CORE:%=tests/test_%.py)
@@ -104,8 +106,10 @@ NOX_OLDEST = $(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)"
 install-oldest: $(VENV)/.installed-matrix
 	$(NOX_OLDEST) --install-only
 
+# Slow tests of the core: those that hold a bug of the oldest releases.
+CORE_MARKS := not slow or oldest
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
-	$(NOX_OLDEST) -- -m "not slow or oldest" $(PYTEST_ARGS) $(CORE_TESTS)
+	$(NOX_OLDEST) -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS)
 
 # What takes longer depends on devices and numbers, not on the Python: `make coverage` runs that once.
 MATRIX := (not slow or gate) and not nightly
@@ -113,8 +117,15 @@ MATRIX := (not slow or gate) and not nightly
 test-debian:  ## run the tests on the Python of Debian sid, in a chroot (as root, with debootstrap)
 	tools/test_on_debian.sh -m "$(MATRIX)" $(PYTEST_ARGS)
 
-test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
-	$(BIN)/nox --session tests -- -m "$(MATRIX)" $(PYTEST_ARGS)
+# All tests of the gates with the newest releases of all, which constraints.txt may not have yet, and
+# with the oldest of all; on the Pythons between them the core, which is what reads the interpreter.
+NOX_NEWEST = $(BIN)/nox --force-python $(PYTHON) --session "tests(newest)"
+test-matrix: $(VENV)/.installed-matrix  ## run the tests with oldest and newest jax, the core on each Python
+	@failed=; \
+	  $(BIN)/nox --session tests -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS) || failed="$$failed core"; \
+	  $(NOX_NEWEST) -- -m "$(MATRIX)" $(PYTEST_ARGS) || failed="$$failed newest"; \
+	  $(NOX_OLDEST) -- -m "$(MATRIX)" $(PYTEST_ARGS) || failed="$$failed oldest"; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 lint: $(VENV)/.installed-lint  ## check style, formatting, and that measured figures are those of a run
 	$(BIN)/ruff check
@@ -141,9 +152,9 @@ check:  ## run all gates, which have to pass before a merge, and report the time
 	.ci/run
 
 # The gates and what they leave out: slow tests with coverage, random walks at full length, the other
-# modes, all Pythons with the newest releases, the TPU compiler, sanitizers.
-# Goes on after a failure, so that one night shows all of them.
-nightly:  ## run everything, and report the time of each part
+# modes, all Pythons, oldest and newest releases, the TPU compiler, sanitizers, some public models.
+# Goes on after a failure, so that one night shows all of them. What a night draws is new each time.
+nightly:  ## run everything, of large grids a sample, and report the time of each part
 	.ci/run nightly
 
 release-check:  ## check a commit before its release: the gates, the last nightly run, versions, README

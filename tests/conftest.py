@@ -23,9 +23,9 @@ from jax._src import compiler  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402
 
 # Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
-# every run, `nightly` (`make coverage`) more of them; `thorough` looks for new ones.
+# every run, `nightly` (`make coverage`) more, and others each time; `thorough` many new ones.
 settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None)
-settings.register_profile("nightly", derandomize=True, deadline=None)
+settings.register_profile("nightly", deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -28,8 +30,14 @@ def specs(draw, axes, rank):
 _Case = TypeVar("_Case")
 
 
+def of_a_night(cases: Iterable[_Case], count: int) -> list[_Case]:
+    """Draws so many cases with the seed of the test; all with ``NNX_SHARDING_TEST_ALL=1``."""
+    cases = [*cases]
+    return cases if os.environ.get("NNX_SHARDING_TEST_ALL") else random.sample(cases, count)
+
+
 def try_all(check: Callable[[_Case], object], cases: Iterable[_Case]) -> None:
-    """Checks all cases, also after a failure, and raises all failures as one.
+    """Checks cases, also after a failure, and raises all failures as one.
 
     A merge draws some of the cases. So that it does not fail for a fault that is older than the
     change, a night has to see all of them, not only those up to the first failure.

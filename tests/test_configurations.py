@@ -36,11 +36,12 @@ class ConfigurationsTest(absltest.TestCase):
     def test_what_is_scheduled_exists(self):
         names = [*schedule.GATE, *schedule.NIGHTLY]
         self.assertLen(set(names), len(names))
-        for name in (*names, *schedule.DRAWN):
+        for name in (*names, *schedule.DRAWN, *schedule.NIGHT):
             file, *_, test = name.split("::")
             text = (TESTS / f"test_{file}").read_text(encoding="utf-8")
             if test.startswith("test_page["):
-                self.assertTrue((TESTS.parent / test[len("test_page[") : -1]).exists(), name)
+                page = TESTS.parent / test.removeprefix("test_page[").removesuffix("]")
+                self.assertTrue(page.exists(), name)
             found = re.findall(r"def (test_\w*)", text)
             self.assertTrue(any(test.startswith(x) for x in found) or not test, name)
 

@@ -35,6 +35,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+from draws import of_a_night, try_all
 from nnx_sharding import jit, value_and_grad
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.errors import UnshardedWarning
@@ -324,13 +325,8 @@ def test_a_sequence_is_what_is_said_by_hand(types):
     check(Cell("sequence", types, "parameters", "method", "whole", True))
 
 
-NIGHTLY = 300
-
-
 def test_many():
-    """Of all cells, 300 are drawn."""
-    for cell in random.sample(CELLS, NIGHTLY):
-        check(cell)
+    try_all(check, of_a_night(CELLS, 60))
 
 
 @pytest.mark.parametrize("types", ["explicit", "columns explicit"])
