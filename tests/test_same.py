@@ -16,7 +16,10 @@ from flax import nnx
 
 from nnx_sharding import (
     accumulate_gradients,
+    grad,
     jit,
+    jvp,
+    linearize,
     shard_map,
     stack,
     value_and_grad,
@@ -263,6 +266,29 @@ def test_right_arrays(name):
     step, x = RIGHT[name]
     options = {"donate_argnums": (0,)} if name == "donation" else {}
     assert_same(step, x, mesh=DATA, shardings=(P("data"),), steps=2, **options)
+
+
+def pushed_forward(model, x):
+    return jvp(lambda model, x: model(x), (model, x), (nnx.state(model, nnx.Param), x))
+
+
+def gradient_of_tangent(model, x):
+    return grad(lambda model: pushed_forward(model, x)[1].sum())(model)
+
+
+def linearized(model, x):
+    y, apply = linearize(lambda model, x: model(x), model, x)
+    return y, apply(nnx.state(model, nnx.Param), x)
+
+
+@pytest.mark.parametrize("step", [pushed_forward, gradient_of_tangent, linearized])
+def test_forward_mode(step):
+    """Records have tangents as well: what differs is found, and what is right passes."""
+    model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), jnp.tanh)
+    options = {"mesh": MESH, "shardings": (None, P("data"))}
+    assert_same(step, model, X, steps=1, **options)
+    off = lambda model, x: step(model, x * (1 + one_when_sharded()))  # noqa: E731
+    assert "outside of modules, before model (Sequential)" in message(off, model, X, **options)
 
 
 @pytest.mark.parametrize("counts", [{"steps": 0}, {"runs": 0}])

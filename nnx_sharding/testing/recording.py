@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh
 
 from .. import _compat
@@ -36,6 +38,15 @@ from ..specs.paths import accessor, path_string
 from ..transforms.jit import jit
 from .arrays import arrays_of
 from .rounding import Rounding, is_inexact, rounded
+
+# The identity of a tangent, whose transpose passes the gradient through a function. A `custom_vjp`
+# would do for gradients, but refuses `jax.jvp`.
+_tangent_p = Primitive("recorded_tangent")
+_tangent_p.def_impl(lambda x, transpose: x)
+_tangent_p.def_abstract_eval(lambda x, transpose: x)
+ad.deflinear2(_tangent_p, lambda gradient, _, transpose: [transpose(gradient)])
+batching.defvectorized(_tangent_p)
+mlir.register_lowering(_tangent_p, lambda context, x, transpose: [x])
 
 RESULT = "the result"  # the name of what a step returns, next to those of its arguments
 
@@ -218,21 +229,22 @@ class RecordedStep:
 
             # Rounding errors are added here, so that they reach all that is computed from the
             # array.
-            def record_value(x: jax.Array) -> jax.Array:
-                x = self._rounded(x)
-                self._record(x, site.axes, number, is_gradient=False)
+            def record(x: jax.Array, *, is_gradient: bool) -> jax.Array:
+                x = self._rounded(x) if is_inexact(x) else x
+                self._record(x, site.axes, number, is_gradient=is_gradient)
                 return x
 
-            def record_gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-                gradient = self._rounded(gradient)
-                self._record(gradient, site.axes, number, is_gradient=True)
-                return (gradient,)
-
-            if not is_inexact(x):  # it has no gradient, and no rounding errors
-                self._record(x, site.axes, number, is_gradient=False)
-                return x
-            identity = jax.custom_vjp(record_value)
-            identity.defvjp(lambda x: (record_value(x), None), record_gradient)
+            record_value = functools.partial(record, is_gradient=False)
+            record_gradient = functools.partial(record, is_gradient=True)
+            if not is_inexact(x):  # it has no gradient
+                return record_value(x)
+            identity = jax.custom_jvp(record_value)
+            identity.defjvp(
+                lambda primals, tangents: (
+                    record_value(*primals),
+                    _tangent_p.bind(*tangents, transpose=record_gradient),
+                )
+            )
             return identity(x)
 
         # Modules in the tree are leaves, and stay as they are.

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .. import _compat
 from ..diagnostics.progress import progress
@@ -25,7 +26,7 @@ from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
 from .arrays import copied, numbers
 from .comparison import Comparison, Spread, unequal_runs
-from .recording import RecordedStep
+from .recording import Outcome, RecordedStep
 from .rounding import SAMPLES, Rounding
 from .virtual_devices import call_with_devices
 
@@ -50,6 +51,10 @@ def assert_same(
     After each call, what it returns and all arrays in its arguments are compared, on every device.
     The error names the first module, in the order of execution, whose output differs, or else the
     first one whose gradient does.
+
+    It takes two to five times as long as compiling the step, since it compiles a program with
+    records for one device and one for the mesh (and again in the second call, if arguments without
+    ``shardings`` changed theirs), and runs the step ten times in each of ``steps`` calls.
 
     Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
     what such errors in inputs and modules change on one device. In a ``shard_map``, devices may
@@ -102,43 +107,26 @@ def assert_same(
         )
         return
     mesh = _with_devices(mesh)
-    device = mesh.devices.flat[0]
-    device_mesh = _mesh_of_one(mesh, device)
     options["in_shardings"] = shardings
-    device_options = dict(options)
-    for name in {"in_shardings", "out_shardings"} & options.keys():
-        device_options[name] = jax.tree.map(lambda x: _on_device(x, device), options[name])
-    # Each runs the step and returns all arrays that it computes, also those in its modules. Where
-    # devices draw masks of their own, a dropout drops elements only in `run_dropping`.
-    run_on_device = RecordedStep(step, device_mesh, device_options)
+    reference = _Reference(step, args, mesh, options, tolerance)
+    # Where devices draw masks of their own, a dropout drops elements only in `run_dropping`.
     run_on_mesh = RecordedStep(step, mesh, options)
     run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
     # Each run changes its own copy, which is its input in the next step.
-    device_args, dropping_args = copied(args), copied(args)
-    mesh_args = [copied(args) for _ in range(runs)]
-    traced = jit(step, mesh=device_mesh, **device_options).trace(*device_args)
-    rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)  # of types and the longest sum
-    # Copies with random errors of that size. How far these move the results of one device is how
-    # far those of the mesh may be from them (`Spread`).
-    rounded_args = [copied(args, rounding, seed) for seed in range(SAMPLES)]
+    dropping_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
         for count in range(1, steps + 1):
             # The compiler would warn that each record of a sharded array makes a copy of all of it.
             with _compat.without_compiler_warnings():
-                arrays = run_on_device.arrays(device_args)
-                before = {name: numbers(array) for name, array in arrays.items()}
-                on_device = run_on_device(device_args)
-                advance("one device")
-                spread = Spread(on_device, (run_on_device(args, rounding) for args in rounded_args))
-                advance("rounding errors")
+                before, on_device, spread = reference.call(advance)
                 on_mesh, *others = map(run_on_mesh, mesh_args)
                 advance("the mesh")
             place = f"call {count} of {name}"
             for other in others:
                 head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
                 raise_listed(AssertionError, head, unequal_runs(on_mesh, other))
-            comparison = Comparison(before, on_device, spread, on_mesh, rounding, mesh)
+            comparison = Comparison(before, on_device, spread, on_mesh, reference.rounding, mesh)
             # A cause comes before what follows from it.
             lines = comparison.shared_masks() or comparison.differences()
             if not lines and comparison.has_masks():  # of dropouts: this takes another run
@@ -146,6 +134,55 @@ def assert_same(
                     lines = comparison.masks_of_replicas(run_dropping(dropping_args))
             head = f"{place} is not the same on {mesh.size} devices:"
             raise_listed(AssertionError, head, lines)
+
+
+class _Reference:
+    """The step on one device, exactly and with rounding errors: what a mesh is compared with."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        mesh: Mesh,
+        options: dict[str, Any],
+        tolerance: float | None,
+    ):
+        """Traces the step, for the size of its rounding errors; the others are as for `jit`."""
+        device = mesh.devices.flat[0]
+        device_options = options | {
+            name: jax.tree.map(
+                lambda x: _on_device(x, device), options[name], is_leaf=lambda x: x is None
+            )
+            for name in ("in_shardings", "out_shardings")
+            if name in options
+        }
+        device_mesh = _mesh_of_one(mesh, device)
+        self._run = RecordedStep(step, device_mesh, device_options)
+        self._args = copied(args)
+        traced = jit(step, mesh=device_mesh, **device_options).trace(*self._args)
+        # The errors of types and of the longest sum.
+        self.rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)
+        # Copies with random errors of that size. How far these move the results of one device is
+        # how far those of the mesh may be from them (`Spread`).
+        self._rounded_args = [copied(args, self.rounding, seed) for seed in range(SAMPLES)]
+
+    def call(
+        self, advance: Callable[[str], None]
+    ) -> tuple[dict[str, np.ndarray[Any, Any]], Outcome, Spread]:
+        """Runs the step once more, from where the last call left its arguments.
+
+        Returns:
+          All arrays in the arguments before the call, what it computes, and how far rounding errors
+          move that.
+        """
+        arrays = self._run.arrays(self._args)
+        before = {name: numbers(array) for name, array in arrays.items()}
+        exact = self._run(self._args)
+        advance("one device")
+        rounded = (self._run(args, self.rounding) for args in self._rounded_args)
+        spread = Spread(exact, rounded)
+        advance("rounding errors")
+        return before, exact, spread
 
 
 def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
@@ -179,8 +216,12 @@ def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:
 def _on_device(sharding: Any, device: jax.Device) -> Any:
     """Returns the same sharding on a mesh of one device.
 
-    Specs, which have no mesh, stay: they name the same axes there.
+    Specs, which have no mesh, stay: they name the same axes there. None becomes ``P()``, which is
+    the same there. An array without a declared sharding would be committed only after the first
+    call, so that the second one compiled again.
     """
+    if sharding is None:
+        return P()
     if isinstance(sharding, StateSharding):
         shardings = [_on_device(x, device) for x in sharding.shardings]
         return StateSharding(
