@@ -336,20 +336,6 @@ class StaticTest(parameterized.TestCase):
             assert float(call(m)) == 7 and float(m.w[...]) == 5
         assert set(f.traces) == {(int, 3)}
 
-    @parameterized.parameters(((-1,),), ((-2,),), ((-1, -2),))
-    def test_negative_numbers(self, numbers):
-        kinds = []
-
-        def f(m, a, b):
-            kinds.append((isinstance(a, int), isinstance(b, int)))
-            m.w[...] += a * b
-            return m.w[...]
-
-        ours = nnx_sharding.jit(f, static_argnums=numbers)
-        m = model()
-        assert float(ours(m, 2, 3)) == 8 and float(m.w[...]) == 8
-        assert kinds == [(-2 in numbers, -1 in numbers)]
-
     @parameterized.named_parameters(*OPTIONS)
     def test_unhashable(self, options):
         m = model()

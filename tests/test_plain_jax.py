@@ -420,21 +420,6 @@ class OptionsTest(parameterized.TestCase):
             with self.assertRaisesRegex(Exception, "no_such_option"):
                 decorator(lambda x: x + 1, compiler_options={"no_such_option": 1})(1.0)
 
-    def test_static_positions_that_were_not_passed(self):
-        def count(*args, **kwargs):
-            return 1.0 * sum(not isinstance(x, jax.core.Tracer) for x in args)
-
-        def named(a, b=2, *args, **kwargs):
-            return count(a, b, *args)
-
-        positions = (-1,), (0, -2), (1, -1), (-1, -3), (0, 1, -4), (5,), (5, -1)
-        for fun, static in itertools.product((count, named), positions):
-            for size, more in itertools.product(range(1, 4), ({}, {"z": 1.0})):
-                ours, plain = (each(fun, static_argnums=static) for each in (jit, jax.jit))
-                args = (*range(size),)
-                self.assertEqual(float(ours(*args, **more)), float(plain(*args, **more)), static)
-        self.assertEqual(float(jit(count, static_argnums=(0, -2))(z=1.0)), 0.0)
-
     def test_negative_static_beyond_the_call(self):
         # Releases of JAX differ in whether they see this.
         fun = jit(lambda *args: args, static_argnums=-2)

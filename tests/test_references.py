@@ -680,25 +680,6 @@ class MethodTest(parameterized.TestCase):
         assert float(model.count[...]) == 6
         assert lifted.__name__ == "plain" and lifted.__doc__ == "Adds."
 
-    def test_bound_method_counts_static_positions_without_self(self):
-        kinds = []
-
-        class Scaled(Base):
-            def scaled(self, x, factor):
-                kinds.append(type(factor))
-                self.count[...] = x * factor
-                return self.count[...]
-
-        model = Scaled()
-        for options in (
-            {"static_argnums": 1},
-            {"static_argnums": -1},
-            {"static_argnames": "factor"},
-        ):
-            assert float(nnx_sharding.jit(model.scaled, **options)(2.0, 3)) == 6
-            assert float(nnx_sharding.jit(model.scaled, **options)(3.0, 3)) == 9
-        assert set(kinds) == {int}
-
     def test_partial_of_bound_method(self):
         model = Base()
         lifted = nnx_sharding.jit(functools.partial(model.plain, scale=3.0))

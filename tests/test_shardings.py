@@ -855,27 +855,6 @@ class TrainingTest(parameterized.TestCase):
             losses.append(float(step(model, optimizer, x, y)))
         return losses, model, optimizer
 
-    @parameterized.named_parameters(
-        ("data_model", (2, 4), P("data")), ("model", (1, 8), P()), ("data", (8, 1), P("data"))
-    )
-    def test_equal_to_one_device(self, shape, batch):
-        mesh = mesh_of(shape, ("data", "model"))
-        losses, model, optimizer = self.run_steps(self.step)
-        step = jit(
-            self.step,
-            in_shardings=(self.spec(), self.spec(), batch, batch),
-            out_shardings=P(),
-            donate_argnums=(0, 1),
-            mesh=mesh,
-        )
-        ours, sharded, sharded_optimizer = self.run_steps(step)
-        np.testing.assert_allclose(ours, losses, rtol=1e-4)
-        assert_same_state(self, sharded, model, rtol=1e-4)
-        assert_same_state(self, sharded_optimizer, optimizer, rtol=1e-4)
-        mu = sharded_optimizer.opt_state[0].mu["up"]["kernel"]
-        for kernel in (sharded.up.kernel, mu):
-            self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
-
     def test_traces_once(self):
         count = []
 
@@ -888,29 +867,3 @@ class TrainingTest(parameterized.TestCase):
             jit(step, in_shardings=(self.spec(), self.spec(), P("data"), P("data")), mesh=mesh)
         )
         self.assertLen(count, 1)
-
-    def test_on_an_explicit_mesh(self):
-        mesh = mesh_of((2, 4), ("data", "model"), "explicit")
-        losses, model, _ = self.run_steps(self.step)
-
-        def forward(model, x):
-            hidden = jax.nn.relu(jnp.matmul(x, model.up.kernel[...]))
-            return jnp.matmul(hidden, model.down.kernel[...], out_sharding=P("data", None))
-
-        def step(model, optimizer, x, y):
-            value, grads = nnx.value_and_grad(lambda model: jnp.mean((forward(model, x) - y) ** 2))(
-                model
-            )
-            optimizer.update(model, grads)
-            return value
-
-        compiled = jit(step, in_shardings=(self.spec(), self.spec(), P("data"), P("data")))
-
-        def in_context(*args):
-            with jax.set_mesh(mesh):
-                return compiled(*args)
-
-        ours, sharded, _ = self.run_steps(in_context)
-        np.testing.assert_allclose(ours, losses, rtol=1e-4)
-        assert_same_state(self, sharded, model, rtol=1e-4)
-        self.assertEqual(sharded.up.kernel.sharding, NamedSharding(mesh, P(None, "model")))
