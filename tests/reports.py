@@ -88,7 +88,6 @@ def collective(kind, name, axes, size, **more):
         "purpose": "sum",
         "parameters": [],
         "module": "model.mlp",
-        "pairs": [],
         "flops_beside": 0,
         "bytes_beside": 0,
         "beside": [],

@@ -126,7 +126,7 @@ class CollectiveTest(parameterized.TestCase):
         assert "over unknown axes: 1, expected 0" in message(assert_collectives, unknown, {})
         endless = dataclasses.replace(report, collectives=Collectives([in_loop]))
         text = message(assert_bytes_sent_below, endless, "1 GiB")
-        assert "or more, as a loop is of unknown length," in text
+        assert "sends an unknown number of bytes, as a loop is of unknown length;" in text
         assert "in a loop of unknown length: " in text
         often = dataclasses.replace(report, collectives=Collectives([one] * 25))
         assert "(and 24 more, to " in message(assert_no_collective, often)

@@ -310,6 +310,25 @@ def test_custom_calls(attributes, is_known):
     assert (found is not None) == bool(is_known)
 
 
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ('(f32[4]{0}) custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"', 48),
+        ('(f32[4]{0}) custom-call(%x), custom_call_target="xla_ffi_python_cpu_callback"', 0),
+        ("(f32[8]{0}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true", 32),
+        ("(f32[4]{0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true", 16),
+        ("(f32[4]{0}, token[]) infeed(%t)", 16),
+        ("token[] outfeed(%x, %t)", 32),
+        ("f32[8]{0:S(5)} copy(%x)", 32),
+        ("f32[8]{0} copy(%x)", 0),
+    ],
+)
+def test_bytes_between_device_and_host(line, size):
+    makers = "  %x = f32[8]{0} parameter(0)\n  %t = token[] after-all()\n"
+    cost = cost_with_loops(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{makers}  ROOT %r = {line}\n}}")
+    assert cost.host_bytes == size
+
+
 def test_the_branch_that_sends_most_counts():
     branch = "%b{i} (p{i}: f32[8]) -> f32[8] {{\n{lines}  ROOT %o{i} = f32[8]{{0}} negate(%x)\n}}\n"
     gather = "  %{n} = f32[{k}]{{0}} all-gather(%x), replica_groups={{{{0,1}}}}\n"

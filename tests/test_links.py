@@ -84,11 +84,7 @@ def test_by_hand(name, axes, links, chips, count, on, kind):
     link = {"TPU v4": 50e9, "TPU v5e": 50e9, "TPU v5p": 100e9, "TPU v6e": 100e9}[on]
     assert (row.axes, row.links, row.bandwidth) == (axes, links, pytest.approx(count * link))
     assert row.bytes_sent == B * (chips - 1) // chips * (2 if kind == "all-reduce" else 1)
-    if kind == "all-reduce" and "line" in links:
-        expected = B / count / link  # an end sends all its addends
-    else:
-        expected = row.bytes_sent / count / link
-    assert row.seconds == pytest.approx(expected)
+    assert row.seconds == pytest.approx(row.bytes_sent / count / link)
 
 
 def loads(shape, rings):
@@ -129,23 +125,14 @@ def test_all_to_all_takes_as_long_as_on_shortest_paths(shape, rings):
     assert row.seconds == pytest.approx(loads(shape, rings) * B / len(at[0]) / 50e9)
 
 
-@pytest.mark.parametrize(
-    ("name", "pairs", "messages"),
-    [
-        ("v5e:16x16", [(i, (i + 1) % 16) for i in range(16)], 1),  # each link of the ring has one
-        ("v5e:16x16", [(i, (i + 8) % 16) for i in range(16)], 4),  # half of 8 on each way around
-        ("v5e:4x4", [(i, i + 1) for i in range(3)], 1),  # a line
-        ("v5e:4x4", [(i, (i + 1) % 4) for i in range(4)], 1),  # its last goes back the other way
-        ("v5e:4x4", [(i, 3 - i) for i in range(4)], 2),  # two cross the middle in each direction
-    ],
-)
-def test_permutations_take_shortest_paths(name, pairs, messages):
+@pytest.mark.parametrize("name", ["v5e:16x16", "v5e:4x4"])  # a ring, a line
+def test_messages_of_a_permutation_take_one_link(name):
     mesh = recorded_mesh(name)
-    pairs = ",".join(f"{{{i},{j}}}" for i, j in pairs)  # along "model", at the first "data"
+    pairs = ",".join(f"{{{i},{i + 1}}}" for i in range(3))  # along "model", at the first "data"
     hlo = f"%p = u8[{B}]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}"
     found = roofline_of(None, collectives_of(hlo, mesh.axes), "TPU v5e", mesh)
     assert found.traffic[0].links.startswith("ICI x")
-    assert found.interconnect_s == pytest.approx(messages * B / 50e9)
+    assert found.interconnect_s == pytest.approx(B / 50e9)
 
 
 def test_slices_and_chips_are_entered_once():
@@ -158,8 +145,8 @@ def test_slices_and_chips_are_entered_once():
     [ici, dcn] = traffic(mesh, ("data", "model"), "all-to-all")
     assert dcn.bytes_sent == B / 2
     # Chips of TPU7x are two devices: 8 devices of an axis are a ring of 4 chips.
-    ici, chip = traffic(recorded_mesh("tpu7x:4x4x4"), ("model",), "all-gather", on="TPU7x")
-    assert (ici.links, chip.links, chip.seconds) == ("ICI x (ring of 4)", "chip", 0)
+    [ici] = traffic(recorded_mesh("tpu7x:4x4x4"), ("model",), "all-gather", on="TPU7x")
+    assert (ici.links, ici.bytes_sent) == ("ICI x (ring of 4)", B * 3 / 8)
     assert ici.seconds == pytest.approx(B * 3 / 4 / (2 * 100e9))  # of the chip
 
 
@@ -239,7 +226,7 @@ def test_reports_keep_the_coordinates():
     assert again.with_roofline("TPU v5e") == report
     judged = Comparison({"tp": again}).judged(hardware="TPU v6e").reports["tp"].roofline
     assert judged.interconnect_s == report.roofline.interconnect_s / 2
-    assert "ICI x (line of 8)  model  50.0 GB/s  28.0 MiB  336 µs" in str(report)
+    assert "ICI x (line of 8)  model  50.0 GB/s  28.0 MiB  587 µs" in str(report)
     assert "the compiler's own estimate: 1.90 µs" in str(report)
 
 

@@ -21,6 +21,7 @@ From other modules:
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -66,6 +67,8 @@ def counted_bytes(shapes: Iterable[Shape], module: Module, at_most: int | None =
     return size if at_most is None else min(size, at_most)
 
 
+COPIES = SLICES | {"copy", "dynamic-update-slice"}  # which compute nothing
+_GPU_CALLBACK = re.compile(r"xla_\w*python_gpu_callback")
 # Opcodes of operations that may read only a part of an operand.
 _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
 
@@ -215,12 +218,20 @@ def _bytes_written(
 
 
 def host_bytes(instruction: Instruction, operands: Operands) -> int:
-    """Counts the bytes that a copy, or an update in place, moves between device and host.
+    """Counts the bytes that an operation moves between device and host.
 
-    Either may be asynchronous: a ``copy-start``, with a ``copy-done`` later.
+    It is a copy or an update in place, a transfer, or a callback to Python from a GPU. Each may be
+    asynchronous: a ``copy-start``, with a ``copy-done`` later.
     """
     # They are counted at the start.
-    if instruction.opcode.endswith(("-done", "-update")) or not operands:
+    if instruction.opcode.endswith(("-done", "-update")):
+        return 0
+    if instruction.opcode in ("send", "recv", "infeed"):  # between devices no send is understood
+        return total_bytes(instruction.results)
+    if _GPU_CALLBACK.match(instruction.target) or instruction.opcode == "outfeed":
+        shapes = [*instruction.results, *itertools.chain.from_iterable(operands)]
+        return total_bytes(shapes)
+    if base(instruction.opcode) not in COPIES or not operands:
         return 0
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
         target, source = operands[0], operands[1]  # an array, and what is written to a part of it

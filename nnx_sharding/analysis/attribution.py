@@ -89,7 +89,7 @@ def module_table(
             *place,
             flops=figure.cost.flops,
             bytes_accessed=figure.cost.bytes_accessed,
-            bytes_sent=None if sent is None or sent.has_unknown_times else sent.bytes_sent,
+            bytes_sent=None if sent is None else sent.bytes_sent,
             seconds=figure.seconds,
             at_peak=None if figure.at_peak is None else dict(figure.at_peak.most_common()),
             measured=figure.measured,

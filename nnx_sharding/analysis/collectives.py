@@ -102,7 +102,6 @@ class Collective:
         if the arguments are not known.
       parameters: the paths of the parameters or other Variables; for results, of those updated.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
-      pairs: the devices from and to which a permutation sends, by their positions in the mesh.
       flops_beside: what the device is scheduled to compute while one run is in progress, which the
         compiler for TPUs chooses; 0 if the device waits for it.
       bytes_beside: what it reads and writes meanwhile.
@@ -127,15 +126,16 @@ class Collective:
     purpose: Purpose | None = None
     parameters: tuple[str, ...] = ()
     module: str | None = None
-    pairs: Groups = ()
     flops_beside: int = 0
     bytes_beside: int = 0
     beside: tuple[str, ...] = ()
 
     @property
-    def total_bytes_sent(self) -> int:
-        """The bytes that one device sends in all runs; in one, for a loop of unknown length."""
-        return self.bytes_sent * (1 if self.times is None else self.times)  # a lower bound
+    def total_bytes_sent(self) -> int | None:
+        """The bytes that one device sends in all runs; None in a loop of unknown length."""
+        if not self.bytes_sent:  # nothing, however often
+            return 0
+        return None if self.times is None else self.bytes_sent * self.times
 
     @property
     def of(self) -> str:
@@ -185,14 +185,9 @@ class Collectives(tuple[Collective, ...], Pictured):
         return Collectives(collective for collective in self if collective.purpose == "reshard")
 
     @property
-    def bytes_sent(self) -> int:
-        """The bytes that one device sends in one call; loops of unknown length count once."""
-        return sum(collective.total_bytes_sent for collective in self)
-
-    @property
-    def has_unknown_times(self) -> bool:
-        """Whether one is in a loop of unknown length, so that sums may be too low."""
-        return any(collective.times is None for collective in self)
+    def bytes_sent(self) -> int | None:
+        """The bytes that one device sends in one call; None if a loop is of unknown length."""
+        return self._sums(lambda _: "all").get("all", 0)
 
     def counts(self) -> dict[CollectiveKind, int]:
         """Counts the instructions of each kind, including zeros; one in a loop counts once."""
@@ -200,30 +195,31 @@ class Collectives(tuple[Collective, ...], Pictured):
         counts = Counter(collective.kind for collective in self)
         return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
-    def by_kind(self) -> dict[CollectiveKind, int]:
-        """Sums the bytes that one device sends in one call, by kind."""
+    def by_kind(self) -> dict[CollectiveKind, int | None]:
+        """Sums the bytes that one device sends in one call, by kind; None as in `bytes_sent`."""
         return self._sums(lambda collective: collective.kind)
 
-    def by_axes(self) -> dict[MeshAxes, int]:
+    def by_axes(self) -> dict[MeshAxes, int | None]:
         """Sums the bytes that one device sends in one call, by mesh axes; None for unknown axes."""
         return self._sums(lambda collective: collective.axes)
 
-    def by_purpose(self) -> dict[Purpose | None, int]:
+    def by_purpose(self) -> dict[Purpose | None, int | None]:
         """Sums the bytes that one device sends in one call, by what they are for."""
         return self._sums(lambda collective: collective.purpose)
 
-    def totals(self) -> dict[tuple[CollectiveKind, MeshAxes], tuple[int, int]]:
+    def totals(self) -> dict[tuple[CollectiveKind, MeshAxes], tuple[int, int | None]]:
         """Counts instructions, and sums the bytes that one device sends, by kind and mesh axes."""
         numbers = Counter((collective.kind, collective.axes) for collective in self)
         sent = self._sums(lambda collective: (collective.kind, collective.axes))
         return {key: (number, sent[key]) for key, number in numbers.items()}
 
-    def _sums(self, key: Callable[[Collective], K]) -> dict[K, int]:
-        """Sums the bytes that one device sends in one call, by a key of each collective."""
-        sums: Counter[K] = Counter()
+    def _sums(self, key: Callable[[Collective], K]) -> dict[K, int | None]:
+        """Sums the bytes that one device sends in one call, by a key; None if one is unknown."""
+        sums: dict[K, int | None] = {}
         for collective in self:
-            sums[key(collective)] += collective.total_bytes_sent
-        return dict(sums)
+            total, sent = sums.get(key(collective), 0), collective.total_bytes_sent
+            sums[key(collective)] = None if total is None or sent is None else total + sent
+        return sums
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
         """Yields what ``print`` shows: a table of the collectives, and the sum of what they send.
@@ -247,8 +243,8 @@ class Collectives(tuple[Collective, ...], Pictured):
             rows.append(row._replace(of=of))
         yield table(_HEADER, rows)
         line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
-        if self.has_unknown_times:
-            line += " or more, as a loop is of unknown length"
+        if self.bytes_sent is None:
+            line += ", as a loop is of unknown length"
         if any(collective.conditional for collective in self):
             line += ", of conditionals the branch that sends most"
         yield text(line)
@@ -447,7 +443,6 @@ def _collective(
         group_size=size,
         num_groups=len(members.groups),
         axes=members.axes,
-        pairs=members.pairs,
         in_loop=runs.in_loop,
         conditional=runs.in_branch,
         times=runs.times,
@@ -465,7 +460,6 @@ class _Members(NamedTuple):
 
     groups: Groups  # of a permutation: the devices that its pairs connect
     axes: MeshAxes
-    pairs: Groups = ()  # (source, target) of a permutation, if it is known where the devices are
 
 
 class _Placement(NamedTuple):
@@ -484,14 +478,8 @@ class _Placement(NamedTuple):
             placed = self._in_mesh(instruction, instruction.source_target_pairs)
             # A device that sends to itself sends nothing over a link.
             pairs = tuple(pair for pair in placed.groups if len({*pair}) > 1)
-            # Devices that are not in the mesh have numbers that mean nothing to a reader. Without a
-            # mesh, all have the numbers that the program gives them.
-            are_numbers_known = placed.in_mesh or not sizes
-            return _Members(
-                groups=connected(pairs),  # (0, 1), (1, 2) → (0, 1, 2)
-                axes=axes_of_pairs(pairs, sizes) if placed.in_mesh else None,
-                pairs=pairs if are_numbers_known else (),
-            )
+            axes = axes_of_pairs(pairs, sizes) if placed.in_mesh else None
+            return _Members(connected(pairs), axes)  # (0, 1), (1, 2) → (0, 1, 2)
         # The devices that the program numbers, which groups may leave out: those of the mesh, or
         # without a mesh or for one slice, as many as the text says.
         count = self.num_devices or 1

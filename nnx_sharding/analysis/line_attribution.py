@@ -129,10 +129,9 @@ def _remark(made: Iterable[MadeValue]) -> str | None:
 
 def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
     """Sums the collectives of each kind over the same axes; what sends most is first."""
-    in_unknown_loops = {(c.kind, c.axes) for c in collectives if c.times is None}
-    rows = []
-    for (kind, axes), (count, sent) in collectives.totals().items():
-        known = None if (kind, axes) in in_unknown_loops else sent
-        rows.append(LineCollectives(kind, axes, bytes=known, count=count))
+    rows = [
+        LineCollectives(kind, axes, bytes=sent, count=count)
+        for (kind, axes), (count, sent) in collectives.totals().items()
+    ]
     # A table may show the first ones only. What is unknown may be most of all.
     return tuple(sorted(rows, key=lambda row: (row.bytes is not None, -(row.bytes or 0))))

@@ -84,14 +84,14 @@ def _communication(transfers: Iterable[Transfer], hardware: Hardware) -> _Commun
         # memory run concurrently.
         flops_s = collective.flops_beside / hardware.flops
         memory_s = collective.bytes_beside / hardware.memory_bandwidth
-        # ``times`` is known if the seconds are.
-        compute_s = (collective.times or 1) * max(flops_s, memory_s)
+        times = collective.times or 0  # known, as the seconds are
+        compute_s = times * max(flops_s, memory_s)
         exposed_s += max(seconds - compute_s, 0.0)
         if compute_s:
             row = Hidden(
                 kind=collective.kind,
                 of=collective.of,
-                bytes_sent=collective.total_bytes_sent,
+                bytes_sent=collective.bytes_sent * times,
                 seconds=seconds,
                 compute_s=compute_s,
                 behind=collective.beside,
@@ -191,10 +191,10 @@ class Roofline(Pictured):
     @property
     def hidden_share(self) -> float | None:
         """The share of the bytes sent that can hide behind compute, as scheduled; each alone."""
-        sent = sum(row.bytes_sent for row in self.traffic)
+        sent = all_known(row.bytes_sent for row in self.traffic)
         if self.hidden is None or not sent:
             return None
-        return sum(row.share * row.bytes_sent for row in self.hidden) / sent
+        return sum(row.share * row.bytes_sent for row in self.hidden) / sum(sent)
 
     @property
     def basis(self) -> str:
@@ -321,7 +321,7 @@ def _why_unknown(
     """
     if cost is None or collectives is None:
         return "the cost is unknown" if cost is None else "the collectives are unknown"
-    if collectives.has_unknown_times:
+    if collectives.bytes_sent is None:
         # ``cost.why`` names the loops, if anything is computed in them.
         return cost.why or "a collective is in a loop of unknown length"
     links = ", ".join(row.links for row in traffic if row.seconds is None)

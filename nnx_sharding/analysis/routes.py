@@ -17,10 +17,8 @@ From other modules:
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +36,6 @@ class Route(NamedTuple):
     chips: int  # fewer than devices where a chip is two of them
     slices: int
     torus: tuple[tuple[int, float], ...] = ()  # by dimension: chips, and links of one at its end
-    is_open: bool = False  # whether a dimension is a line
 
     @property
     def num_links(self) -> float:
@@ -147,7 +144,7 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
       hardware: the kind of TPU.
     """
     torus: list[tuple[int, float]] = []  # by dimension: chips, and links of one at its end
-    words, is_open = [], False
+    words = []
     for i, (name, column) in enumerate(zip("xyz", places[1:], strict=True)):
         coordinates = np.unique(column)  # sorted
         size = len(coordinates)
@@ -157,7 +154,6 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
         # has half of them.
         gap = int(np.diff(coordinates).min())
         is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
-        is_open = is_open or not is_ring
         links_at_end = 2 if is_ring else 1  # the chip at the end of a line has one neighbour
         torus.append((size, links_at_end / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"
@@ -168,38 +164,4 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
         chips=np.unique(places, axis=1).shape[1],  # distinct places
         slices=len(np.unique(places[0])),
         torus=tuple(torus),
-        is_open=is_open,
     )
-
-
-def most_messages(
-    pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
-) -> float:
-    """Counts the messages of a permutation over the busiest link, for each device of a chip.
-
-    Messages take shortest paths, first in x, then in y, then in z; if both ways around a ring are
-    shortest, half of the message takes each. Devices of one chip share its links, and each counts
-    with its part of the bandwidth of a link, so that the messages are divided by their number.
-    ``pairs`` are (source, target), by positions in the mesh.
-    """
-    zeros = [0] * math.prod(mesh.axes.values())
-    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])  # (3, devices)
-    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]  # chips along x, y and z
-    # Messages over each link: its dimension, its direction (1 or -1), and the chip that it leaves.
-    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for source, target in pairs:
-        chip, end = places[:, source].tolist(), places[:, target].tolist()
-        for i, size in enumerate(extents):
-            ahead = end[i] - chip[i]
-            hops_by_direction = {1: ahead, -1: -ahead}  # on a line, the negative one is no way
-            if _is_closed(i, extents, hardware):  # around a ring of 8, 3 ahead are 5 in reverse
-                hops_by_direction = {way: hops % size for way, hops in hops_by_direction.items()}
-            hops = min(hops for hops in hops_by_direction.values() if hops >= 0)
-            shortest = [way for way, count in hops_by_direction.items() if count == hops]
-            for way, hop in itertools.product(shortest, range(hops)):
-                # The chip after so many hops; on a ring, the one after the last is the first.
-                passed = (*chip[:i], (chip[i] + way * hop) % size, *chip[i + 1 :])
-                load[i, way, *passed] += 1 / len(shortest)
-            chip[i] = end[i]  # in the next dimension, the message goes on from there
-    cores_of_chip = len({*mesh.coordinates.get("core", [0])})
-    return max(load.values(), default=0) / cores_of_chip

@@ -36,12 +36,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from .accessed_bytes import HALVES, accessed_bytes, counted_bytes, host_bytes
+from .accessed_bytes import COPIES, HALVES, accessed_bytes, counted_bytes, host_bytes
 from .cost import COMPILED, Cost, Operation
 from .flops import applications, num_elements, other_flops, product_flops
 from .hlo import Module
 from .instructions import Instruction, Operands, operands_of, total_bytes
-from .opcodes import FREE, PRODUCTS, REARRANGING, SLICES, TRANSCENDENTAL, base
+from .opcodes import FREE, PRODUCTS, REARRANGING, TRANSCENDENTAL, base
 from .values import Value
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
@@ -242,18 +242,18 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
         return _work_of_kernel(instruction, operands, module=module, estimate=estimate)
     accessed = 0 if module is None else accessed_bytes(instruction, operands, module)
+    moved = Work(bytes_accessed=accessed, host_bytes=host_bytes(instruction, operands))
     # Copies, and calls that read or write 64-bit numbers as halves, compute nothing.
-    if base(opcode) in _COPIES or instruction.target in HALVES:
-        return Work(bytes_accessed=accessed, host_bytes=host_bytes(instruction, operands))
+    if base(opcode) in COPIES or instruction.target in HALVES:
+        return moved
     if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
-        return Work(transcendentals=num_elements(instruction.results), bytes_accessed=accessed)
+        return moved._replace(transcendentals=num_elements(instruction.results))
     flops = product_flops(instruction, operands)
     if flops is None:  # no product
         flops = other_flops(instruction, operands)
-        is_unknown = flops is None
-        return Work(flops=flops or 0, bytes_accessed=accessed, unknown_flops=int(is_unknown))
+        return moved._replace(flops=flops or 0, unknown_flops=int(flops is None))
     factors = [arrays[0].dtype for arrays in operands[:2]]
-    return _with_narrow_flops(Work(flops=flops, bytes_accessed=accessed), factors)
+    return _with_narrow_flops(moved._replace(flops=flops), factors)
 
 
 def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
@@ -335,7 +335,6 @@ def _work_of_kernel(
     return estimate
 
 
-_COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _NO_WORK = FREE | {"async-start"}
 # What the compilers themselves call, to pass values on and to mark them.
 _MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}

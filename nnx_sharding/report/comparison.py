@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from ..analysis.by_module import path_text
-from ..analysis.collectives import Collectives, MeshAxes, axes_text
+from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import why_unread
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
@@ -119,7 +119,7 @@ class Comparison(JsonForm):
             name: {
                 "peak": getattr(report.memory, "peak", None),
                 "arguments": getattr(report.memory, "arguments", None),
-                "bytes_sent": getattr(_counted(report), "bytes_sent", None),
+                "bytes_sent": getattr(report.collectives, "bytes_sent", None),
                 "flops": getattr(report.cost, "flops", None),
                 "roofline": getattr(report.roofline, "estimate", None),
                 "measured": self.measured.get(name),
@@ -129,10 +129,10 @@ class Comparison(JsonForm):
         }
 
     @property
-    def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int] | None]:
+    def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int | None] | None]:
         """The bytes that one device sends in each strategy, by mesh axes; None if unknown."""
-        counted = {name: _counted(report) for name, report in self.compiled.items()}
-        return {name: None if x is None else x.by_axes() for name, x in counted.items()}
+        sent = {name: report.collectives for name, report in self.compiled.items()}
+        return {name: None if x is None else x.by_axes() for name, x in sent.items()}
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -357,12 +357,6 @@ _MAIN_COLUMNS = (
 )
 
 
-def _counted(report: ProgramReport) -> Collectives | None:
-    """Returns the collectives of a program; None unless it is known how often each of them runs."""
-    found = report.collectives
-    return None if found is None or found.has_unknown_times else found
-
-
 def why_unknown(report: ProgramReport) -> dict[str, str]:
     """Says why figures of a program are not known: a text by the name of each of them."""
     reasons: dict[str, str] = {}
@@ -376,7 +370,7 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         reasons |= dict.fromkeys(missing, why_unread(report.hlo))
     elif report.roofline is not None and report.roofline.seconds is None:
         reasons["roofline"] = report.roofline.why or "the report does not say why"
-    if report.collectives is not None and report.collectives.has_unknown_times:
+    if report.collectives is not None and report.collectives.bytes_sent is None:
         reasons["bytes_sent"] = "a collective is in a loop of unknown length"
     return reasons
 

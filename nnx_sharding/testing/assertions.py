@@ -165,13 +165,18 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
     """
     most = read_bytes(limit)
     report, wanted, collectives = _collectives(program, axes)
-    sent, is_least = collectives.bytes_sent, collectives.has_unknown_times
-    if sent > most or is_least:
-        more = " or more, as a loop is of unknown length," if is_least else ""
+    sent = collectives.bytes_sent
+    if sent is None or sent > most:
+        size = f"{bytes_text(sent)} from each device{_over(wanted)} in a call"
+        if sent is None:
+            size = f"an unknown number of bytes{_over(wanted)}, as a loop is of unknown length"
+
+        def key(each: Collective) -> float:
+            return math.inf if each.total_bytes_sent is None else each.total_bytes_sent
+
         _fail(
-            f"{report.name} sends {bytes_text(sent)}{more} from each device{_over(wanted)} in a "
-            f"call; the limit is {bytes_text(most)}. The largest:",
-            map(_line, sorted(collectives, key=lambda each: -each.total_bytes_sent)),
+            f"{report.name} sends {size}; the limit is {bytes_text(most)}. The largest:",
+            map(_line, sorted(collectives, key=key, reverse=True)),
         )
 
 

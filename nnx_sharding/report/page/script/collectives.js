@@ -8,7 +8,7 @@ function sumsTable(collectives) {
     const cell = (kinds) => {
       const some = chosen.filter(({ kind }) => kinds.includes(kind));
       const number = el("small.muted", `${integer(some.length)} ×`);
-      return some.length ? [bytes(sum(some, bytesSent)), el("br"), number] : UNKNOWN;
+      return some.length ? [bytes(bytesSent(some)), el("br"), number] : UNKNOWN;
     };
     return { label, head, number: true, cell: (kind) => cell([kind]), total: cell };
   };
@@ -66,7 +66,7 @@ function collectivesSection({ collectives, hlo, by_line, reasons }) {
     { label: "Origin", value: (c) => [c.source, c.operation].join(" "), cell: (c) => origin(c, isSet(by_line)) },
     { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },
     { label: "Bytes", value: (c) => c.bytes, number: bytes },
-    summed("Bytes sent", bytesSent, bytes),
+    summed("Bytes sent", bytesSentBy, bytes),
   ];
   const table = tableOf({ name, noun: "collective", columns, rows: collectives });
   const title = el("strong", `Each collective (${integer(collectives.length)})`);

@@ -17,11 +17,11 @@ const NOT_READ = "The compiled program is not understood.";
 
 const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
 
-// How often a collective runs is unknown in some loops; then it counts once.
-const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
-
 /** A figure of several, unknown if one of them is. */
 const combined = (combine, parts) => (parts.every(isNumber) ? combine(...parts) : null);
+// How often a collective runs is unknown in some loops.
+const bytesSentBy = ({ bytes_sent, times }) => (bytes_sent && times === null ? null : bytes_sent * times);
+const bytesSent = (collectives) => combined((...sizes) => sum(sizes, (size) => size), collectives.map(bytesSentBy));
 const timesOf = (roofline) => RESOURCES.map((kind) => roofline[`${kind}_s`]);
 function estimateOf(roofline) {
   const { busy_s, compute_s, memory_s, exposed_s } = roofline;
@@ -33,7 +33,7 @@ function estimateOf(roofline) {
 // The figures that matter most: key, label, format, and how they are read from a report.
 const FIGURES = [
   ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
-  ["bytes_sent", "Bytes sent", bytes, ({ collectives }) => collectives && sum(collectives, bytesSent)],
+  ["bytes_sent", "Bytes sent", bytes, ({ collectives }) => collectives && bytesSent(collectives)],
   ["flops", "Flops", flops, ({ cost }) => cost?.flops],
   ["roofline", "Roofline", time, ({ roofline }) => roofline && estimateOf(roofline)],
 ];
@@ -43,7 +43,7 @@ function overview(report) {
   const inLoop = collectives?.some(({ times }) => times === null);
   const inBranch = collectives?.some(({ conditional }) => conditional);
   const counted =
-    (inLoop ? "; some in loops of unknown length, counted once" : "") +
+    (inLoop ? "; some in loops of unknown length" : "") +
     (inBranch ? "; of conditionals the branch that sends most" : "");
   const spread = roofline?.spread;
   const basis = spread == null ? "at peak rates of" : `estimate ± ${(100 * spread).toFixed(0)} % by the figures of`;

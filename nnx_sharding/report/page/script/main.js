@@ -16,7 +16,7 @@ const reportNodes = (report) =>
 /** The bytes sent over each of the axes, the most first. */
 function bytesSentByAxes({ collectives }) {
   const byAxes = Map.groupBy(collectives ?? [], axesKeyOf).values();
-  const sums = [...byAxes].map((some) => [sum(some, bytesSent), axesOf(some[0])]);
+  const sums = [...byAxes].map((some) => [bytesSent(some), axesOf(some[0])]);
   return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
 }
 
