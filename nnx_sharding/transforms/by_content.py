@@ -33,12 +33,8 @@ from ..core.bounded import make_room
 from ..core.static_equality import Static, value_key
 from ..core.static_parts import has_hidden_state, open_object
 
-# Primitives that hold rules for derivatives; what they compute is one jaxpr.
-_WITH_RULES = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
+# Primitives that hold rules for derivatives; what they compute is the jaxpr in ``call_jaxpr``.
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 # The programs by content. A program holds no values of captured arrays.
 _PROGRAMS: dict[Hashable, Callable[..., Any]] = {}
 _MAX_PROGRAMS = 64
@@ -182,10 +178,8 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
 
 def _parameters(equation: JaxprEqn) -> Hashable:
     """Returns the parameters of an equation by name; without rules for derivatives."""
-    # Of a `custom_jvp_call` and the like, only the jaxpr of what it computes counts.
-    jaxpr_parameter = _WITH_RULES.get(equation.primitive.name)
-    if jaxpr_parameter is not None:
-        return _value_of(equation.params[jaxpr_parameter])
+    if equation.primitive.name in _WITH_RULES:  # only the jaxpr of what it computes counts
+        return _value_of(equation.params["call_jaxpr"])
     return tuple((name, _value_of(value)) for name, value in sorted(equation.params.items()))
 
 

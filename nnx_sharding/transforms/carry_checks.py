@@ -8,7 +8,6 @@ the user's names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import jax
 
@@ -80,17 +79,9 @@ def type_changes(
     return lines
 
 
-class Difference(NamedTuple):
-    """A place where two structures differ, in the user's words."""
-
-    place: str  # such as ``model.blocks[0].scale``
-    before: str  # what is there in one structure, such as ``an array``
-    after: str  # and in the other
-
-
 def structure_changes(
     names: Mapping[int, str], before: Structure, after: Structure
-) -> Iterator[Difference]:
+) -> Iterator[tuple[str, str, str]]:
     """Yields where two structures of the same objects differ.
 
     Args:
@@ -99,8 +90,9 @@ def structure_changes(
       after: the structure that it left, with the same objects first.
 
     Yields:
-      A difference for each attribute or item: ``("model.scale", "nothing", "an array")`` for an
-      attribute that is new. It has equal texts if another object of the same kind is there.
+      The place of each attribute or item that differs, and what is there in both structures:
+      ``("model.scale", "nothing", "an array")`` for a new attribute. The texts are equal if another
+      object of the same kind is there.
     """
     for index, name in names.items():
         old_entry = before.entries[index]
@@ -119,4 +111,4 @@ def structure_changes(
             # Texts such as "an array", "a Linear" or the static value.
             in_old = show_child(before, old[path]) if path in old else "nothing"
             in_new = show_child(after, new[path]) if path in new else "nothing"
-            yield Difference(accessor(name, path), in_old, in_new)
+            yield accessor(name, path), in_old, in_new

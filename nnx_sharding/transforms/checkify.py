@@ -7,8 +7,9 @@ checks to that.
 From other modules:
 
     Inner           a transformed function that becomes part of a surrounding trace: `_find_plan`
-                    flattens a call, `_program` has its pure function (``inline``), and `_run` calls
-                    a function of the leaves in its place, and writes back what has changed
+                    flattens a call, `_program` has its pure function (``inline``), and
+                    `_run_with_result` calls a function of the leaves in its place, and writes back
+                    what has changed
     call_on_slots   transforms a function as one of the leaves in some slots; the others are fixed
 """
 
@@ -23,7 +24,7 @@ from jax.experimental import checkify as jax_checkify
 
 from .. import _compat
 from ..core.signature import Roles
-from .in_trace import Inner, InnerTransform, call_on_slots, traced_slots
+from .in_trace import Inner, InnerTransform, call_on_slots
 from .lifted import P, R, lift
 
 
@@ -83,14 +84,11 @@ class _Checked(Inner[P, R]):
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
         pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
         add_checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
-        errors = list[Any]()  # one item, from the only call of `execute`
 
-        def execute(*leaves: object) -> Any:
-            """Calls the pure function with checks; returns its outputs, as `_run` wants them."""
-            slots = traced_slots(leaves)  # JAX gets these; flags and the like are fixed
-            error, outputs = call_on_slots(add_checks, pure_function, slots, leaves)
-            errors.append(error)
-            return outputs
+        def execute(*leaves: object) -> tuple[Any, Any]:
+            """Calls the pure function with checks; returns its outputs, and the error."""
+            error, outputs = call_on_slots(add_checks, pure_function, leaves)
+            return outputs, error
 
-        returned = self._run(plan, flat, execute)
-        return errors[0], returned
+        returned, error = self._run_with_result(plan, flat, execute)
+        return error, returned

@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from ..core.outcome import INPUT, Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.rebuild import slots_before
 from ..errors import raise_listed
-from .carry_checks import Difference, structure_changes
+from .carry_checks import structure_changes
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import (
     Function,
@@ -228,13 +228,6 @@ class _Switch(InnerTransform):
         return compile_at_top_level(call)
 
 
-class _NamedType(NamedTuple):
-    """An array after a branch."""
-
-    name: str
-    type: jax.core.AbstractValue | None  # None for what JAX cannot pass on, such as flags
-
-
 class _Branches:
     """The branches for operands of some types, and what each does, as its last trace shows.
 
@@ -262,7 +255,7 @@ class _Branches:
         self._static = dict(static)
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
-        self._types: dict[int, list[_NamedType]] = {}
+        self._types: dict[int, list[tuple[str, str]]] = {}
         caller = current_caller()
         assert caller is not None  # branches are made in calls
         # Equal branches are traced under the number of the first of them. An expert per branch is
@@ -311,8 +304,10 @@ class _Branches:
 
     def _named_types(
         self, outcome: Outcome, groups: Sequence[OutputGroup], results: Sequence[object]
-    ) -> list[_NamedType]:
-        """Returns the name and the type of the array in each slot after a branch, for messages.
+    ) -> list[tuple[str, str]]:
+        """Returns the name and the type of the array in each slot after a branch, as texts.
+
+        A weak type has the text of another one: JAX promotes it.
 
         Args:
           outcome: what the branch did.
@@ -323,8 +318,10 @@ class _Branches:
         for (group, position), result in zip(outcome.sources, results, strict=True):
             # The source of an unchanged input is its slot in the arguments, and so is its name.
             name = self._plan.names[position] if group == INPUT else groups[group].names[position]
-            aval = None if result is None else jax.typeof(result)
-            named_types.append(_NamedType(name, aval))
+            aval: Any = None if result is None else jax.typeof(result)
+            # ``float32[2,4]``
+            type_text = "none" if aval is None else aval.str_short(short_dtypes=False)
+            named_types.append((name, type_text))
         return named_types
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
@@ -418,7 +415,7 @@ class _Branches:
         lines = []
         differences = [
             # What the two branches returned, as texts, which may be equal.
-            Difference("output", self._returned[first_number], self._returned[number]),
+            ("output", self._returned[first_number], self._returned[number]),
             # The places in these objects where the two structures differ, such as `model.scale`.
             *structure_changes(same_names, first, other),
         ]
@@ -442,12 +439,11 @@ class _Branches:
         """Raises a ``TypeError`` if arrays after a branch have other types than after the first."""
         lines = []
         first_number = self._first_traced()
-        for first, other in zip(self._types[first_number], self._types[number], strict=True):
-            # A weak type differs, but has the same text: JAX promotes it.
-            text, other_text = _type_text(first.type), _type_text(other.type)
+        pairs = zip(self._types[first_number], self._types[number], strict=True)
+        for (name, text), (_, other_text) in pairs:
             if text != other_text:
                 lines.append(
-                    f"  {first.name}: {text} in {self._labels[first_number]}, "
+                    f"  {name}: {text} in {self._labels[first_number]}, "
                     f"{other_text} in {self._labels[number]}"
                 )
         raise_listed(
@@ -458,8 +454,3 @@ class _Branches:
             "Cast or reshape them in the branches, so that all agree.",
             anchor="branches-that-differ",
         )
-
-
-def _type_text(aval: Any) -> str:
-    """Returns ``float32[2,4]`` for the type of an array, or ``none`` for None."""
-    return "none" if aval is None else aval.str_short(short_dtypes=False)

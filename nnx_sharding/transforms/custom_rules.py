@@ -519,13 +519,6 @@ def _unchanged_variables(arguments: Structure, outcome: Outcome) -> list[int]:
     ]
 
 
-class _RuleTangents(NamedTuple):
-    """What a rule of ``custom_jvp`` did with tangents."""
-
-    output: Any  # the tangent that it returned: a pytree like the output
-    args: tuple[Any, ...]  # the tangents of all arguments, as it left them
-
-
 class _CallWithJvp(_Call):
     """A call with a rule for tangents."""
 
@@ -545,7 +538,7 @@ class _CallWithJvp(_Call):
         [rule] = self.rules
         [arrays], [array_tangents] = primals, tangents
 
-        def call_rule(*args: Any) -> tuple[Any, _RuleTangents]:
+        def call_rule(*args: Any) -> tuple[Any, tuple[Any, Any]]:
             # The tangents of the arguments, in new objects like these. What JAX does not get has
             # zeros of `float0`.
             arguments = flatten((args, {}))
@@ -557,13 +550,13 @@ class _CallWithJvp(_Call):
             )
             check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
             output, d_output = pair
-            return output, _RuleTangents(d_output, d_args)
+            return output, (d_output, d_args)
 
-        outcome, outputs, rule_tangents = self.trace_rule(rule, call_rule, arrays)
-        return outputs, self._tangents_of_outputs(outcome, outputs, rule_tangents)
+        outcome, outputs, (d_output, d_args) = self.trace_rule(rule, call_rule, arrays)
+        return outputs, self._tangents_of_outputs(outcome, outputs, d_output, d_args)
 
     def _tangents_of_outputs(
-        self, outcome: Outcome, outputs: GroupArrays, rule_tangents: _RuleTangents
+        self, outcome: Outcome, outputs: GroupArrays, d_output: object, d_args: tuple[Any, ...]
     ) -> GroupArrays:
         """Returns the tangent of each output of JAX's function, in the groups of the outputs.
 
@@ -573,7 +566,8 @@ class _CallWithJvp(_Call):
         Args:
           outcome: what the rule did to objects.
           outputs: the arrays that it returned or wrote, in groups.
-          rule_tangents: what it did with tangents.
+          d_output: the tangent that it returned.
+          d_args: the tangents of all arguments, as it left them.
         """
         [rule] = self.rules
         # The arrays after the call, by slot. What the function returns unchanged is no output of
@@ -585,10 +579,10 @@ class _CallWithJvp(_Call):
         structure = outcome.structure
         form = TangentForm(Flat(structure, leaves, ()), slots_by_path(structure))
         name = f"custom_jvp: {name_of(rule)}: tangent"  # for messages
-        returned = form.tangents_in(name, rule_tangents.output)
+        returned = form.tangents_in(name, d_output)
         by_slot_after = dict(zip(form.slots, returned, strict=True))
         # What is in the output and in an argument has the tangent that was left in the latter.
-        by_slot_after |= self._tangents_left(outcome, rule_tangents.args)
+        by_slot_after |= self._tangents_left(outcome, d_args)
         # Each output of JAX's function is in one slot after the call.
         by_source = {outcome.sources[slot]: tangent for slot, tangent in by_slot_after.items()}
         tangents = []

@@ -14,8 +14,8 @@ From other modules:
                     and arrays in a part of it, each with its slots
     Container       a pytree in a structure: its ``treedef``, and a child for each leaf, an array or
                     an object
-    _run            of `Inner`: calls `execute` with the leaves of a call, in place of its program,
-                    and writes back what changed
+    _run_with_result   of `Inner`: calls `execute` with the leaves of a call, in place of its
+                    program, and writes back what changed
     replace_slots   a copy of a list of leaves with others in some slots
     type_as_in_jit  gives arrays the types that they would have as arguments of `jax.jit`
 """
@@ -111,10 +111,9 @@ class Differentiable(Inner[P, R]):
           What the user's function returns, and the derivative.
         """
         pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
-        derivatives = list[Any]()  # one item, from the only call of `execute`
 
-        def execute(*leaves: object) -> Any:
-            """Runs the pure function of the call, and differentiates it; returns its outputs."""
+        def execute(*leaves: object) -> tuple[Any, Any]:
+            """Runs the pure function of the call; returns its outputs, and its derivative."""
             # The gradient of an array is a sum over its uses, whose terms have the type of the
             # array. On Explicit axes JAX cannot add terms with and without a mesh in their types.
             # Tangents are not added up, and get their types from the user.
@@ -133,11 +132,9 @@ class Differentiable(Inner[P, R]):
             derivative, pure_outputs = derivative_of(
                 differentiable, [leaves[slot] for slot in slots]
             )
-            derivatives.append(derivative)  # `_run` wants the outputs only
-            return pure_outputs
+            return pure_outputs, derivative
 
-        returned = self._run(plan, flat, execute)
-        return returned, derivatives[0]
+        return self._run_with_result(plan, flat, execute)
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> list[int]:

@@ -158,13 +158,6 @@ def grad(
     return _make("grad", f, argnums, wrt, modes, returns_value=False, **options)
 
 
-class _Chosen(NamedTuple):
-    """An argument that the user wants to be differentiated."""
-
-    argument: int | str  # its position or its name
-    filter: Any  # for the Variables in it; None for the default of the mode
-
-
 def _make(
     name: str,
     fun: Callable[..., object] | None,
@@ -191,10 +184,10 @@ def _make(
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     chosen = tuple(
         # A DiffState has a filter of its own.
-        _Chosen(item.argnum, item.filter) if isinstance(item, nnx.DiffState) else _Chosen(item, wrt)
+        (item.argnum, item.filter) if isinstance(item, nnx.DiffState) else (item, wrt)
         for item in ([argnums] if is_single else argnums)
     )
-    keys = [x.argument for x in chosen]
+    keys = [argument for argument, _ in chosen]
     is_valid = all(isinstance(key, int | str) for key in keys)
     has_duplicates = len({*keys}) < len(keys)
     if not is_valid or has_duplicates:
@@ -227,7 +220,9 @@ class _Gradient(Differentiation):
 
     in_name: str = "argnums"
     is_reverse: bool = True
-    wrt: tuple[_Chosen, ...]  # the differentiated arguments, and the filters for their Variables
+    # Pairs of the position or the name of a differentiated argument, and the filter for the
+    # Variables in it; None for the default of the mode.
+    wrt: tuple[tuple[int | str, Any], ...]
     must_match: bool  # whether the user chose a filter, so that something has to match it
     is_single: bool  # whether the gradient is of one argument, not a tuple
     returns_value: bool  # whether calls return the value, too

@@ -107,20 +107,22 @@ def traced_slots(leaves: Sequence[object]) -> list[int]:
 def call_on_slots(
     transform: Callable[[Function], Function],
     function: Function,
-    slots: Sequence[int],
     leaves: Sequence[object],
+    slots: Sequence[int] | None = None,
 ) -> Any:
     """Transforms a function of all leaves as a function of some of them, and calls the result.
 
     Args:
       transform: a transform of JAX, such as ``jax.vmap``. It sees only the leaves in ``slots``.
       function: takes all leaves, as positional arguments.
-      slots: the positions of the leaves that become arguments of the transformed function.
       leaves: all leaves. Those in no slot, such as flags, are captured as they are.
+      slots: the positions of the leaves that become arguments of the transformed function; None for
+        all that JAX traces.
 
     Returns:
       What the transformed function returns for the leaves in ``slots``.
     """
+    slots = traced_slots(leaves) if slots is None else slots
 
     def restricted(*arrays: object) -> Any:
         return function(*replace_slots(leaves, slots, arrays))
@@ -281,3 +283,24 @@ class Inner(LiftedFunction[P, R]):
         with key_traces_by_tags(flat.objects):
             # As a part of a trace, even at top level: these transforms compile no plan.
             return run(plan, flat, execute, fun or self._fun, nested=True)
+
+    def _run_with_result(self, plan: Plan, flat: Flat, execute: Function) -> tuple[Any, Any]:
+        """Runs a call that has a result besides that of the user's function, such as a derivative.
+
+        Args:
+          plan: the plan of the call.
+          flat: its arguments, to which changes are written back.
+          execute: takes the leaves, and returns what the pure function returns, and the result.
+
+        Returns:
+          What the user's function returns, and the result.
+        """
+        results = list[Any]()  # one item, from the only call of `execute`
+
+        def outputs_of(*leaves: object) -> Any:
+            outputs, result = execute(*leaves)
+            results.append(result)
+            return outputs
+
+        returned = self._run(plan, flat, outputs_of)
+        return returned, results[0]

@@ -36,7 +36,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
@@ -49,13 +49,13 @@ from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, as_declared
 from ..core.failures import call_with_explained_errors
-from ..core.fingerprint import Fingerprint, fingerprint_of
+from ..core.fingerprint import fingerprint_of
 from ..core.flatten import Flat, flatten
 from ..core.functions import FunctionGroup
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards, recorder_of
 from ..core.outcome import Outcome
-from ..core.plan import Plan, make_plan
+from ..core.plan import NOT_ASKED, Plan, make_plan
 from ..core.signature import Parameters, Roles, SortedCall
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
@@ -200,15 +200,18 @@ class LiftedFunction(Generic[P, R]):
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
 
-    def _fingerprint(self, plan: Plan, flat: Flat) -> Fingerprint | None:
+    def _fingerprint(self, plan: Plan, flat: Flat) -> Hashable | None:
         """Returns a key for what the function can reach now: globals, closures and arguments.
 
         None if that holds something without a key, such as an array: then it is traced each time.
+        At top level, a function of ``jit`` is not asked: it keeps what its first trace captured.
 
         Args:
           plan: the plan of the call.
           flat: its arguments, flattened.
         """
+        if self._transform.keeps_captures and _compat.trace_is_clean():
+            return NOT_ASKED
         fun = self._fun
         # Transforms of several functions, such as `cond`, put them into one group.
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
@@ -382,19 +385,6 @@ class Lifted(LiftedFunction[P, R]):
             return run(plan, flat, execute, self._fun, self._observer, nested=True)  # type: ignore[no-any-return]
 
     __call__ = guarded(_flattened)
-
-    def _program(self, plan: Plan, flat: Flat) -> Program:
-        return plan.program if self._keeps_captures() else super()._program(plan, flat)
-
-    def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
-        """Returns what a call executes: one program for each plan if captures are kept."""
-        if self._keeps_captures():
-            return plan.program.top_level
-        return super()._choose_program(plan, flat)
-
-    def _keeps_captures(self) -> bool:
-        """Whether a call keeps what was captured at the first trace, as under ``jax.jit``."""
-        return self._transform.keeps_captures and _compat.trace_is_clean()
 
     @_compat.api_boundary
     def _failed(

@@ -35,7 +35,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,6 @@ from ..activations.gathering import spec_of_slice
 from ..activations.trace_keys import PREFETCHED
 from ..activations.variables import modules_in, own_variables
 from ..core.constrain import apply_shardings, mesh_in_trace, type_spec
-from ..core.treedefs import PyTreeDef
 from ..specs.fitting import spec_axes
 from ..specs.paths import Path
 from ..specs.types import AnyMesh, Arrays
@@ -169,45 +168,8 @@ class _Inputs(NamedTuple):
     rest: Arrays  # slices of everything else
 
 
-class _Place(NamedTuple):
-    """Where the backward pass has an array that the pullback of a layer needs."""
-
-    field: Literal["constants", "ready", "rest", "residuals"]  # of `_Inputs`, or what was kept
-    number: int  # in this list
-
-
-class _Pullback(NamedTuple):
-    """How to rebuild the pullback of one layer in the backward pass. The same for all layers.
-
-    What ``jax.vjp`` returns is a function and also a pytree, of the arrays that it has kept. All
-    layers have the same operations, so that the pullback of each has the same treedef.
-    """
-
-    arguments: PyTreeDef  # of the `_Inputs` of a layer
-    slots: Sequence[int]  # the positions of those of its leaves that have cotangents
-    treedef: PyTreeDef  # of the pullback
-    places: Sequence[_Place]  # where each of its arrays is in the backward pass
-
-    def rebuild(self, residuals: Arrays, **inputs: Arrays) -> Callable[..., Any]:
-        """Returns the pullback of a layer, as ``jax.vjp`` returned it in the forward pass.
-
-        Args:
-          residuals: the arrays that the forward pass kept for this layer.
-          **inputs: ``constants``, ``ready`` and ``rest`` of the layer, see :class:`_Inputs`.
-        """
-        arrays_of = {"residuals": residuals, **inputs}
-        arrays = [arrays_of[place.field][place.number] for place in self.places]
-        pullback: Callable[..., Any] = jax.tree.unflatten(self.treedef, arrays)
-        return pullback
-
-
-class _DifferentiatedStep(NamedTuple):
-    """What one layer returns in the forward pass, if it is differentiated."""
-
-    carry: list[Any]  # for the next layer
-    results: list[Any]  # what the loop stacks
-    residuals: list[Any]  # what it keeps for the backward pass
-    pullback: _Pullback  # how to rebuild the pullback from these
+# Of arrays that the backward pass has of a layer, and cotangents; see `_differentiated_step`.
+_PullBack: TypeAlias = Callable[[Arrays, object], _Inputs]
 
 
 class _Loop:
@@ -343,9 +305,9 @@ class _Loop:
           of the former, and a pytree of what it needs; None without ``keep``. The last carry has
           only what steps change.
         """
-        # Filled when `jax.lax.scan` traces the body, as a pullback is no array that it could
-        # return. There is one for each trace of the body, and all are equal.
-        pullbacks: list[_Pullback] = []
+        # Filled when `jax.lax.scan` traces the body, as a function is no array that it could
+        # return. There is one for each trace of the body, and all do the same.
+        pullbacks: list[_PullBack] = []
 
         def body(state: tuple[Any, Any], layer: Any) -> Any:
             carry, ready = state
@@ -355,9 +317,9 @@ class _Loop:
             if not keep:
                 carry, results = self._step(inputs)
                 return (carry, upcoming), (results, [])
-            step = self._differentiated_step(inputs)
-            pullbacks.append(step.pullback)
-            return (step.carry, upcoming), (step.results, step.residuals)
+            carry, results, residuals, pull_back = self._differentiated_step(inputs)
+            pullbacks.append(pull_back)
+            return (carry, upcoming), (results, residuals)
 
         layers = jnp.arange(self._length)
         first = carry, self._gather(shards, layer=0)
@@ -369,16 +331,25 @@ class _Loop:
         kept = constants, shards, rest, residuals
         return (last, results), jax.tree_util.Partial(backward, *kept)
 
-    def _differentiated_step(self, inputs: _Inputs) -> _DifferentiatedStep:
+    def _differentiated_step(
+        self, inputs: _Inputs
+    ) -> tuple[list[Any], list[Any], list[Any], _PullBack]:
         """Runs one layer, and makes its pullback by ``jax.vjp``.
 
-        The arrays of the pullback that the backward pass has anyway, as it reads or gathers the
-        inputs of the layer again, are not kept.
+        That is a function and also a pytree, of the arrays that it has kept. All layers have the
+        same operations, so that the pullback of each has the same treedef, and the backward pass
+        can rebuild it. Arrays that it has anyway, as it reads or gathers the inputs of the layer
+        again, are not kept.
+
+        Returns:
+          What is carried to the next layer and changed, what is stacked, and the residuals, all
+          lists of arrays; and a function for the backward pass, the same for all layers.
         """
         leaves, treedef = jax.tree.flatten(inputs)
         # Only arrays of floating-point or complex numbers have cotangents. All outputs are also
         # auxiliary data, since the loop carries and stacks integers, too.
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
+        num_leaves = len(leaves)
 
         def differentiable(*inexact: object) -> Any:
             inputs = jax.tree.unflatten(treedef, replace_slots(leaves, slots, inexact))
@@ -388,26 +359,35 @@ class _Loop:
         inexact = [leaves[slot] for slot in slots]
         _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
         arrays, pullback_treedef = jax.tree.flatten(pullback)
-        # Where the backward pass finds each input, by the identity of the tracer: a pullback that
-        # needs an input holds the same tracer. Not so for the carry, which is gone by then.
-        place_of: dict[int, _Place] = {}
-        for field in ("constants", "ready", "rest"):
-            place_of |= {id(x): _Place(field, i) for i, x in enumerate(getattr(inputs, field))}
-        # All other arrays of the pullback are kept, each once.
-        places, residuals = list[_Place](), list[Any]()
+        # The backward pass has these again, then the residuals. By the identity of the tracer: a
+        # pullback that needs an input holds the same one. The carry is gone by then.
+        again = [*inputs.constants, *inputs.ready, *inputs.rest]
+        position_of = {id(x): position for position, x in enumerate(again)}
+        residuals = list[Any]()
         for x in arrays:
-            if id(x) not in place_of:
-                place_of[id(x)] = _Place("residuals", len(residuals))
+            if id(x) not in position_of:  # each is kept once
+                position_of[id(x)] = len(again) + len(residuals)
                 residuals.append(x)
-            places.append(place_of[id(x)])
-        rebuildable = _Pullback(
-            arguments=treedef, slots=slots, treedef=pullback_treedef, places=places
-        )
-        return _DifferentiatedStep(carry, results, residuals, rebuildable)
+        positions = [position_of[id(x)] for x in arrays]
+
+        def pull_back(again: Arrays, cotangents: object) -> _Inputs:
+            """Returns the cotangents of the inputs of a layer, with None for integers.
+
+            Args:
+              again: the constants, and what is ready, the rest and the residuals of the layer.
+              cotangents: of what the layer carries and changes, and of its results.
+            """
+            pullback = jax.tree.unflatten(pullback_treedef, [again[i] for i in positions])
+            by_slot = dict(zip(slots, pullback(cotangents), strict=True))
+            d_leaves = [by_slot.get(slot) for slot in range(num_leaves)]
+            d_inputs: _Inputs = jax.tree.unflatten(treedef, d_leaves)
+            return d_inputs
+
+        return carry, results, residuals, pull_back
 
     def _backward(
         self,
-        pullback_form: _Pullback,
+        pull_back: _PullBack,
         constants: Arrays,
         shards: Arrays,
         rest: Arrays,
@@ -417,7 +397,7 @@ class _Loop:
         """Runs the backward pass, from the last layer to the first.
 
         Args:
-          pullback_form: how to rebuild the pullback of a layer.
+          pull_back: returns the cotangents of the inputs of a layer.
           constants: as in :meth:`_run`.
           shards: likewise, (layers, …).
           rest: likewise, (layers, …).
@@ -433,14 +413,8 @@ class _Loop:
             layer, layer_residuals, d_results = inputs
             # Gathered while this layer computes. The first layer gathers itself again.
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
-            pullback = pullback_form.rebuild(
-                layer_residuals, constants=constants, ready=ready, rest=_slice_layer(rest, layer)
-            )
-            by_slot = dict(zip(pullback_form.slots, pullback((d_carry, d_results)), strict=True))
-            # In the form of the inputs, with None for those without cotangents, such as integers.
-            treedef = pullback_form.arguments
-            d_leaves = [by_slot.get(slot) for slot in range(treedef.num_leaves)]
-            d_inputs: _Inputs = jax.tree.unflatten(treedef, d_leaves)
+            again = [*constants, *ready, *_slice_layer(rest, layer), *layer_residuals]
+            d_inputs = pull_back(again, (d_carry, d_results))
             # All layers use the constants, so their cotangents add up. None is no leaf for
             # `tree.map`, and is at the same places in both.
             d_constants = jax.tree.map(jnp.add, d_constants, d_inputs.constants)

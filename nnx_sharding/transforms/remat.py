@@ -43,7 +43,7 @@ from ..errors import raise_listed
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import Function, Inner, InnerTransform, call_on_slots, traced_slots
+from .in_trace import Function, Inner, InnerTransform, call_on_slots, is_traced
 from .lifted import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
@@ -129,20 +129,19 @@ class _Rules:
             offload_dst="pinned_host",
         )
 
-    def check(self, function: Function, slots: Sequence[int], leaves: Sequence[object]) -> None:
+    def check(self, function: Function, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` for filters that match no module and no name in the function.
 
         Args:
           function: the pure function. It was traced just now, which has recorded the rules that
             match modules.
-          slots: the slots of the leaves that JAX traces.
           leaves: all leaves, with which it was traced.
         """
         if len(self.used) == len(self.rules):
             return
         # Names that the user gave show only in a jaxpr, so this traces once more. That happens only
         # if there are such names, or for the error.
-        jaxpr = call_on_slots(jax.make_jaxpr, function, slots, leaves)
+        jaxpr = call_on_slots(jax.make_jaxpr, function, leaves)
         known = _names_in(jaxpr.jaxpr)
         self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
         paths = [path for path in self.called if path]  # the module itself has the empty path
@@ -230,16 +229,15 @@ class _Remat(InnerTransform):
         checkpointed = checkpoint(function)
 
         def call(*leaves: object) -> Any:
-            slots = traced_slots(leaves)
-            if len(slots) == len(leaves):
+            if all(map(is_traced, leaves)):
                 out = checkpointed(*leaves)
             else:
                 # Flags and other non-arrays are captured, as they are in this call: so this is
                 # another function for JAX in each call.
-                out = call_on_slots(checkpoint, function, slots, leaves)
+                out = call_on_slots(checkpoint, function, leaves)
             if rules is not None:
                 # Now that it is traced: that each filter has matched a module, or is a name.
-                rules.check(function, slots, leaves)
+                rules.check(function, leaves)
             return out
 
         return call

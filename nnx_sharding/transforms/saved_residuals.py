@@ -85,7 +85,7 @@ def saved_residuals(
     def residuals(*leaves: object) -> list[jax.Array]:
         """Returns the arrays in the pullback at the floating-point leaves."""
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
-        _, pullback = call_on_slots(vjp_of, inexact_outputs, slots, leaves)
+        _, pullback = call_on_slots(vjp_of, inexact_outputs, leaves, slots)
         return jax.tree.leaves(pullback)  # it is a pytree of what it keeps
 
     # While calls are recorded, the names of operations have the paths of modules.

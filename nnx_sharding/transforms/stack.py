@@ -30,7 +30,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -326,16 +326,9 @@ def stack(
     return Stack(layer, len(blocks), shared, **options)
 
 
-class _Stacked(NamedTuple):
-    """Layers as a `Stack` keeps them."""
-
-    layer: Any  # one layer, whose arrays have a first dimension for all layers
-    shared: list[Path]  # of what is the same in all layers, and has no such dimension
-
-
 def _make_layers(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Stacked:
+) -> tuple[Any, list[Path]]:
     """Makes all layers by one ``vmap`` over their random streams.
 
     Each layer gets one part of each stream: `split` gives a stream a first dimension for the
@@ -346,6 +339,9 @@ def _make_layers(
       length: the number of layers.
       args: the positional arguments of ``make``; random streams among them are split.
       kwargs: its keyword arguments, likewise.
+
+    Returns:
+      One layer whose arrays have a first dimension for all layers, and the paths of what has none.
     """
 
     def is_stream(x: object) -> bool:
@@ -367,7 +363,7 @@ def _make_layers(
     # What has no dimension for layers: the arrays outside of Variables. A place without slots, such
     # as a Variable that holds an empty pytree, has no arrays at all.
     unmapped = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
-    return _Stacked(layer, shared=[location.path for location in unmapped])
+    return layer, [location.path for location in unmapped]
 
 
 def _is_no_variable(path: Path, value: object) -> bool:
@@ -375,8 +371,10 @@ def _is_no_variable(path: Path, value: object) -> bool:
     return not isinstance(value, nnx.Variable)
 
 
-def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
-    """Stacks the arrays of existing layers; what is the same object in all stays as it is.
+def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
+    """Stacks the arrays of existing layers, as `_make_layers` returns them.
+
+    What is the same object in all layers stays as it is.
 
     Only what is the same object is shared, as a Variable that several layers use. Equal arrays of
     different Variables may differ after a step of training.
@@ -399,7 +397,7 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> _Stacked:
     layer = with_arrays(first, joined)
     # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
-    return _Stacked(layer, shared)
+    return layer, shared
 
 
 def _refuse_partly_shared(flats: Sequence[Flat], shared: Collection[Path]) -> None:

@@ -22,7 +22,7 @@ From other modules:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -230,67 +230,43 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return out
 
 
-def _call_with_ints(
-    layer: object,
-    x: object,
-    args_and_kwargs: tuple[tuple[object, ...], dict[str, object]],
-    ints: tuple[tuple[int, int], ...],
-) -> Any:
-    """Calls a layer, after the ints are put back that `_recomputed_call` took out.
-
-    This is the function that ``remat`` gets. It traces what is not static in its arguments, but a
-    layer may need an int as a shape.
-
-    Args:
-      layer: the layer.
-      x: what the layer before has returned.
-      args_and_kwargs: the other arguments, with a placeholder for each int.
-      ints: for each int its position among the leaves of these, and the number; static.
-    """
-    # As `_recomputed_call` flattens them, so that positions are the same.
-    leaves, treedef = jax.tree.flatten(args_and_kwargs, is_leaf=_compat.is_graph_object)
-    for position, number in ints:
-        leaves[position] = number
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
-    return call_layer(layer, x, args, kwargs)
-
-
 def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     """Returns :func:`call_layer` under ``remat``, in which ints stay Python numbers.
 
     ``remat`` traces ints that are not static, but layers may use them as shapes. So they are taken
-    out of the other arguments, and passed as a static one. Flags, which are ints for Python, go the
-    same way.
+    out of the other arguments, and captured. Flags, which are ints for Python, go the same way.
 
     Args:
       policy: as for :func:`recompute_in_backward`.
     """
-    run = recompute_in_backward(_call_with_ints, policy, static_argnums=3)  # ``ints``
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_compat.is_graph_object)
-        ints = tuple((i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, int))
-        # Something has to be in the place of each int, or the positions would change. A flag is
-        # not traced by `remat`.
-        positions = [position for position, _ in ints]
-        placeholders = [False] * len(ints)
-        leaves = replace_slots(leaves, positions, placeholders)
-        return run(layer, x, jax.tree.unflatten(treedef, leaves), ints)
+        ints = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, int)}
+        num_leaves = len(leaves)
+
+        def call_with_ints(layer: object, x: object, others: Iterable[object]) -> Any:
+            rest = iter(others)
+            leaves = [ints[i] if i in ints else next(rest) for i in range(num_leaves)]
+            args, kwargs = jax.tree.unflatten(treedef, leaves)
+            return call_layer(layer, x, args, kwargs)
+
+        others = [leaf for i, leaf in enumerate(leaves) if i not in ints]
+        return recompute_in_backward(call_with_ints, policy)(layer, x, others)
 
     return call
 
 
 def recompute_in_backward(
-    step: Callable[..., Any], policy: Policy | Literal[True], **options: Any
+    step: Callable[..., Any], policy: Policy | Literal[True]
 ) -> Callable[..., Any]:
     """Returns a function of a layer whose backward pass computes it again.
 
     Args:
       step: the function, in a loop over layers.
       policy: what is kept anyway, as for ``remat``; True for nothing.
-      **options: further options of ``remat``.
     """
     # Loops keep the compiler from merging both computations, so that `remat` need not.
     chosen = None if policy is True else policy
-    made: Callable[..., Any] = remat(step, policy=chosen, prevent_cse=False, **options)
+    made: Callable[..., Any] = remat(step, policy=chosen, prevent_cse=False)
     return made

@@ -574,8 +574,6 @@ class Compiled(Stage):
         """The ``Format`` (layout and sharding) of each argument array."""
         return self._inputs(self._stage.input_formats)
 
-    input_layouts = input_formats  # the older name
-
     @property
     def output_formats(self) -> Any:
         """The ``Format`` of each array of the result."""

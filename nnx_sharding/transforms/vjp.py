@@ -2,10 +2,10 @@
 
 All three differentiate with respect to every *inexact* array (floating-point or complex) of the
 *primals*, the arguments that the user gives, and differ only in the transform of JAX that they
-apply: each has a function `apply_jax` for that. What JAX returns are functions of lists of arrays;
-the forms of the primals and of the output (:class:`~.tangents.TangentForm`) translate these from
-and to the user's pytrees. What a method is bound to is an argument as well, before the primals, but
-is not differentiated. A *slot* is the position of an array among those of all arguments.
+apply. What that returns are functions of lists of arrays; the forms of the primals and of the
+output (:class:`~.tangents.TangentForm`) translate these from and to the user's pytrees. What a
+method is bound to is an argument as well, before the primals, but is not differentiated. A *slot*
+is the position of an array among those of all arguments.
 
 From other modules:
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,7 +31,7 @@ from ..core.signature import Roles
 from ..core.structure import Container
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function
-from .lifted import Modes, lift
+from .lifted import lift
 from .tangents import TangentForm, as_array, slots_by_path, tangent_type
 
 
@@ -81,24 +81,18 @@ def vjp(
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
-    def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
-        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
-        _, pull_arrays, outputs = jax.vjp(function, arrays, has_aux=True)
-        return pull_arrays, outputs
-
-    modes = Modes(graph, graph_updates)
-    # What the user's function returned, and with it `pull_arrays` and the forms of tangents.
-    result = _differentiate_call("vjp", f, has_aux, modes, primals, apply_jax)
+    call = _differentiable("vjp", f, has_aux, graph, graph_updates)
+    primal_form = call.primal_form(primals)
+    output, aux, pull_arrays, output_form = call.differentiate_at(primals, primal_form, jax.vjp)
 
     def pullback(cotangents: object) -> Any:
-        output_arrays = result.output_form.tangents_in("vjp: cotangents", cotangents)
+        output_arrays = output_form.tangents_in("vjp: cotangents", cotangents)
         # JAX's function has one argument, the list of the arrays in the primals.
-        pull_arrays = result.from_jax
         [primal_arrays] = pull_arrays(output_arrays)
-        positional, _ = result.primal_form.build(primal_arrays)  # of (positional, keywords)
+        positional, _ = primal_form.build(primal_arrays)  # of (positional, keywords)
         return positional[-len(primals) :]  # without what the function is bound to
 
-    return result.output, pullback, *result.aux
+    return output, pullback, *aux
 
 
 @_compat.api_boundary
@@ -149,20 +143,15 @@ def jvp(
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(jvp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
-    def apply_jax(
-        function: Function, arrays: list[object], primal_form: TangentForm
-    ) -> tuple[Any, Any]:
-        # Only here is the form of the primals known.
-        array_tangents = primal_form.tangents_in("jvp: tangents", tuple(tangents))
-        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
-        _, output_tangents, outputs = jax.jvp(function, (arrays,), (array_tangents,), has_aux=True)
-        return output_tangents, outputs
+    call = _differentiable("jvp", f, has_aux, graph, graph_updates)
+    primal_form = call.primal_form(primals)
+    array_tangents = primal_form.tangents_in("jvp: tangents", tuple(tangents))
 
-    modes = Modes(graph, graph_updates)
-    # What the user's function returned, and with it the output's tangents and their form.
-    result = _differentiate_call("jvp", f, has_aux, modes, primals, apply_jax)
-    output_tangents = result.from_jax  # a list of arrays
-    return result.output, result.output_form.build(output_tangents), *result.aux
+    def push(function: Function, arrays: list[object], **options: Any) -> Any:
+        return jax.jvp(function, (arrays,), (array_tangents,), **options)
+
+    output, aux, output_tangents, output_form = call.differentiate_at(primals, primal_form, push)
+    return output, output_form.build(output_tangents), *aux
 
 
 @_compat.api_boundary
@@ -199,59 +188,45 @@ def linearize(
 
     The semantics are those of ``jax.linearize``.
     """
-
-    def apply_jax(function: Function, arrays: list[object], _form: TangentForm) -> tuple[Any, Any]:
-        # To JAX, all outputs of the call are auxiliary data, whether or not the user has any.
-        _, push_arrays, outputs = jax.linearize(function, arrays, has_aux=True)
-        return push_arrays, outputs
-
-    modes = Modes(graph, graph_updates)
-    # What the user's function returned, and with it `push_arrays` and the forms of tangents.
-    result = _differentiate_call("linearize", fun, has_aux, modes, primals, apply_jax)
+    call = _differentiable("linearize", fun, has_aux, graph, graph_updates)
+    primal_form = call.primal_form(primals)
+    output, aux, push, output_form = call.differentiate_at(primals, primal_form, jax.linearize)
 
     def pushforward(*tangents: object) -> Any:
-        arrays = result.primal_form.tangents_in("linearize: tangents", tangents)
-        push_arrays = result.from_jax
-        return result.output_form.build(push_arrays(arrays))
+        return output_form.build(push(primal_form.tangents_in("linearize: tangents", tangents)))
 
-    return result.output, pushforward, *result.aux
+    return output, pushforward, *aux
 
 
-# Applies JAX's transform with ``has_aux=True``. Takes a function of a list of arrays, the arrays at
-# which it is differentiated, and the form of the primals, which only `jvp` needs. The function
-# returns the arrays of the output, and all outputs of the call, which are auxiliary. Returns what
-# JAX's transform makes of the former, and the latter.
-_ApplyJax: TypeAlias = Callable[[Function, list[Any], TangentForm], tuple[Any, Any]]
-
-
-class _Result(NamedTuple):
-    """What a function returned, what JAX returned, and the forms for tangents."""
+class _Derivative(NamedTuple):
+    """What a function returned, and its derivative at the arguments."""
 
     output: Any  # what the user's function returned, without auxiliary data
     aux: tuple[Any, ...]  # its auxiliary data: one item or none
-    # What `apply_jax` returned first: the pullback or the pushforward, a function of lists of
-    # arrays; for `jvp`, the tangents of the output.
+    # The pullback or the pushforward, a function of lists of arrays; of `jvp`, the tangents.
     from_jax: Any
-    primal_form: TangentForm  # for tangents of the arguments
     output_form: TangentForm  # for tangents of the output
 
 
 class _AtPoint(Differentiable[..., Any]):
     """A function that is differentiated with respect to all that is inexact in its arguments."""
 
-    def differentiate_at(self, primals: Sequence[object], apply_jax: _ApplyJax) -> _Result:
+    def differentiate_at(
+        self, primals: Sequence[object], primal_form: TangentForm, transform: Callable[..., Any]
+    ) -> _Derivative:
         """Calls the function once, which may change the primals, and differentiates that call.
 
         Args:
           primals: its arguments, without what it is bound to.
-          apply_jax: applies JAX's transform, as ``_ApplyJax`` says.
+          primal_form: the form of their tangents.
+          transform: ``jax.vjp`` or the like: of a function of a list of arrays, and of the arrays
+            at which it is differentiated. Called with ``has_aux=True``.
         """
         call, flat = self._split((*self._bound, *primals), {})
         plan, _is_new = self._plan(call, flat)
-        primal_form = self._primal_form(primals)
 
         def derivative_of(function: Function, arrays: list[object]) -> tuple[Any, Any]:
-            """Applies JAX's transform to a function at these arrays, for `self.differentiate`."""
+            """Applies the transform to a function at these arrays, for `self.differentiate`."""
 
             def inexact_function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 output_arrays, outputs = function(arrays)
@@ -259,17 +234,20 @@ class _AtPoint(Differentiable[..., Any]):
                 return [x for x in output_arrays if tangent_type(x) is not None], outputs
 
             # JAX arrays also in place of Python numbers, as `tangents_in` returns for tangents:
-            # both need the same dtype.
-            return apply_jax(inexact_function, [*map(as_array, arrays)], primal_form)
+            # both need the same dtype. To JAX, all outputs of the call are auxiliary data, whether
+            # or not the user has any.
+            jax_arrays = [*map(as_array, arrays)]
+            _, from_jax, outputs = transform(inexact_function, jax_arrays, has_aux=True)
+            return from_jax, outputs
 
         returned, from_jax = self.differentiate(plan, flat, primal_form.slots, derivative_of)
         output, *aux = returned if self._transform.has_aux else (returned,)
         # The user's objects, after the call: their tangents have this form.
         flat_output = flatten(output)
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
-        return _Result(output, tuple(aux), from_jax, primal_form, output_form)
+        return _Derivative(output, tuple(aux), from_jax, output_form)
 
-    def _primal_form(self, primals: Sequence[object]) -> TangentForm:
+    def primal_form(self, primals: Sequence[object]) -> TangentForm:
         """Returns the form for tangents of the arguments, without bound objects."""
         # Flattened once more, so that the form keeps static objects alive: the pullback may be
         # called when the caller has dropped them.
@@ -283,26 +261,14 @@ class _AtPoint(Differentiable[..., Any]):
         return TangentForm(flat, slots_by_path(flat.structure, differentiated))
 
 
-def _differentiate_call(
+def _differentiable(
     name: str,
     fun: Callable[..., object],
     has_aux: bool,
-    modes: Modes,
-    primals: Sequence[object],
-    apply_jax: _ApplyJax,
-) -> _Result:
-    """Calls a function at the primals, and differentiates that call.
-
-    Args:
-      name: the transform, for messages: ``vjp``, ``jvp`` or ``linearize``.
-      fun: the user's function.
-      has_aux: whether it returns a pair of its output and auxiliary data.
-      modes: the user's options ``graph`` and ``graph_updates``.
-      primals: the arguments.
-      apply_jax: applies JAX's transform of that name, as ``_ApplyJax`` says.
-    """
+    graph: bool | None,
+    graph_updates: bool | None,
+) -> _AtPoint:
+    """Wraps the user's function for one of these transforms, ``name``, with its options."""
     transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
-    # As for a decorated function, so that the call changes the caller's objects.
-    lifted: Any = lift(_AtPoint, fun, transform, Roles(), *modes)
-    result: _Result = lifted.differentiate_at(primals, apply_jax)
-    return result
+    made: _AtPoint = lift(_AtPoint, fun, transform, Roles(), graph, graph_updates)
+    return made

@@ -151,7 +151,7 @@ class _Vmap(Mapped):
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
             axes = tuple(in_axes[slot] for slot in slots)
             mapped = functools.partial(jax.vmap, in_axes=axes, **options)
-            return call_on_slots(mapped, function, slots, leaves)
+            return call_on_slots(mapped, function, leaves, slots)
 
         return call_mapped
 

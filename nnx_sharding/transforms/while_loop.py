@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +161,7 @@ def fori_loop(
     lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
     # In one type, with options for `scan` if the number of steps is known.
-    bounds = _fori_bounds(lower, upper, unroll)
+    lower, upper, scan_options = _fori_bounds(lower, upper, unroll)
     # The names, the specs and the arguments are in one order.
     functions = Functions(
         "fori_loop",
@@ -175,25 +175,19 @@ def fori_loop(
         out_specs=Specs(CARRY),
         is_fori=True,
         bound=functions.bound,
-        options=jax_options(**bounds.scan_options),
+        options=jax_options(**scan_options),
     )
-    args = functions.objects, bounds.lower, init_val, bounds.upper
+    args = functions.objects, lower, init_val, upper
     # The counter is an argument of its own, and not in the carry of the user, so that messages name
     # his carry as he wrote it.
     _last_i, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
     return last
 
 
-class _Bounds(NamedTuple):
-    """The bounds of a ``fori_loop``, in one type."""
-
-    lower: int | jax.Array
-    upper: int | jax.Array
-    scan_options: dict[str, Any]  # of the `scan` that the loop is; empty if a bound is traced
-
-
-def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
-    """Returns the bounds of a loop in one type, with options for ``scan`` if both are known.
+def _fori_bounds(
+    lower: Any, upper: Any, unroll: int | bool | None
+) -> tuple[int | jax.Array, int | jax.Array, dict[str, Any]]:
+    """Returns the bounds of a loop in one type, and options of ``scan``; none if one is traced.
 
     Args:
       lower: the user's lower bound, an integer scalar.
@@ -221,14 +215,14 @@ def _fori_bounds(lower: Any, upper: Any, unroll: int | bool | None) -> _Bounds:
         if length or not jax.config.jax_disable_jit:
             # JAX's `scan` takes no None; 1 is its default.
             options = {"length": length, "reverse": False, "unroll": unroll or 1}
-            return _Bounds(lower, upper, options)
+            return lower, upper, options
     elif unroll not in (None, False, 1):  # as in JAX, also True passes, which equals 1
         raise ValueError(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
             "traced. Pass them as static values, or leave unroll out."
         )
     [dtype] = dtypes
-    return _Bounds(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), scan_options={})
+    return jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
