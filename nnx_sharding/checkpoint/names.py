@@ -89,8 +89,13 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
 def digest(arrays: Iterable[NamedArray]) -> str:
     """Returns a short text that is the same for arrays of the same names, shapes and dtypes."""
     kinds = [(x.name, np.shape(x.leaf), str(getattr(x.leaf, "dtype", ""))) for x in arrays]
+    return f"{len(kinds)} {digest_of(kinds)}"
+
+
+def digest_of(facts: object) -> str:
+    """Returns a short text that is the same for facts of the same ``repr``."""
     # Eight digits are enough: it finds mistakes, not attacks.
-    return f"{len(kinds)} of digest {hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]}"
+    return f"of digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
 def check_unique(caller: str, arrays: Sequence[NamedArray]) -> None:

@@ -15,7 +15,7 @@ import operator
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -32,13 +32,6 @@ from .names import named_arrays
 from .stored import DATA, MODEL, FilePath, as_folder
 
 _SUM = ".crc32"  # the ending of the file with the checksum of a state
-
-
-class _Restored(NamedTuple):
-    """The step that was restored, and the tree that was filled from it."""
-
-    step: int
-    tree: Any
 
 
 class Checkpoints:
@@ -187,7 +180,8 @@ class Checkpoints:
             raise NoCheckpointError(
                 f"Checkpoints.restore: no steps found in {self.manager.directory}."
             )
-        return restored.tree
+        _, filled = restored
+        return filled
 
     @_compat.api_boundary
     def resume(
@@ -226,13 +220,14 @@ class Checkpoints:
             restored = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
             if restored is None:
                 return None
+            restored_step, _ = restored
             # The last step first: if this is interrupted, those that are left have no gap.
             for later in sorted(self.manager.all_steps(), reverse=True):
-                if discard_later and later > restored.step:
+                if discard_later and later > restored_step:
                     self.manager.delete(later)
-            return restored.step
+            return restored_step
 
-    def _restored(self, step: int | None, args: ModelRestore, data: Any) -> _Restored | None:
+    def _restored(self, step: int | None, args: ModelRestore, data: Any) -> tuple[int, Any] | None:
         """Restores a step as :meth:`restore` does, the same on all processes.
 
         Args:
@@ -271,7 +266,7 @@ class Checkpoints:
                 )
             try:
                 with progress(f"restore step {wanted}"):
-                    return _Restored(wanted, self._read(wanted, args, data))
+                    return wanted, self._read(wanted, args, data)
             except KeyError as error:  # of Orbax, where a step has no such item
                 raise CheckpointError(f"Checkpoints: step {wanted}: {error.args[0]}") from error
             except (CheckpointError, FileNotFoundError) as error:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..specs.fitting import without_reductions
 from ..specs.paths import path_key, path_string
 from .checksums import checksums
-from .names import VALUE, Name, NamedArray
+from .names import VALUE, Name, NamedArray, digest_of
 
 # A path here or in a bucket. ``epath`` has no type stubs.
 FilePath: TypeAlias = Any
@@ -146,8 +145,7 @@ def opened(caller: str, folder: FilePath) -> Stored:
 
 def digest(stored: Stored) -> str:
     """Returns a short text that is the same for equal arrays, as far as there are checksums."""
-    sums = sorted((name, entry.checksum) for name, entry in stored.entries.items())
-    return f"of digest {hashlib.sha256(repr(sums).encode()).hexdigest()[:8]}"
+    return digest_of(sorted((name, entry.checksum) for name, entry in stored.entries.items()))
 
 
 @contextlib.contextmanager

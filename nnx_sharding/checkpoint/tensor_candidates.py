@@ -286,7 +286,7 @@ def _inserted(axes: list[str], labels: list[str]) -> Iterator[list[str]]:
 def _layouts(
     left: str, axes: list[str], target: Shape, fused: FusedPart | None
 ) -> Iterator[_Layout]:
-    """Yields the ways to place one part if a side is fused; else the layout without parts.
+    """Yields the layouts in which an array may have a tensor, or one part of the fused side.
 
     Args:
       left: the dimensions of the tensor, such as ``"(h d) in"``.
@@ -294,27 +294,23 @@ def _layouts(
       target: the shape of the array.
       fused: which part of the other side it is; None if nothing is fused.
     """
-    names = re.findall(r"\w+", left)
-    if "one" in names:  # "one a": an axis of size 1 in the tensor that arrays do not have
+    if "one" in left.split():  # "one a": an axis of size 1 in the tensor that arrays do not have
         yield _Layout(left, axes, take={"one": 0}, sizes={"one": 1})
-        return
-    if fused is None:
+    elif fused is None:
         yield _Layout(left, axes)
-        return
-    # The axis along which parts follow each other: the rows of a matrix, or its heads.
-    outer = next(axis for axis in ("out", "h", "k") if axis in names)
-    if fused.is_tensor_fused:
-        if len(axes) == len(target):
-            size = target[axes.index(outer)]
-            yield from _layouts_in_tensor(left, axes, outer, size, fused)
-    elif len(axes) != len(target):  # the array has a dimension for the parts
-        for with_part in _inserted(axes, ["part"]):
-            yield _Layout(left, with_part, put={"part": fused.number})
+    elif len(axes) != len(target):  # one more: the array may have a dimension for the parts
+        if not fused.is_tensor_fused:
+            for with_part in _inserted(axes, ["part"]):
+                yield _Layout(left, with_part, put={"part": fused.number})
     else:
+        # The axis along which parts follow each other: the rows of a matrix, or its heads.
+        outer = next(axis for axis in ("out", "h", "k") if axis in re.findall(r"\w+", left))
+        size = target[axes.index(outer)]
+        if fused.is_tensor_fused:
+            yield from _layouts_in_tensor(left, axes, outer, size, fused)
         # The array has the parts one after the other. If each were a single row, its dimension
         # would be one for parts, as above. In each head, a part is no range of a dimension.
-        size = target[axes.index(outer)]
-        if size != len(fused.shapes) and not fused.by_head:
+        elif size != len(fused.shapes) and not fused.by_head:
             # Of the rows, each part has a share, in proportion to its elements.
             elements = [math.prod(shape) for shape in fused.shapes]
             start = size * sum(elements[: fused.number]) // sum(elements)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import mmap
@@ -30,6 +29,7 @@ from ..analysis.memory import array_bytes
 from ..core.publishing import drafts
 from ..errors import CheckpointError, NoCheckpointError, raise_listed, shortened
 from ..specs.types import AnyArray
+from .names import digest_of
 from .stored import FilePath, as_folder, is_in_bucket, version_of
 
 INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -116,8 +116,7 @@ def digest(tensors: Tensors) -> str:
         largest = max(tensors.values(), key=lambda x: math.prod(x.shape))
         largest.file.seek(largest.offset)
         numbers = largest.file.read(_SHORT)
-    text = repr((places, numbers)).encode()
-    return f"of digest {hashlib.sha256(text).hexdigest()[:8]}"
+    return digest_of((places, numbers))
 
 
 def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:

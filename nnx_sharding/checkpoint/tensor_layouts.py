@@ -100,8 +100,7 @@ class Placement:
         """Where the part that the tensor fills begins and ends in each dimension of the array.
 
         Only the outermost axis of a dimension can be filled in part, as ``Tensor`` refuses others.
-        In an ``inverse``, inner axes can, too: then the region is around what is filled, and
-        `regions` are what is filled.
+        In an ``inverse``, inner axes can, too: then the region is around what is filled.
         """
         region = []
         for outer, *inner in self.right:
@@ -110,17 +109,26 @@ class Placement:
             region.append((axis.array_start * stride, (axis.array_start + axis.length) * stride))
         return region
 
-    @functools.cached_property
-    def regions(self) -> list[Region]:
-        """The regions of the array that the tensor fills: several if inner axes are in part.
+    @property
+    def fills_region(self) -> bool:
+        """Whether the tensor fills all of its region: all inner axes are complete."""
+        inner = (self.axes[name] for _, *names in self.right for name in names)
+        return all(axis.length == axis.array_size for axis in inner)
 
-        If it has index 0 of the second axis of ``(4, 2)``, it fills 0:1, 2:3, 4:5 and 6:7 of 8.
+    def filled(self) -> list[np.ndarray[Any, Any]]:
+        """Returns which indices of each dimension the tensor fills; it fills all combinations.
+
+        Of index 0 of the second axis of a dimension of ``(4, 2)``, every other one is True.
         """
-        inner_axes = [self.axes[name] for _, *inner in self.right for name in inner]
-        if all(axis.length == axis.array_size for axis in inner_axes):
-            return [self.region]
-        ranges = [_filled_ranges([self.axes[name] for name in names]) for names in self.right]
-        return [*itertools.product(*ranges)]
+        dimensions = []
+        for names in self.right:
+            is_filled = np.ones((), np.bool_)
+            for axis in (self.axes[name] for name in names):
+                of_axis = np.zeros(axis.array_size, np.bool_)
+                of_axis[axis.array_start : axis.array_start + axis.length] = True
+                is_filled = np.logical_and.outer(is_filled, of_axis)  # (axes…)
+            dimensions.append(is_filled.reshape(-1))
+        return dimensions
 
     def overlaps(self, other: Placement) -> bool:
         """Whether both fill some of the same elements of one array."""
@@ -235,44 +243,25 @@ def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
     return parts
 
 
-def _filled_ranges(axes: Sequence[Axis]) -> list[tuple[int, int]]:
-    """Returns where each filled range of a dimension of these axes begins and ends."""
-    is_filled = np.ones((), np.bool_)
-    for axis in axes:
-        of_axis = np.zeros(axis.array_size, np.bool_)
-        of_axis[axis.array_start : axis.array_start + axis.length] = True
-        is_filled = np.logical_and.outer(is_filled, of_axis)  # (axes…)
-    # Ranges begin and end where it changes: edges are begin, end, begin, end, …
-    changes = np.diff(is_filled.reshape(-1), prepend=False, append=False)
-    edges = np.flatnonzero(changes).tolist()
-    return [*zip(edges[::2], edges[1::2], strict=True)]
-
-
-def boxes(placements: Sequence[Placement]) -> tuple[list[int], Sequence[Region]]:
-    """Returns the shape of an array, and the regions that the placements fill, in their order.
+def boxes(placements: Sequence[Placement]) -> list[Region] | None:
+    """Returns the region of an array that each placement fills; None if some fill no range.
 
     If all placements divide the dimensions into axes of the same sizes, each axis counts as a
     dimension here. Two tensors that have 4 heads each, in turns, fill ``[(0, 4), (0, 1)]`` and
     ``[(0, 4), (1, 2)]`` of the shape ``[4, 2]``. They fill no ranges of a dimension of 8.
-
-    Otherwise, shape and regions are those of the array itself. Then a placement that has a part of
-    an inner axis, as some inverse ones, fills several regions. All others fill one each.
     """
 
-    def sizes_of(placement: Placement) -> list[list[int]]:
-        """Returns the sizes of the axes of each dimension."""
-        return [[placement.axes[x].array_size for x in names] for names in placement.right]
+    def axes_of(placement: Placement) -> list[list[Axis]]:
+        """Returns the axes of each dimension, in order; their names may differ."""
+        return [[placement.axes[name] for name in names] for names in placement.right]
 
-    sizes = sizes_of(placements[0])
-    if any(sizes_of(placement) != sizes for placement in placements):
-        filled = itertools.chain(*(placement.regions for placement in placements))
-        return [*map(math.prod, sizes)], [*filled]
-    # By axes: the names may differ, but the order is that of the dimensions for all placements.
-    regions = []
-    for placement in placements:
-        axes = [placement.axes[name] for name in names_in(placement.right)]
-        regions.append([(axis.array_start, axis.array_start + axis.length) for axis in axes])
-    return [*itertools.chain(*sizes)], regions
+    sizes = [[[x.array_size for x in axes] for axes in axes_of(p)] for p in placements]
+    if all(x == sizes[0] for x in sizes):
+        return [
+            [(x.array_start, x.array_start + x.length) for x in itertools.chain(*axes_of(p))]
+            for p in placements
+        ]
+    return [p.region for p in placements] if all(p.fills_region for p in placements) else None
 
 
 def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
@@ -290,22 +279,22 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     """
     if not placements:
         return [""]
-    shape, regions = boxes(placements)  # each region has (first, last) for each dimension
-    if len(regions) == 1 and list(regions[0]) == [(0, size) for size in shape]:  # as most are
-        return []
-    # The edges of all regions divide the array into cells. A cell is filled as a whole, or not.
-    edges: list[list[int]] = []  # for each dimension, where regions begin or end
-    for dimension, size in enumerate(shape):
-        inner_edges = itertools.chain(*(region[dimension] for region in regions))
-        edges.append(sorted({0, size, *inner_edges}))
-    count = np.zeros([len(positions) - 1 for positions in edges], np.int32)  # a number per cell
-    for region in regions:
-        cells = []
-        for positions, (first, last) in zip(edges, region, strict=True):
-            cells.append(slice(positions.index(first), positions.index(last)))
-        count[tuple(cells)] += 1
-    if (count == 1).all():
-        return []
+    if len(placements) == 1 and all(x.length == x.array_size for x in placements[0].axes.values()):
+        return []  # as for most tensors
+    # Each dimension is cut wherever a placement begins or ends, which divides the array into cells.
+    # A cell is filled as a whole, or not.
+    edges: list[list[int]] = []  # for each dimension, where cells begin, and its size
+    cells: list[np.ndarray[Any, Any]] = []  # for each dimension, (placements, cells)
+    for filled in zip(*(placement.filled() for placement in placements), strict=True):
+        by_index = np.stack(filled)  # (placements, size)
+        begins = np.ones(by_index.shape[1], np.bool_)
+        begins[1:] = (by_index[:, 1:] != by_index[:, :-1]).any(0)
+        starts = np.flatnonzero(begins)
+        edges.append([*starts.tolist(), len(begins)])
+        cells.append(by_index[:, starts])
+    count = np.zeros([x.shape[1] for x in cells], np.int32)
+    for i in range(len(placements)):  # which cells it has in each dimension, then in all
+        count += functools.reduce(np.logical_and.outer, [x[i] for x in cells], np.True_)
     faults = {f"no {noun}": count == 0}
     if once:
         faults[f"several {noun}s"] = count > 1

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from .tensor_candidates import FusedPart, Shape, Stacked
@@ -30,7 +32,6 @@ from .tensor_names import (
     GATE_UP_OF_EITHER_ORDER,
     QKV_BY_HEAD,
     Template,
-    pair,
     read_name,
     settled,
 )
@@ -188,11 +189,8 @@ class Link:
         )
 
 
-class _GroupPair(NamedTuple):
-    """Tensors and arrays that may mean the same."""
-
-    tensors: Group
-    arrays: Group
+# Tensors and arrays that mean the same, or may do so.
+_Pairs: TypeAlias = list[tuple[Group, Group]]
 
 
 class Links:
@@ -210,11 +208,11 @@ class Links:
     def __init__(self, tensors: Sequence[Group], arrays: Sequence[Group]):
         self._tensors, self._arrays = tensors, arrays
         self.links: list[Link] = []
-        self.ambiguous: list[_GroupPair] = []
+        self.ambiguous: _Pairs = []
         # 1. Equal parts of a model, such as "q" and "q".
         for part in dict.fromkeys(group.template.part for group in arrays):
             clear, ambiguous = self._pairs(part, part)
-            self.links += [Link(pair.tensors, pair.arrays) for pair in clear]
+            self.links += [Link(*pair) for pair in clear]
             self.ambiguous += ambiguous
         # 2. Of what has no link yet, fused parts: "qkv" and ("q", "k", "v"), on either side.
         for fused, members in FUSED.items():
@@ -224,7 +222,7 @@ class Links:
         if not any(group.template.part == "head" for group in tensors):
             clear, _ = self._pairs("embed", "head", may_have_link=True)
             note = "tied: the file has no head, so it is the embedding"
-            self.links += [Link(pair.tensors, pair.arrays, note=note) for pair in clear]
+            self.links += [Link(*pair, note=note) for pair in clear]
 
     def _link_fused(self, fused: str, members: Sequence[str], *, is_tensor_fused: bool) -> None:
         """Links one group of tensors with several of arrays, or several of tensors with one.
@@ -238,57 +236,84 @@ class Links:
         """
         # The template of the fused group → its pairs, in the order of `members`. As clear pairs
         # share no group, these are one for each member at most.
-        pairs_of: dict[str, list[_GroupPair]] = {}
+        pairs_of: dict[str, _Pairs] = {}
         for member in members:
             tensor_part, array_part = (fused, member) if is_tensor_fused else (member, fused)
-            for clear_pair in self._pairs(tensor_part, array_part).clear:
-                group = clear_pair.tensors if is_tensor_fused else clear_pair.arrays
-                pairs_of.setdefault(group.template.text, []).append(clear_pair)
+            clear, _ = self._pairs(tensor_part, array_part)
+            for tensors, arrays in clear:
+                group = tensors if is_tensor_fused else arrays
+                pairs_of.setdefault(group.template.text, []).append((tensors, arrays))
         for _, pairs in sorted(pairs_of.items()):
             if len(pairs) != len(members):
                 continue
-            parts = [pair.arrays if is_tensor_fused else pair.tensors for pair in pairs]
+            parts = [arrays if is_tensor_fused else tensors for tensors, arrays in pairs]
             for index, (tensors, arrays) in enumerate(pairs):
                 self.links.append(Link(tensors, arrays, parts, index, is_tensor_fused))
 
-    def _pairs(self, tensor_part: str, array_part: str, *, may_have_link: bool = False) -> _Pairs:
+    def _pairs(
+        self, tensor_part: str, array_part: str, *, may_have_link: bool = False
+    ) -> tuple[_Pairs, _Pairs]:
         """Pairs tensors and arrays that have no link, by the parts of a model that they are.
 
-        Both must also have the same *place*: in layers or not, and weight or bias.
+        Both must also be alike in whether they are in layers, and weight or bias.
 
         Args:
           tensor_part: the part that tensors are, such as ``q``.
           array_part: the part that arrays are.
           may_have_link: whether the tensors may have a link already, as an embedding that is also
             the head.
+
+        Returns:
+          Pairs that are clear, which share no group; and all pairs that are ambiguous.
         """
         linked = {id(x) for link in self.links for x in (link.tensors, link.arrays)}
-        tensors = [
-            group
-            for group in self._tensors
-            if group.template.part == tensor_part and (may_have_link or id(group) not in linked)
-        ]
-        arrays = [
-            group
-            for group in self._arrays
-            if group.template.part == array_part and id(group) not in linked
-        ]
-        pairs = _Pairs([], [])
-        for place in dict.fromkeys(group.template.place for group in arrays):
-            left = {group.template: group for group in tensors if group.template.place == place}
-            right = {group.template: group for group in arrays if group.template.place == place}
-            # Of several that could be pairs, equal words decide, then equal surroundings.
-            clear, possible = pair([*left], [*right])
-            pairs.clear.extend(_GroupPair(left[x], right[y]) for x, y in clear)
-            pairs.ambiguous.extend(_GroupPair(left[x], right[y]) for x, y in possible)
-        return pairs
+        clear: _Pairs = []
+        ambiguous: _Pairs = []
+        for in_layer, kind in dict.fromkeys(group.template.role[:2] for group in self._arrays):
+            tensors = [
+                group
+                for group in self._tensors
+                if group.template.role == (in_layer, kind, tensor_part)
+                and (may_have_link or id(group) not in linked)
+            ]
+            arrays = [
+                group
+                for group in self._arrays
+                if group.template.role == (in_layer, kind, array_part) and id(group) not in linked
+            ]
+            found, possible = _pair(tensors, arrays)
+            clear += found
+            ambiguous += possible
+        return clear, ambiguous
 
 
-class _Pairs(NamedTuple):
-    """Tensors and arrays that mean the same by their names.
+def _pair(tensors: Sequence[Group], arrays: Sequence[Group]) -> tuple[_Pairs, _Pairs]:
+    """Pairs groups of tensors and of arrays that all have one role, such as "q" weights.
 
-    No group is in several pairs that are clear. A group may be in several that are ambiguous.
+    Groups are a pair if they are the only ones on their sides with the same spelling, or the same
+    words, such as ``("layers", "cross_attn", "q")``. If the words differ, the same context will do,
+    such as ``{"cross_attn"}``. If one group is left on each side, nothing else can be meant.
+
+    Returns:
+      The pairs; then, of the groups that are left, all pairs that are possible.
     """
-
-    clear: list[_GroupPair]
-    ambiguous: list[_GroupPair]
+    left, right = [*tensors], [*arrays]  # what has no pair yet
+    pairs: _Pairs = []
+    for key in map(attrgetter, ("template.spelling", "template.words", "template.context")):
+        for value in dict.fromkeys(map(key, left)):  # a copy, as `left` changes
+            tensors_with_key = [group for group in left if key(group) == value]
+            arrays_with_key = [group for group in right if key(group) == value]
+            if len(tensors_with_key) == len(arrays_with_key) == 1:
+                [tensor], [array] = tensors_with_key, arrays_with_key
+                pairs.append((tensor, array))
+                left.remove(tensor)
+                right.remove(array)
+    # A group may be of the other's half of a model: a model alone often does not name its half.
+    possible = []
+    for tensor, array in itertools.product(left, right):
+        halves = tensor.template.towers, array.template.towers
+        if halves[0] <= halves[1] or halves[1] <= halves[0]:
+            possible.append((tensor, array))
+    if len(left) == len(right) == 1:
+        return pairs + possible, []
+    return pairs, possible

@@ -7,9 +7,8 @@ A name is read from its end: its *kind* (weight, bias), its *part* (``q``, by a 
 otherwise the last word), its numbers (which layer, which expert), and the words around it. Names
 that differ only in their numbers are one *template*, ``model.layers.{}.self_attn.q_proj.weight``.
 
-``pair`` finds which templates of two sides mean the same: equal parts and kinds, in layers or not,
-which together are the *role*. If several have the same role, equal words decide, then the words
-around the part (`Template.context`). Where this does not decide, nothing is paired.
+Part, kind, and whether it is in a layer are the *role* of a name, which names of two sides that
+mean the same have in common (``tensor_links``).
 
 *Towers* are the halves of a model that have parts of the same names, such as encoder and decoder.
 """
@@ -17,11 +16,9 @@ around the part (`Template.context`). Where this does not decide, nothing is pai
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 # The words of one concept, one way of writing them each, before the tables below are used.
 _SPELLINGS = (
@@ -108,11 +105,6 @@ class Template(NamedTuple):
     def spelling(self) -> tuple[str, ...]:
         """The words before the last one as the name has them, where ``up`` and ``Up`` differ."""
         return (*re.split("[./]", self.text)[:-1],)
-
-    @property
-    def place(self) -> tuple[bool, str]:
-        """What names of two sides must have in common, besides the part."""
-        return self.in_layer, self.kind
 
     @property
     def role(self) -> tuple[bool, str, str]:
@@ -238,39 +230,3 @@ def settled(templates: Sequence[Template]) -> list[Template]:
             part = "norm_mlp"
         result.append(template._replace(part=part))
     return result
-
-
-Pairs: TypeAlias = list[tuple[Template, Template]]
-
-
-def pair(tensors: Sequence[Template], arrays: Sequence[Template]) -> tuple[Pairs, Pairs]:
-    """Pairs the templates of tensors and of arrays that all have one role, such as "q" weights.
-
-    Templates are a pair if they are the only ones on their sides with the same spelling, or the
-    same words, such as ``("layers", "cross_attn", "q")``. If the words differ, the same context
-    will do, such as ``{"cross_attn"}``. If one template is left on each side, nothing else can be
-    meant.
-
-    Returns:
-      The pairs; then, of the templates that are left, all pairs that are possible.
-    """
-    left, right = [*tensors], [*arrays]  # what has no pair yet
-    pairs: Pairs = []
-    for key in map(attrgetter, ("spelling", "words", "context")):
-        for value in dict.fromkeys(map(key, left)):  # a copy, as `left` changes
-            tensors_with_key = [template for template in left if key(template) == value]
-            arrays_with_key = [template for template in right if key(template) == value]
-            if len(tensors_with_key) == len(arrays_with_key) == 1:
-                [tensor], [array] = tensors_with_key, arrays_with_key
-                pairs.append((tensor, array))
-                left.remove(tensor)
-                right.remove(array)
-    if len(left) == len(right) == 1 and _are_compatible(left[0], right[0]):
-        return [*pairs, (left[0], right[0])], []
-    possible = [pair for pair in itertools.product(left, right) if _are_compatible(*pair)]
-    return pairs, possible
-
-
-def _are_compatible(tensor: Template, array: Template) -> bool:
-    """Whether one may be of the other's half: a model alone often does not name its half."""
-    return tensor.towers <= array.towers or array.towers <= tensor.towers

@@ -576,7 +576,8 @@ def _built(
     is_host = isinstance(arrays[0], np.ndarray)
     # The part that each source fills: (start, end) in each dimension. If several named axes, as of
     # Tensor("…", "in (head out) -> …"), are in one dimension, each of them counts as one here.
-    _, regions = boxes(placements)
+    regions = boxes(placements)
+    assert regions is not None  # `_obstacles` refuses others
     pieces = []
     for source, placement, region in zip(arrays, placements, regions, strict=True):
         x: Any = source
@@ -637,8 +638,7 @@ def _obstacles(
     sources: Sequence[NamedArray], goal: _Goal, placements: Sequence[Placement]
 ) -> Iterator[str]:
     """Yields each reason why the sources, with these places in it, cannot become this array."""
-    _, regions = boxes(placements)
-    if len(regions) > len(placements):  # `_built` joins one piece of each source
+    if boxes(placements) is None:  # `_built` joins one piece of each source
         names = ", ".join(source.path for source in sources)
         yield f"its rules name different axes for {names}; name the same axes, of the same sizes"
     leaves = [x.leaf for x in sources]

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -164,11 +164,6 @@ class Manifest(JsonForm):
     _FORMAT: ClassVar[str] = "nnx_sharding export"
     _VERSION: ClassVar[int] = 2
     _NOUN: ClassVar[str] = "manifest of an exported function"
-
-    @classmethod
-    def _of_parts(cls, parts: dict[str, Any]) -> Self:
-        parts.pop("program", None)  # before 0.3, its digest, which is also in that of the file
-        return super()._of_parts(parts)
 
     def __post_init__(self) -> None:
         """Raises a ValueError if it names what is not there, as a file of anyone may."""
