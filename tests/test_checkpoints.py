@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -18,10 +19,12 @@ import orbax.checkpoint as ocp
 import pytest
 from absl.testing import parameterized
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import StateSharding, jit, split
+from nnx_sharding import StateSharding, jit, split, stack
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.checkpoint import (
     Checkpoints,
@@ -33,7 +36,10 @@ from nnx_sharding.checkpoint import (
     stored,
 )
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
+from nnx_sharding.checkpoint.names import named_arrays
 from nnx_sharding.core import publishing
+from nnx_sharding.core.flatten import flatten
+from nnx_sharding.core.unflatten import unflatten
 from nnx_sharding.errors import CheckpointError, NoCheckpointError, NoMeshError
 from nnx_sharding.export import export
 from nnx_sharding.partition import abstract_init, sharded_init
@@ -883,3 +889,110 @@ class ChecksumTest(parameterized.TestCase):
                 words[place] = 1 << bit
                 self.assertNotEqual(checksums([words]), [zero])
             words[place] = 0
+
+
+# What a leaf may be: dtypes of both formats, and those that only Orbax has.
+IN_BOTH = ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint16", "bool", "complex64")
+IN_ORBAX = (*IN_BOTH, "int4", "key<fry>", "key<rbg>", "numpy", "number")
+SHAPES = ((), (0,), (8, 0), (1,), (8,), (7, 3), (4, 8), (16, 2, 4))
+MESHES = (MESH, OTHER, mesh_of((8,), ("data",), "explicit"))
+
+
+@st.composite
+def some_sharding(draw, shape):
+    """None, one device, or axes of some mesh for the dimensions that they divide."""
+    mesh = draw(st.sampled_from((None, *MESHES)))
+    if mesh is None:
+        return draw(st.sampled_from((None, SingleDeviceSharding(jax.devices()[5]))))
+    free, entries = list(draw(st.permutations(mesh.axis_names))), []
+    for size in shape:
+        fits = free and size % mesh.shape[free[-1]] == 0 and draw(st.booleans())
+        entries.append(free.pop() if fits else None)
+    return NamedSharding(mesh, P(*entries))
+
+
+@st.composite
+def some_leaf(draw, kinds):
+    """A number, an array of NumPy, or a Variable with an array or keys in some sharding."""
+    kind, shape = draw(st.sampled_from(kinds)), draw(st.sampled_from(SHAPES))
+    seed = draw(st.integers(1, 99))
+    rng = np.random.default_rng(seed)
+    if kind == "number":
+        return draw(st.sampled_from((3, 2.5, True, 1 + 2j)))
+    x = (rng.normal(size=shape) * 4).astype(np.float32)
+    if kind == "numpy":
+        return x
+    if kind.startswith("key"):
+        x = jax.random.key(seed, impl="rbg" if kind == "key<rbg>" else None)
+        x, shape = jax.random.split(x, 8), (8,)
+    else:
+        x = jnp.asarray(x > 0 if kind == "bool" else (np.abs(x) if kind[0] == "u" else x), kind)
+    return draw(st.sampled_from((nnx.Param, nnx.BatchStat)))(
+        jax.device_put(x, draw(some_sharding(shape)))
+    )
+
+
+def some_tree(kinds):
+    """A tuple of two containers of leaves, of which some are in both, and of stacked layers."""
+
+    def make(items, keys, stacked):
+        items = [*items, items[0]]  # shared, if it is a Variable
+        kinds = (list, tuple, lambda x: dict(zip(keys, x, strict=False)))
+        layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)]
+        inner = stack(layers) if stacked else nnx.List(layers)
+        return (kinds[len(items) % 3](items), kinds[2](items[::-1]), {"value": inner})
+
+    keys = st.sampled_from((("a b", "c.d", "value", "\u00fc", "A"), (0, 1, -2, 3, 10)))
+    items = st.lists(some_leaf(kinds), min_size=1, max_size=4)
+    return st.builds(make, items, keys, st.booleans())
+
+
+def in_dicts(tree):
+    """The same tree with dicts by index instead of lists and tuples."""
+    if isinstance(tree, list | tuple):
+        return {i: in_dicts(x) for i, x in enumerate(tree)}
+    return {k: in_dicts(x) for k, x in tree.items()} if isinstance(tree, dict) else tree
+
+
+def as_bytes(x):
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+@settings(max_examples=settings().max_examples // 4)  # each takes a quarter of a second
+@given(st.data())
+def test_random_round_trips(data):
+    """Any tree, sharding and dtype comes back as it was, in the shardings that are asked for."""
+    is_of_orbax = data.draw(st.booleans())
+    tree = data.draw(some_tree(IN_ORBAX if is_of_orbax else IN_BOTH))
+    flat, is_abstract = flatten(tree), data.draw(st.booleans())
+    blank, wanted = [], []
+    for x in flat.leaves:
+        if not isinstance(x, jax.Array):
+            blank.append(np.zeros_like(x) if isinstance(x, np.ndarray) else type(x)())
+            wanted.append(None)
+            continue
+        wanted.append(data.draw(some_sharding(x.shape)))
+        new = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted[-1])
+        if not is_abstract:
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            other = (
+                jax.random.key(0, impl=jax.random.key_impl(x)) if is_key else np.zeros((), x.dtype)
+            )
+            new = jax.device_put(jnp.broadcast_to(other, x.shape), wanted[-1])
+        blank.append(new)
+    target = unflatten(flat.structure, blank).root
+    with tempfile.TemporaryDirectory() as folder:
+        if is_of_orbax:
+            save(folder + "/x", tree)
+            target = in_dicts(target) if data.draw(st.booleans()) else target
+            result = restore(folder + "/x", target)
+        else:
+            paths = {array.path for array in named_arrays(flat)}
+            rules = {re.escape(path.replace("/", ".")): path for path in paths}
+            save_safetensors(folder, tree, rules)
+            result = load_safetensors(folder, target, rules)
+    for old, new, sharding in zip(flat.leaves, flatten(result).leaves, wanted, strict=True):
+        assert getattr(new, "dtype", type(new)) == getattr(old, "dtype", type(old))
+        assert (np.shape(new), as_bytes(new)) == (np.shape(old), as_bytes(old))
+        assert sharding is None or new.sharding.is_equivalent_to(sharding, new.ndim)

@@ -202,7 +202,10 @@ def _outside_of_loop(function: Callable[[], T]) -> T:
     """
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # there is none
+        is_in_loop = True
+    except RuntimeError:
+        is_in_loop = False
+    if not is_in_loop:  # not called above, or its errors would have the RuntimeError as context
         return function()
     # In a copy of the context, where operations find the one that they are part of.
     context = copy_context()
