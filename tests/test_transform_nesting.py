@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+from graphs import snapshot
 from libraries import FULL, Transforms, node
 
 FACTORS = np.array([0.5, 1.0, -0.7], np.float32)
@@ -525,6 +526,22 @@ def few():
 @pytest.mark.parametrize(("inner", "outer", "mode", "mesh"), [*few()])
 def test_some_programs(inner, outer, mode, mesh):
     check((inner, outer), mode, mesh=mesh)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", [x for x in TRANSFORMS if "flax" not in x.__name__])
+def test_a_failure_changes_nothing(transform, compiled):
+    def fails(m, x):
+        base(m, x)
+        m.new, m.a.seen = nnx.Param(x), 1
+        m.u.set_metadata(note="new")
+        raise RuntimeError("of the user")
+
+    t, model = Transforms(nnx_sharding, **FULL), Model(shared=True)
+    run, before = transform(t, fails), snapshot(model)
+    with pytest.raises(RuntimeError, match="of the user"):
+        (t.jit(run) if compiled else run)(model, jnp.float32(0.3))
+    assert snapshot(model) == before
 
 
 @pytest.mark.slow

@@ -613,22 +613,6 @@ class LoopTest(parameterized.TestCase):
         with self.assertNoLogs(TRACES):
             np.testing.assert_allclose(forward(X, others, 2.0) / first, 8, rtol=1e-5)
 
-    def test_failure_changes_nothing(self):
-        model = node(n=stat(), w=param())
-
-        def step(m, x):
-            counting(m, x)
-            raise RuntimeError("no")
-
-        before = snapshot(model)
-        for fun in (
-            OURS.scan(step, in_axes=(None, 0), out_axes=0),
-            OURS.vmap(step, in_axes=(None, 0)),
-        ):
-            with pytest.raises(RuntimeError, match="no"):
-                fun(model, jnp.arange(3.0))
-            assert snapshot(model) == before
-
     def test_failure_leaves_the_metadata(self):
         names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
         models = blocks(OURS, linear, **names)
