@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from nnx_sharding import accumulate_gradients, jit, place, shard_map, stack, value_and_grad
+from nnx_sharding.errors import NoMeshError
 from nnx_sharding.partition import fsdp, replicated
 from zoo import (
     STRATEGIES,
@@ -105,6 +106,25 @@ def test_dtype():
     leaves = jax.tree_util.tree_leaves_with_path(gradient)
     kernels = {x.dtype for path, x in leaves if "kernel" in jax.tree_util.keystr(path)}
     assert kernels == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
+def test_dtype_of_complex_gradients(dtype, kind):
+    def of_squares(kernel, x):
+        return (jnp.abs(x @ kernel) ** 2).mean()
+
+    kernel, x = jnp.linspace(1 + 2j, 3 - 1j, 8), jnp.linspace(-1, 1, 128).reshape(16, 8)
+    step = accumulate_gradients(of_squares, steps=2, dtype=dtype)
+    if kind is not None:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        step = jit(step, mesh=mesh, in_shardings=(P(), P("data")))
+    assert_close(step(kernel, x), jax.value_and_grad(of_squares)(kernel, x))
+
+
+def test_a_dtype_that_holds_no_gradients():
+    with pytest.raises(TypeError, match="dtype=int32 cannot hold gradients"):
+        accumulate_gradients(loss, steps=2, dtype=jnp.int32)
 
 
 def test_method():
@@ -353,6 +373,18 @@ def test_rows_that_would_be_broadcast(fun, options, message):
         accumulate_gradients(fun, steps=8, **options)(*arguments)
 
 
+def test_a_differentiated_argument_with_rows_may_be_a_parameter():
+    def of_squares(w, x, y):
+        return ((x @ w - y) ** 2).mean()
+
+    w, x, y = jnp.linspace(0, 1, 64).reshape(8, 8), jnp.eye(8), jnp.ones((8, 8))
+    with pytest.raises(ValueError, match="as many rows as the batch:\n  x\nThe gradients"):
+        accumulate_gradients(of_squares, steps=2, argnums=(0, 1))(w[:, :4].T, x[:, :4], y)
+    # Alone, it is the parameter.
+    found = accumulate_gradients(of_squares, steps=2)(w, x, y)
+    assert_close(found, jax.value_and_grad(of_squares)(w, x, y))
+
+
 def test_settings_may_have_arrays_and_scalars():
     def of_weights(w, x, settings):
         return ((x @ w * settings["weights"]) ** 2).mean() * settings["scale"]
@@ -401,6 +433,16 @@ def test_the_mesh_of_the_axis_may_be_that_of_placed_arrays(run):
     placed = place((kernel, x), (P(), P("data")), mesh)
     step = accumulate_gradients(lambda kernel, x: ((x @ kernel) ** 2).mean(), steps=2, axis="data")
     assert_close(run(step)(*placed), jax.value_and_grad(step.__wrapped__)(kernel, x))
+
+
+def test_the_mesh_of_the_axis_may_be_that_of_the_batch_alone():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    kernel, x = jnp.linspace(-1, 1, 8), jnp.linspace(-1, 1, 128).reshape(16, 8)
+    step = accumulate_gradients(lambda kernel, x: ((x @ kernel) ** 2).mean(), steps=2, axis="data")
+    found = step(kernel, place(x, P("data"), mesh))
+    assert_close(found, jax.value_and_grad(step.__wrapped__)(kernel, x))
+    with pytest.raises(NoMeshError, match=r"axis='data'\): there is no mesh. Call within"):
+        step(kernel, x)
 
 
 def test_auxiliary_data_that_are_not_arrays():

@@ -355,6 +355,23 @@ def test_heads_that_devices_do_not_divide():
         compiled("all_to_all", {"context": 8}, heads=4)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        # Without a mesh, an attention of the user may know what to return.
+        (((2, 16, 8, 4), (2, 0, 8, 4)), r"key: shape \(2, 0, 8, 4\) has no tokens"),
+        (((2, 16, 0, 4), (2, 16, 0, 4)), r"query: shape \(2, 16, 0, 4\) has no heads or features"),
+    ],
+)
+@pytest.mark.parametrize("attention", [None, jax.nn.dot_product_attention])
+@pytest.mark.parametrize("method", [all_gather_attention, all_to_all_attention])
+def test_keys_of_no_size(method, attention, shapes, message):
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    query, key = map(jnp.ones, shapes)
+    with pytest.raises(ValueError, match=message):
+        method(query, key, key, mesh=mesh, attention=attention)
+
+
 def test_an_attention_of_the_user_needs_one_axis():
     with pytest.raises(ValueError, match="expected one axis, or two without attention"):
         options = {"attention": jax.nn.dot_product_attention}

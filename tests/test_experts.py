@@ -459,6 +459,7 @@ def test_models_without_such_weights():
         ({"x": jnp.ones((6, 4))}, r"x: shape \(6, 4\), expected \(groups, tokens, features\)"),
         ({"indices": jnp.ones((8, 6, 2))}, "indices: float32"),
         ({"weights": jnp.ones((8, 6, 3))}, r"weights: shape \(8, 6, 3\), but indices have"),
+        ({"x": jnp.ones((8, 0, 4))}, r"x: shape \(8, 0, 4\), expected at least one group, token"),
         ({"logits": jnp.ones((8, 6, 3))}, r"logits: shape \(8, 6, 3\), expected \(8, 6, 8\)"),
         ({"capacity": 0}, "capacity=0: expected at least 1"),
         ({"axis": "experts"}, "axis 'experts'.*'expert'"),

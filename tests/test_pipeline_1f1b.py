@@ -279,9 +279,9 @@ ELSEWHERE = {
     "called in a scan": (in_a_scan(loss), False),
     "gradient of the head": (grad(loss, wrt=nnx.PathContains("head")), False),
     "gradient of layers": (grad(loss, wrt=LAYERS), True),
-    "gradient in a scan": (in_a_scan(grad(loss)), True),
-    "gradient by Flax": (nnx.value_and_grad(loss), True),
-    "gradient of remat": (grad(remat(loss)), True),
+    "gradient in a scan": (in_a_scan(grad(loss, wrt=nnx.Param)), True),
+    "gradient by Flax": (nnx.value_and_grad(loss, graph=True), True),
+    "gradient of remat": (grad(remat(loss), wrt=nnx.Param), True),
 }
 
 

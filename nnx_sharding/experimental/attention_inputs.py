@@ -158,10 +158,13 @@ def _checked_layout(
     """
     mesh = given_mesh(caller, options.get("mesh"))
     named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    # A function of the user may know what it returns without tokens, as Flax's does; but keys that
+    # devices have to exchange are needed.
+    may_be_empty = () if not is_opaque else ("query",) if mesh is not None else tuple(named)
+    needed = {name: x for name, x in named.items() if name not in may_be_empty}
     faults = [
         *_wrong_shapes(named, mask, options),
-        # A function of the user may know what it returns without tokens, as Flax's does.
-        *(() if is_opaque else _without_tokens(named)),
+        *_without_tokens(needed),
         *_wrong_mesh(mesh, sequence),
         *_unsupported(bias, options),
     ]
@@ -290,6 +293,12 @@ def _wrong_shapes(
         return
     query, key, value = (arrays[name].shape for name in ("query", "key", "value"))
     batch, length, heads, features = query
+    empty = [name for name, x in arrays.items() if 0 in x.shape[2:]]
+    if empty:
+        yield from (
+            f"{name}: shape {arrays[name].shape} has no heads or features" for name in empty
+        )
+        return
     if key[:3] != value[:3] or key[0] != batch or key[3] != features:
         yield f"query {query}, key {key} and value {value} do not fit"
     elif heads % key[2]:

@@ -226,6 +226,10 @@ def _wrong_shapes(
     if x.ndim != 3:
         yield f"x: shape {x.shape}, expected (groups, tokens, features)"
         return
+    if 0 in x.shape:
+        yield f"x: shape {x.shape}, expected at least one group, token and feature"
+    if indices.shape[-1:] == (0,):
+        yield f"indices: shape {indices.shape}, expected at least one expert for each token"
     if indices.shape[:-1] != x.shape[:2] or not jnp.issubdtype(indices.dtype, jnp.integer):
         expected = f"expected integers of shape ({x.shape[0]}, {x.shape[1]}, k)"
         yield f"indices: {indices.dtype} of shape {indices.shape}, {expected}"

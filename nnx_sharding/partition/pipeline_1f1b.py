@@ -45,7 +45,7 @@ from .pipeline_loss import ByPosition, TracedLoss, find_call
 from .pipeline_parts import LossParts
 from .pipeline_stage import Residuals, TracedStages
 from .pipeline_timetable import Timetable
-from .shard_sums import ShardSums, add_up
+from .shard_sums import ShardSums, add_up, dtype_of_sums
 
 Arrays: TypeAlias = Sequence[Any]
 Rest = TypeVar("Rest")
@@ -416,10 +416,11 @@ class OneForwardOneBackward:
         totals = {}
         for i in parts.targets:
             target = self._arrays[i]
+            dtype = dtype_of_sums(target, self._dtype)
             if i in parts.split:
-                totals[i] = self._sums.zeros(target, self._dtype)  # (shards, …)
+                totals[i] = self._sums.zeros(target, dtype)  # (shards, …)
             else:
-                totals[i] = jnp.zeros_like(target, self._dtype)
+                totals[i] = jnp.zeros_like(target, dtype)
         return _Carry(
             sent=sent,
             d_sent=_pick(sent, parts.x_with_gradients),  # a gradient has the type of its array
@@ -448,9 +449,10 @@ class OneForwardOneBackward:
         # up a gradient of its own, and these are summed after the loop.
         if position not in self._loss.layers:
             array = jnp.broadcast_to(array, (self._time.stages, *array.shape))
+        dtype = dtype_of_sums(array, self._dtype)
         if position in self._parts.split_fixed:
-            return self._sums.zeros(array, self._dtype, self._staged.axis)
-        return self._staged.constrain(jnp.zeros_like(array, self._dtype))
+            return self._sums.zeros(array, dtype, self._staged.axis)
+        return self._staged.constrain(jnp.zeros_like(array, dtype))
 
     def _inputs(self, microbatch: jax.Array, early: ByPosition) -> ByPosition:
         """Returns the inputs of the loss for a microbatch, by its number.

@@ -69,6 +69,19 @@ def add_up(sums: jax.Array, axis: int, name: str) -> jax.Array:
         return sums.sum(axis)
 
 
+def dtype_of_sums(x: jax.Array, dtype: Any) -> Any:
+    """Returns the dtype in which the gradients of an array are added up.
+
+    Args:
+      x: the array.
+      dtype: the user's; None for that of the array. Complex gradients keep their imaginary part: a
+        ``float64`` sums them in ``complex128``, others in ``complex64``.
+    """
+    if dtype is None:
+        return x.dtype
+    return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype
+
+
 # Operations whose output is linear in all of their inputs together: f(a + b) = f(a) + f(b).
 _LINEAR = frozenset(
     (
@@ -116,11 +129,11 @@ class ShardSums:
 
         Args:
           x: the array.
-          dtype: that of the sums; None for that of the array.
+          dtype: that of the sums.
           *entries: Auto axes that shard the first dimensions of the array, such as ``"stage"`` for
             one of shape (stages, …): the first entries of a spec.
         """
-        sums = jnp.zeros((self.shards, *x.shape), dtype or x.dtype)
+        sums = jnp.zeros((self.shards, *x.shape), dtype)
         # Explicit axes are a matter of the type, Auto axes of a constraint; the mesh may have both.
         typed = self.with_type_like(sums, x)
         return self.constrain(typed, *entries)

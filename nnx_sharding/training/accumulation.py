@@ -31,6 +31,7 @@ What it builds on:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -41,18 +42,18 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.axis_types import output_spec, with_auto_axes
 from ..activations.tracing import declared_rows
-from ..core.constrain import apply_shardings, retype, type_mesh, type_spec
+from ..core.constrain import apply_shardings, retype, sharding_of, type_mesh, type_spec
 from ..core.prefixes import PathFunction
-from ..errors import raise_listed
+from ..errors import NoMeshError, raise_listed
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
-from ..partition.shard_sums import ShardSums, add_up
+from ..partition.shard_sums import ShardSums, add_up, dtype_of_sums
 from ..partition.strategies import mesh_and_axes
 from ..specs.fitting import (
     axes_of,
@@ -116,7 +117,8 @@ def accumulate_gradients(
         parameters as well, these are gathered before the loop: with whole parameters, each device
         adds up its own gradients, and the reduction follows the loop. What other axes shard, they
         shard in the loop too.
-      dtype: the dtype in which gradients are summed and returned; None for their own.
+      dtype: the dtype in which gradients are summed and returned; None for their own. Complex ones
+        stay complex: they have a real and an imaginary part of this dtype, of at least float32.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -124,10 +126,13 @@ def accumulate_gradients(
       A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
 
     Raises:
-      TypeError: ``steps`` is not a positive integer. When called: auxiliary data are not arrays.
+      TypeError: ``steps`` is not a positive integer, or ``dtype`` has no floating-point numbers.
+        When called: auxiliary data are not arrays.
       ValueError: when called, if no argument is a batch, arrays of the batch differ in the number
-        of rows, ``batch`` names an unknown or differentiated argument, or the rows are not a
-        multiple of the steps times the devices that shard them.
+        of rows, ``batch`` names an unknown or differentiated argument, a differentiated one may
+        have the rows of the batch, or these are not a multiple of the steps times the devices that
+        shard them.
+      NoMeshError: when called with ``axis``, if neither the context nor an array has a mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -146,6 +151,13 @@ def accumulate_gradients(
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise TypeError(
             f"accumulate_gradients: steps must be a positive integer, got {show(steps)}."
+        )
+    if dtype is not None and not jnp.issubdtype(
+        cast(Any, dtype), jnp.inexact
+    ):  # mean gradients are none
+        raise TypeError(
+            f"accumulate_gradients: dtype={show(dtype)} cannot hold gradients, which are "
+            "floating-point or complex numbers."
         )
     modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
@@ -194,7 +206,9 @@ class _Accumulation:
         signature = inspect.signature(self.gradient._fun)
         # In front, the object of a loss that is a method.
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
-        names = _batch_names(self.gradient, bound, self.batch)
+        # Of the whole batch: which arrays are differentiated does not depend on the rows.
+        call = self.gradient.prepare(bound.args, bound.kwargs)
+        names = _batch_names(call, bound, self.batch)
         _check_rows(bound.arguments, names)
         rest = {name: x for name, x in bound.arguments.items() if name not in names}
         whole_batch = {name: bound.arguments[name] for name in names}
@@ -202,28 +216,35 @@ class _Accumulation:
         rows = [declared_rows(x) for x in jax.tree.leaves(whole_batch)]
         batch = {name: _split_rows(name, x, self.steps) for name, x in whole_batch.items()}
         if self.axis is None:
-            return self._accumulate(bound, rest, batch, auto=frozenset(), rows=rows)
+            return self._accumulate(bound, call, rest, batch, auto=frozenset(), rows=rows)
 
         # Around the loop, the axes that the user names are Explicit, so that types say how rows and
         # parameters are sharded. Those that were Auto before are so again in the loss.
-        context = jax.sharding.get_abstract_mesh()
-        if not context.empty:  # else `explicit_axes` finds a mesh in the types of the arrays
-            # Only for its errors, if the mesh has no such axes.
-            mesh_and_axes("accumulate_gradients", context, self.axis, across_slices=True)
-        axes = axes_of(self.axis)
-        explicit = axes_of_type(context, AxisType.Explicit)
+        mesh = _mesh_of(call.flat.leaves)
+        if mesh is None:
+            raise NoMeshError(
+                f"accumulate_gradients(axis={self.axis!r}): there is no mesh. Call within `with "
+                "jax.set_mesh(mesh):`, or place the arguments on a mesh."
+            )
+        mesh, axes = mesh_and_axes("accumulate_gradients", mesh, self.axis, across_slices=True)
+        explicit = axes_of_type(mesh, AxisType.Explicit)
         auto = frozenset(axes).difference(explicit)
 
         # `explicit_axes` retypes what is passed to this function, and nothing that it captures, as
         # `bound`. So all arguments of the loss are passed, and put into `bound` again.
         def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            return self._accumulate(bound, rest, batch, auto=auto, rows=rows)
+            bound.arguments.update(rest)
+            call = self.gradient.prepare(bound.args, bound.kwargs)
+            return self._accumulate(bound, call, rest, batch, auto=auto, rows=rows)
 
         # The axes shard the rows of the batch. Nothing else: shard sums need whole parameters.
         in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
         run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
+        # Eagerly, JAX needs the devices of the mesh, which types do not name.
+        devices = mesh if isinstance(mesh, Mesh) and _compat.trace_is_clean() else None
         try:
-            return run(rest, batch)  # type: ignore[no-any-return]
+            with contextlib.nullcontext() if devices is None else jax.set_mesh(devices):
+                return run(rest, batch)  # type: ignore[no-any-return]
         except ValueError as error:
             # It may be due to axes that now shard the rows, and did not in the user's types.
             _note_axes_added(error, axes, explicit, batch)
@@ -232,6 +253,7 @@ class _Accumulation:
     def _accumulate(
         self,
         bound: inspect.BoundArguments,
+        call: PreparedCall,
         rest: _Arguments,
         batch: _Arguments,
         *,
@@ -245,7 +267,8 @@ class _Accumulation:
         parameters, auxiliary data those of the rows.
 
         Args:
-          bound: the arguments of the loss, by name, with the whole batch; changed here.
+          bound: the arguments of the loss, by name, with the whole batch.
+          call: the call with these arguments.
           rest: those of them that are the same for all microbatches.
           batch: those with rows, reshaped to (batch / steps, steps, …).
           auto: the Explicit axes that are Auto for the loss.
@@ -255,15 +278,12 @@ class _Accumulation:
           The value, with ``has_aux`` a pair of it and the auxiliary data of all microbatches,
           (steps, …); and the gradient in the form of the differentiated arguments.
         """
-        bound.arguments.update(rest)  # with the types that `explicit_axes` has given them
         outer = jax.sharding.get_abstract_mesh()
-        # Of the whole batch: which arrays are differentiated does not depend on the rows.
-        whole_call = self.gradient.prepare(bound.args, bound.kwargs)
-        parameters = whole_call.arrays()  # what is differentiated
+        parameters = call.arrays()  # what is differentiated
         sums = _sums_over_rows(batch)
         is_split = [sums is not None and _is_whole_over(sums.axes, x) for x in parameters]
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
-        is_interleaved = has_interleaved_pipeline(whole_call.flat.objects)  # schedule="1f1b"
+        is_interleaved = has_interleaved_pipeline(call.flat.objects)  # schedule="1f1b"
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array."""
@@ -288,7 +308,7 @@ class _Accumulation:
         # the result, gradients have their types already, and scalars need none.
         outputs = with_auto_axes((rest, microbatches), run, frozenset(loss_axes), retype_aux)
         value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
-        return value, whole_call.build_gradient(gradients)
+        return value, call.build_gradient(gradients)
 
     def _scan(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
         """Differentiates one microbatch after the other, in a scan.
@@ -320,10 +340,11 @@ class _Accumulation:
         call = batch.prepare(self.gradient, batch.shared)
         zeros = []
         for x, splits in zip(call.arrays(), is_split, strict=True):
+            dtype = dtype_of_sums(x, self.dtype)
             if sums is not None and splits:
-                zeros.append(sums.zeros(x, self.dtype))  # (shards, *shape)
+                zeros.append(sums.zeros(x, dtype))  # (shards, *shape)
             else:
-                zeros.append(jnp.zeros_like(x, self.dtype))
+                zeros.append(jnp.zeros_like(x, dtype))
         # Totals are carried, shared arguments, as modules, are the same in each step, and values
         # are stacked: (steps,).
         run = scan(
@@ -515,26 +536,30 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
     return PathFunction(spec_of, by_path={})  # no path is known: it asks for each array
 
 
+def _mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
+    """Returns the mesh in context, else that of the first array that is on one, else None."""
+    meshes = (getattr(sharding_of(x), "mesh", None) for x in arrays)
+    placed = (mesh for mesh in meshes if mesh is not None and not mesh.empty)
+    return _compat.context_mesh() or next(placed, None)
+
+
 def _batch_names(
-    gradient: ValueAndGrad[..., object],
-    bound: inspect.BoundArguments,
-    batch: str | Sequence[str] | None,
+    call: PreparedCall, bound: inspect.BoundArguments, batch: str | Sequence[str] | None
 ) -> list[str]:
     """Returns the names of the arguments of the loss with the rows of the batch, to be divided.
 
     Args:
-      gradient: differentiates the loss. An argument that it differentiates is no batch.
-      bound: the arguments of the call.
+      call: the call. An argument that it differentiates is no batch.
+      bound: its arguments.
       batch: the name, or names, that the user gave; None to find them.
 
     Raises:
       ValueError: a name is unknown, or that of a differentiated argument; or no argument has rows,
-        or one has other values besides.
+        or one has other values besides; or a differentiated one may have the rows, too.
     """
     arguments = bound.arguments
     # Parameters may be bare arrays, like a batch.
-    prepared = gradient.prepare(bound.args, bound.kwargs)
-    differentiated = _parameters_of(bound, {x.argument.name for x in prepared.targets})
+    differentiated = _parameters_of(bound, {x.argument.name for x in call.targets})
     if batch is not None:
         # A name that is misspelt would silently make its rows the same for all microbatches.
         names = [batch] if isinstance(batch, str) else list(batch)
@@ -551,17 +576,23 @@ def _batch_names(
             "The gradients of all microbatches are added up, which those of other rows cannot be.",
         )
         return names
-    names, mixed = [], {}
+    names, mixed, may_have_rows = list[str](), dict[str, set[int]](), dict[str, set[int]]()
+    holds_modules = False  # whether any argument does
     for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
-        # Modules are no arrays. Scalars, such as a step count, have no rows.
-        has_rows = [_compat.is_array_like(x) and bool(jnp.ndim(x)) for x in leaves]
-        if not any(has_rows) or name in differentiated:
+        modules = [x for x in leaves if _compat.is_graph_object(x)]
+        holds_modules |= bool(modules)
+        # Modules are asked first: that they are no arrays, JAX says in an error with their text,
+        # which takes a tenth of the trace. Scalars, such as a step count, have no rows.
+        arrays = [x for x in leaves if not modules and _compat.is_array_like(x) and jnp.ndim(x)]
+        if not arrays:
             continue
-        if all(has_rows):
+        if name in differentiated:
+            may_have_rows[name] = {jnp.shape(x)[0] for x in arrays}
+        elif len(arrays) == len(leaves):
             names.append(name)
-        elif not any(map(_compat.is_graph_object, leaves)):
-            mixed[name] = {jnp.shape(x)[0] for x, has in zip(leaves, has_rows, strict=True) if has}
+        else:
+            mixed[name] = {jnp.shape(x)[0] for x in arrays}
     if not names and not mixed:
         raise ValueError(
             "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
@@ -576,6 +607,14 @@ def _batch_names(
         "Pass what has no rows as an argument of its own, or name the arguments that have the rows "
         "with batch=...",
     )
+    if len(differentiated) > 1 or holds_modules:  # else the only one has the parameters
+        raise_listed(
+            ValueError,
+            "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
+            [f"  {name}" for name, rows in may_have_rows.items() if rows == batch_rows],
+            "The gradients of all microbatches are added up, which those of other rows cannot be. "
+            "If these are parameters, name the arguments that have the rows with batch=...",
+        )
     return names
 
 
