@@ -17,8 +17,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .collectives import CollectiveKind, MeshAxes, axes_text
+from .collectives import MeshAxes, axes_text
 from .json_codec import AsData
+from .opcodes import CollectiveKind
 from .parameters import spec_text
 from .tables import Cell, drawn, table, text
 from .units import bytes_text, count_text, time_text

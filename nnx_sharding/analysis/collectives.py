@@ -38,14 +38,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, operands_of, total_bytes
 from .names import folded, operations
-from .opcodes import COLLECTIVES
+from .opcodes import COLLECTIVES, CollectiveKind
 from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
@@ -57,10 +57,6 @@ from .values import Located, Value
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-CollectiveKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
-    "ragged-all-to-all", "collective-broadcast",
-]  # fmt: skip
 MeshAxes: TypeAlias = tuple[str, ...] | None
 K = TypeVar("K")
 

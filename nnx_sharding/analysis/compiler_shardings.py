@@ -15,10 +15,11 @@ whole array on each device, and writes "Involuntary full rematerialization" into
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -27,6 +28,8 @@ from .collectives import Collectives
 from .names import module_of
 from .parameters import spec_text
 from .program import ProgramReport
+
+Entries: TypeAlias = Sequence[tuple[str, ...]]  # the mesh axes over each dimension, major first
 
 
 def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> PartitionSpec | None:
@@ -62,7 +65,11 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
         entries = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(dims)]  # [("model",), ()]
         summed = frozenset(_AXIS.findall(unreduced))
         is_of_mesh = all(axis in sizes for axes in (*entries, summed) for axis in axes)
-        return _spec(entries, summed) if is_of_mesh and rank in (None, len(entries)) else None
+        return (
+            spec_of_entries(entries, summed)
+            if is_of_mesh and rank in (None, len(entries))
+            else None
+        )
     if " last_tile_dims=" in written:  # of devices along manual or unreduced axes
         return None
     tiled = _TILED.match(written)
@@ -85,11 +92,10 @@ _TILED = re.compile(
 def _read_tiles(
     match: re.Match[str], rank: int | None, sizes: Mapping[str, int]
 ) -> PartitionSpec | None:
-    """Reads the form with devices: which mesh axes change along each dimension of the tiles.
+    """Reads the form with devices: the spec whose tiles are on the same devices.
 
     ``[1,8]<=[2,4]T(1,0)`` are the devices 0 to 7 as (2, 4), transposed to (4, 2), as tiles (1, 8):
-    0, 4, 1, 5, 2, 6, 3, 7. On a mesh of data 2 × model 4, the position in data changes from the
-    first device to the next, and that in model at the third: P(None, ("model", "data")).
+    0, 4, 1, 5, 2, 6, 3, 7. On a mesh of data 2 × model 4, P(None, ("model", "data")) has the same.
 
     Args:
       match: of ``_TILED``: the number of ``tiles`` in each dimension; ``dims`` and ``order``, the
@@ -101,35 +107,52 @@ def _read_tiles(
     dims = [int(size) for size in match["dims"].split(",")]
     order = [int(x) for x in match["order"].split(",")] if match["order"] else range(len(dims))
     is_of_mesh = math.prod(dims) == math.prod(sizes.values()) == math.prod(tiles)
-    num_dimensions = len(tiles) - 1 if match["replicas"] else len(tiles)
-    if not is_of_mesh or rank not in (None, num_dimensions):
+    counts = tiles[:-1] if match["replicas"] else tiles  # by dimension of the array
+    if not is_of_mesh or rank not in (None, len(counts)):
         return None
-    # The position of each device along each mesh axis, in an array of the shape of the tiles.
-    devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(tiles)
-    positions = dict(zip(sizes, np.unravel_index(devices, [*sizes.values()]), strict=True))
-    entries = []
-    for dimension in range(num_dimensions):
-        # The line of tiles along this dimension, at the first ones of all others.
-        line = tuple(slice(None) if i == dimension else 0 for i in range(len(tiles)))
-        first_change: dict[str, int] = {}  # axis → the first place on the line where it changes
-        for axis, position in positions.items():
-            changed = np.flatnonzero(position[line] != position[line][0])
-            if changed.size:
-                first_change[axis] = int(changed[0])
-        # Of several axes, the minor one changes first, a major one when that has run through.
-        major_first = sorted(first_change, key=first_change.__getitem__, reverse=True)
-        entries.append(tuple(major_first))
-        if math.prod(sizes[axis] for axis in major_first) != tiles[dimension]:
-            return None  # it is over a part of an axis
-        numbers = np.zeros(tiles[dimension], int)  # of the tiles, in the order of the axes
-        for axis in major_first:
-            numbers = numbers * sizes[axis] + positions[axis][line]
-        if list(numbers) != list(range(tiles[dimension])):
-            return None  # parts of an axis in another order
-    return _spec(entries)
+
+    def devices_of_tiles(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
+        array = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(tiles)
+        # Devices that hold the same tile have no order.
+        return np.sort(array, axis=-1) if match["replicas"] else array
+
+    devices = devices_of_tiles(dims, order)
+    for entries in possible_entries(len(counts), lambda i, n: n == counts[i], sizes):
+        used = [axis for axes in entries for axis in axes]
+        major_first = [*used, *(axis for axis in sizes if axis not in used)]
+        positions = [[*sizes].index(axis) for axis in major_first]
+        if np.array_equal(devices_of_tiles([*sizes.values()], positions), devices):
+            return spec_of_entries(entries)
+    return None  # it is over a part of an axis
 
 
-def _spec(entries: list[tuple[str, ...]], unreduced: frozenset[str] = frozenset()) -> PartitionSpec:
+def possible_entries(
+    rank: int,
+    divides: Callable[[int, int], bool],
+    sizes: Mapping[str, int],
+    *,
+    any_order: bool = False,
+) -> Iterator[Entries]:
+    """Yields the mesh axes over each dimension, for all specs that divide an array as asked.
+
+    Args:
+      rank: the number of dimensions of the array.
+      divides: tells whether a dimension, by its number, may be divided into so many parts.
+      sizes: the sizes of the mesh axes, in their order.
+      any_order: whether to take axes over one dimension in the order of the mesh only.
+    """
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    choose = itertools.combinations if any_order else itertools.permutations
+    subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
+    counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
+    choices = [[x for x, count in counts.items() if divides(i, count)] for i in range(rank)]
+    for entries in itertools.product(*choices):
+        used = [axis for entry in entries for axis in entry]
+        if len({*used}) == len(used):  # an axis shards one dimension
+            yield entries
+
+
+def spec_of_entries(entries: Entries, unreduced: frozenset[str] = frozenset()) -> PartitionSpec:
     """Makes a spec from the axes of each dimension: one is written alone, and none as None.
 
     Values along the ``unreduced`` axes are still to be summed.

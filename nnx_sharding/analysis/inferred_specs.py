@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import enclosing_paths
-from .compiler_shardings import read_sharding
+from .compiler_shardings import possible_entries, read_sharding, spec_of_entries
 from .hlo import Module
 from .instructions import Instruction
 from .line_places import LineFinder, OperationKey, line_path
@@ -213,24 +213,10 @@ def spec_of_shard(
       >>> spec_of_shard((8, 64), (1, 64), {"data": 2, "model": 4}) is None
       True
     """
-    axes = [axis for axis, size in sizes.items() if size > 1]
-    # All sets of axes that may shard one dimension; with permutations each in all of its orders, of
-    # which none is the only one.
-    choose = itertools.combinations if any_order else itertools.permutations
-    subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
-    counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
-    # For each dimension the axes that divide it into shards of this size; the last may be padded.
-    choices = [
-        [subset for subset, count in counts.items() if -(-whole // count) == part]
-        for whole, part in zip(shape, shard_shape, strict=True)
-    ]
-    possible = []  # specs, as the axes of each dimension
-    for entries in itertools.product(*choices):
-        used = [axis for entry in entries for axis in entry]
-        if len({*used}) == len(used):  # an axis shards one dimension
-            possible.append(entries)
-    if len(possible) != 1:
-        return None
-    # As in a spec: None for no axes, and one axis without a tuple.
-    plain: dict[tuple[str, ...], str | None] = {(): None, **{(axis,): axis for axis in axes}}
-    return PartitionSpec(*(plain.get(entry, entry) for entry in possible[0]))
+
+    def divides(dimension: int, count: int) -> bool:
+        return -(-shape[dimension] // count) == shard_shape[dimension]  # the last may be padded
+
+    entries = possible_entries(len(shape), divides, sizes, any_order=any_order)
+    possible = [*itertools.islice(entries, 2)]
+    return spec_of_entries(possible[0]) if len(possible) == 1 else None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal, TypeAlias, get_args
 
 
 def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-COLLECTIVES = _set(  # these exchange data between devices
-    "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
-    "reduce-scatter"
-)
+CollectiveKind: TypeAlias = Literal[  # these exchange data between devices
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all", "collective-broadcast",
+]  # fmt: skip
+COLLECTIVES = frozenset(get_args(CollectiveKind))
 
 # One flop for each element of the result, as XLA counts.
 ELEMENTWISE = _set(

@@ -46,7 +46,7 @@ from .instructions import dims_at
 from .moves import computing_value
 from .parameters import ParameterRow
 from .places import Place, PlaceFinder
-from .purposes import inputs_of
+from .purposes import rows_of_inputs
 from .values import Value
 
 # Real programs need a few dozen values; damaged text may have cycles.
@@ -81,9 +81,9 @@ class Arguments:
         """
         rows = [row for row in rows if row.used]
         owners = owners_of_rows(rows)  # in the order of the rows
-        self.owners = {
-            number: owners[index] for number, index in _row_indices(module, rows).items()
-        }
+        by_path = dict(zip((row.path for row in rows), owners, strict=True))
+        inputs = rows_of_inputs(module, rows)
+        self.owners = {number: by_path[row.path] for number, row in inputs.items()}
         self.parameter_modules = {
             number: owner.place.path or ""
             for number, owner in self.owners.items()
@@ -230,19 +230,6 @@ class BufferOwners:
             return self.arguments.owner(number).place
         instruction = self._module.maker(value)
         return None if instruction is None else self._finder.place_of(instruction)
-
-
-def _row_indices(module: Module, rows: Sequence[ParameterRow]) -> dict[int, int]:
-    """Finds the row of each parameter of a program: number of the parameter → index of the row."""
-    if inputs_of(module, rows):  # rows are in the order of parameters
-        return {number: number for number in module.parameters}
-    # Otherwise by the name that JAX gives a parameter, its path, where the compiler has kept that.
-    by_path = {row.path: index for index, row in enumerate(rows)}
-    return {
-        number: by_path[parameter.operation]
-        for number, parameter in module.parameters.items()
-        if parameter.operation in by_path
-    }
 
 
 _KEY = re.compile(r"[^.\[\]'\"]+")  # of `model.layers[0]['kernel']`: model, layers, 0, kernel

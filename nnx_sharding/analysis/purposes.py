@@ -88,13 +88,13 @@ class _Purposes:
         """
         self._module = module
         self._variables = _Variables(row for row in used if row.variable is not None)
-        # The program's parameters, which are its inputs, by number. They have the names that JAX
-        # gave them, such as ``model['up'].value``, or else the compiler's, ``p.3``.
-        arguments = {number: x.operation or x.name for number, x in module.parameters.items()}
-        # Paths are better. They are known if the inputs have the shapes of the arguments in their
-        # order: then input i is that of row i. Else `inputs_of` returns nothing.
-        if inputs_of(module, used):
-            arguments |= {number: row.path for number, row in enumerate(used)}
+        # The names of the program's inputs, by number: paths, as far as they are known, or else the
+        # names that JAX or the compiler gave them, such as ``p.3``.
+        rows = rows_of_inputs(module, used)
+        arguments = {
+            number: rows[number].path if number in rows else x.operation or x.name
+            for number, x in module.parameters.items()
+        }
         # Finds the arguments that a value is computed from.
         self._origins = Origins(module, arguments, self._variables.paths)
         # Name of an instruction whose result is returned → the paths that it updates.
@@ -224,22 +224,23 @@ def _dims_before_bitcasts(
     return dims if source is None else _dims_of(source)
 
 
-def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
-    """Returns the parameters of a program if they are in the order of rows; empty if they are not.
+def rows_of_inputs(module: Module, rows: Sequence[ParameterRow]) -> dict[int, ParameterRow]:
+    """Finds the row of each parameter of a program, by the number of the parameter.
 
-    They are if each is one array of the shape of its row's shard, and none has the name of another
-    row. JAX names a parameter after the path, but the TPU compiler may rename it.
+    They are in the order of the rows if each is one array of the shape of its row's shard, and none
+    has the name of another row. JAX names a parameter after the path, but the TPU compiler may
+    rename it. Otherwise those are known that have kept the path as their name.
     """
-    paths = {row.path for row in rows}
-    inputs = [module.parameters[i] for i in range(len(rows)) if i in module.parameters]
-    if not len(inputs) == len(rows) == len(module.parameters):
-        return []
-    for parameter, row in zip(inputs, rows, strict=True):
-        has_shape = [shape.dims for shape in arrays(parameter.shape)] == [row.shard_shape]
-        has_other_name = parameter.operation in paths and parameter.operation != row.path
-        if not has_shape or has_other_name:
-            return []
-    return inputs
+    by_path = {row.path: row for row in rows}
+    inputs = module.parameters
+    if inputs.keys() == {*range(len(rows))} and all(
+        [shape.dims for shape in arrays(inputs[i].shape)] == [row.shard_shape]
+        and by_path.get(inputs[i].operation or "", row) is row
+        for i, row in enumerate(rows)
+    ):
+        return dict(enumerate(rows))
+    names = {number: parameter.operation or "" for number, parameter in inputs.items()}
+    return {number: by_path[name] for number, name in names.items() if name in by_path}
 
 
 class _Variables:

@@ -30,9 +30,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .collectives import Collective, CollectiveKind, Collectives, MeshAxes
+from .collectives import Collective, Collectives, MeshAxes
 from .hardware import Hardware
 from .meshes import MeshDescription
+from .opcodes import CollectiveKind
 from .routes import UNKNOWN, Route, route_of
 from .units import all_known
 

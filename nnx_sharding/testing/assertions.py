@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import errors
-from ..analysis.collectives import Collective, CollectiveKind, Collectives
+from ..analysis.collectives import Collective, Collectives
 from ..analysis.hlo import parse
+from ..analysis.opcodes import CollectiveKind
 from ..analysis.overlap import Overlap
 from ..analysis.parameters import ActivationRow, ParameterRow, axes_in, parameter_table, spec_text
 from ..analysis.program import ProgramReport

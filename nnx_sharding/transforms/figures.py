@@ -48,7 +48,7 @@ from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ActivationTable, ParameterRow, ParameterTable, mesh_of
 from ..analysis.program import ProgramReport, describe, devices_of
-from ..analysis.purposes import inputs_of
+from ..analysis.purposes import rows_of_inputs
 from ..analysis.reasons import Reason
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.traced_values import MadeValue, made_values
@@ -102,10 +102,10 @@ class Figures:
         analysis = self._stage.memory_analysis()
         total = getattr(analysis, "argument_size_in_bytes", None)
         if total is not None and total != sum(argument_bytes.values()):
-            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show. These are
-            # one for each row, or none if it is not known which is which: then sizes stay unpadded.
-            inputs = inputs_of(self.module, used)
-            for row, instruction in zip(used, inputs, strict=False):
+            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show. Where it is
+            # not known which is which, sizes stay unpadded.
+            for number, row in rows_of_inputs(self.module, used).items():
+                instruction = self.module.parameters[number]
                 argument_bytes[row.path] = padded_bytes(instruction.shape_text)
         memory = memory_of(analysis, argument_bytes)
         if memory is None:
