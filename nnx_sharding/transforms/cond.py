@@ -24,8 +24,9 @@ the caller's objects can change in one way only. From other modules:
                    each once, and ``bound`` says which of these each branch uses;
                    ``bind(number)`` makes a function of one branch, whose first argument is
                    ``objects``
-    static_leaves  those that JAX does not trace, such as flags. ``may_keep`` says that they are no
-                   objects of the user, so that a function with them may be kept for later calls
+    static_leaves  those that JAX does not trace, such as flags; ``with_static`` puts them back to
+                   the others. ``may_keep`` says that they are no objects of the user, so that a
+                   function with them may be kept for later calls
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from .in_trace import (
     may_keep,
     static_leaves,
     tree_text,
+    with_static,
 )
 from .lifted import Modes
 
@@ -234,7 +236,7 @@ class _Branches:
     Attributes:
       functions: what JAX gets: for each branch a function of the list of operands, the leaves that
         it traces. All return the array in each slot after the branch.
-      _static: the other leaves, by slot.
+      _static: the other leaves, in pairs with their slots.
       _outcomes, _returned, _types: what is recorded while JAX traces, by the number of the branch:
         what it did to objects, a text that describes what it returned, and the name and type of the
         array in each slot after it.
@@ -252,7 +254,7 @@ class _Branches:
         self._name, self._labels = transform.name, transform.labels
         self._plan = plan
         self._function = function
-        self._static = dict(static)
+        self._static = static
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, str]]] = {}
@@ -279,12 +281,7 @@ class _Branches:
         Returns:
           The array in each slot after the branch; None for anything else.
         """
-        # All leaves for the pure function, by slot. The operands are those that are not static.
-        remaining_operands, static = iter(operands), self._static
-        leaves = [
-            static[slot].value if slot in static else next(remaining_operands)
-            for slot in range(len(self._plan.names))
-        ]
+        leaves = with_static(self._static, operands)  # for the pure function, by slot
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
         # First, since slots after branches can only be compared if the structures are equal.

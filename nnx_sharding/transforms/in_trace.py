@@ -135,6 +135,14 @@ def static_leaves(leaves: Sequence[object]) -> StaticLeaves:
     return tuple((slot, Static.of(x)) for slot, x in enumerate(leaves) if not is_traced(x))
 
 
+def with_static(static: StaticLeaves, traced: Iterable[object]) -> list[Any]:
+    """Returns all leaves by slot, from those that JAX does not trace, and the others in order."""
+    leaves = [*traced]
+    for slot, leaf in static:  # ascending, so that each comes to its slot
+        leaves.insert(slot, leaf.value)
+    return leaves
+
+
 def may_keep(static: StaticLeaves) -> bool:
     """Whether a function that captures these leaves may be kept for later calls.
 
@@ -160,12 +168,9 @@ def compile_at_top_level(
 
     # One program for each set of flags and settings; JAX itself tells types of arrays apart.
     @functools.lru_cache(maxsize=64)
-    def program_with(static: StaticLeaves, num_leaves: int) -> Function:
+    def program_with(static: StaticLeaves) -> Function:
         """Compiles ``call`` as a function of the traced leaves, with the others fixed."""
-        fixed = {slot: leaf.value for slot, leaf in static}
-        traced = [slot for slot in range(num_leaves) if slot not in fixed]
-        leaves = [fixed.get(slot) for slot in range(num_leaves)]  # None where an array comes
-        return compile_with(lambda *arrays: call(*replace_slots(leaves, traced, arrays)))
+        return compile_with(lambda *arrays: call(*with_static(static, arrays)))
 
     def run_compiled(*leaves: object) -> Any:
         # Within a trace, `call` becomes part of that, and is compiled with it.
@@ -174,7 +179,7 @@ def compile_at_top_level(
         static = static_leaves(leaves)  # those that `is_traced` is not true of, by slot
         if not may_keep(static):  # a kept program would keep the user's objects alive
             return call(*leaves)
-        return program_with(static, len(leaves))(*filter(is_traced, leaves))
+        return program_with(static)(*filter(is_traced, leaves))
 
     return run_compiled
 
