@@ -549,14 +549,6 @@ class BoundsTest(parameterized.TestCase):
                     assert float(result) == i + 1 + 2 + (8 * turn + i + 1)
                     assert len(records(own._guards)) <= 4
 
-    def test_model_that_always_changes(self):
-        own = nnx_sharding.jit(lambda m, x: x * m.mode, static_argnums=())
-        model = Model()
-        for i in range(2 * guards.MAX_GUARDS + 2):
-            model.mode = i
-            assert float(own(model, array(2))) == 2 * i
-        assert num_guards(own._guards) <= guards.MAX_GUARDS
-
     def test_clear_cache(self):
         traces = []
 
