@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .tensor_layouts import Dimensions, names_in
@@ -171,7 +171,7 @@ def candidates(
     known_sizes = {**array_stacks}  # of axes of the array
     if fused:
         known_sizes["part"] = len(fused.shapes)  # if the array has a dimension for the parts
-    found: dict[str, Candidate] = {}  # by what is done, as two forms may do the same
+    ways: list[Candidate] = []
     for form, array_forms in _FORMS.items():
         dimensions = _in_order(form, order)  # "(h d) in" → ["(h d)", "in"]
         if not _may_split_heads(dimensions, convention):
@@ -179,10 +179,7 @@ def candidates(
         # A tensor has what it stacks in front.
         left = " ".join([*(stack.axis for stack in tensor_stacks), *dimensions])
         for array_form in array_forms:
-            if convention.order == "in, out":
-                is_usual = _is_in_out(array_form.split())
-            else:
-                is_usual = convention.order == "as the tensor" and array_form.split() == dimensions
+            is_usual = _is_usual(array_form.split(), dimensions, convention)
             # An array may have what it stacks in any dimension.
             for axes in _inserted(array_form.split(), [*array_stacks]):
                 for layout in _layouts(left, axes, target, fused):
@@ -190,11 +187,17 @@ def candidates(
                     if tensor is None or not _fits(tensor, shape, target):
                         continue
                     stacked_at = tuple(layout.axes.index(axis) for axis in array_stacks)
-                    way = Candidate(tensor, is_usual, stacked_at)
-                    # If two forms do the same, it is usual if it is so for one of them.
-                    if is_usual or way.operation not in found:
-                        found[way.operation] = way
-    return tuple(found.values())
+                    ways.append(Candidate(tensor, is_usual, stacked_at))
+    return tuple(distinct(ways))
+
+
+def distinct(ways: Iterable[Candidate]) -> list[Candidate]:
+    """Returns one of those ways that do the same: a usual one, if one of them is."""
+    by_operation: dict[str, Candidate] = {}
+    for way in ways:
+        if way.is_usual or way.operation not in by_operation:
+            by_operation[way.operation] = way
+    return [*by_operation.values()]
 
 
 def _in_order(form: str, order: Order) -> list[str]:
@@ -219,9 +222,11 @@ def _may_split_heads(dimensions: list[str], convention: Convention) -> bool:
     return convention.heads in (None, split)
 
 
-def _is_in_out(axes: list[str]) -> bool:
-    """Whether all axes of inputs are before those of outputs, as in all kernels of Flax."""
-    return axes[0] == "in" or axes[-1] == "out" or {"in", "out"}.isdisjoint(axes)
+def _is_usual(axes: list[str], dimensions: list[str], convention: Convention) -> bool:
+    """Whether these axes of an array are the usual ones for a tensor of these dimensions."""
+    if convention.order == "in, out":  # all inputs before all outputs, as in all kernels of Flax
+        return axes[0] == "in" or axes[-1] == "out" or {"in", "out"}.isdisjoint(axes)
+    return convention.order == "as the tensor" and axes == dimensions
 
 
 def _tensor(

@@ -34,6 +34,7 @@ From other modules:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -47,7 +48,7 @@ from ..core.flatten import flatten
 from ..errors import CheckpointError, by_kind, raise_listed
 from . import names, tensor_files
 from .safetensors import WEIGHTS, selected_weights
-from .tensor_candidates import Candidate, Convention, Order, Shape, candidates
+from .tensor_candidates import Candidate, Convention, Order, Shape, candidates, distinct
 from .tensor_links import Group, Link, Links, Numbers, grouped
 from .tensor_matching import fill_by_rules
 from .tensor_names import QKV_BY_HEAD
@@ -481,15 +482,9 @@ def _agree_on_order(fits: Sequence[_Fit]) -> None:
             # copied these names may have either.
             word = fit.link.tensors.template.words[-1]
             orders = {"out in", "in out"} if word.startswith("c_") else {"out in"}
-        # Two orders may offer the same way. Then it is usual if it is so in one of them.
-        ways: dict[str, Candidate] = {}  # by operation
-        usual: set[str] = set()
-        for order in get_args(Order):  # a set has no order, but messages list the ways in one
-            for way in fit.by_order.get(order, ()) if order in orders else ():
-                ways[way.operation] = way
-                if way.is_usual:
-                    usual.add(way.operation)
-        fit.ways = [way._replace(is_usual=key in usual) for key, way in ways.items()]
+        # Two orders may offer the same way. A set has no order, but messages list the ways in one.
+        both = (fit.by_order.get(order, ()) for order in get_args(Order) if order in orders)
+        fit.ways = distinct(itertools.chain.from_iterable(both))
 
 
 def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
