@@ -166,6 +166,24 @@ def test_who_chose(axis_types):
     assert rows["model.norm"].chosen_by == "compiler"
 
 
+@pytest.mark.parametrize(
+    "kinds, typed",
+    [
+        ((AxisType.Explicit, AxisType.Auto), P("data", P.UNCONSTRAINED)),
+        ((AxisType.Auto, AxisType.Explicit), P(P.UNCONSTRAINED, P.UNCONSTRAINED)),
+    ],
+)
+def test_types_say_nothing_of_auto_axes(kinds, typed):
+    mesh = mesh_of((2, 4), ("data", "model"), kinds)
+    model, x = Block(nnx.Rngs(0), WIDTH, HIDDEN).mlp, jnp.ones((8, WIDTH))
+    sharding = tensor_parallel(model, mesh=mesh)
+    step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+    *_, traced = step.trace(model, x).activations()
+    assert (traced.spec, traced.shard_shape, traced.bytes_per_device) == (typed, None, None)
+    *_, compiled = step.lower(model, x).compile().activations()
+    assert (compiled.spec, compiled.shard_shape) == (P("data", None), (4, WIDTH))
+
+
 @pytest.mark.parametrize("spec", [P("data", "model"), P("data"), P()])
 def test_a_result_has_its_declared_sharding(spec):
     """Not the type that the array has for operations outside of modules."""

@@ -318,6 +318,15 @@ class OwnersTest(parameterized.TestCase):
             elif path[-1] == "kernel" and isinstance(path[-3], int):
                 self.assertEqual(spec, P("data"), path)
 
+    @parameterized.parameters(nnx.Optimizer, nnx.ModelAndOptimizer)
+    def test_model_that_refers_to_itself(self, kind):
+        model = nnx.Dict(inner=nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0))))
+        model.inner.parent = model
+        optimizer = kind(model, optax.adam(RATE), wrt=nnx.Param)
+        sharding = tensor_parallel(model, mesh=mesh_of((8,), ("model",)))
+        found = specs_by_path(optimizer, optimizer_sharding(optimizer, sharding, model=model))
+        self.assertEqual(found["opt_state", 0, "mu", "inner", "up", "kernel"], P(None, "model"))
+
 
 class StackedLayersTest(parameterized.TestCase):
     """Layers stacked by ``nnx.vmap``, as in Flax."""

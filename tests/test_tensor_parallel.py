@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from absl.testing import parameterized
@@ -15,12 +16,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit
+from nnx_sharding import jit, stack
 from nnx_sharding.errors import UnshardedWarning
-from nnx_sharding.partition import fsdp, make_mesh, override, replicated, tensor_parallel, zero1
-from nnx_sharding.partition.variables import variables
+from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
+from nnx_sharding.partition.variables import FOLLOWING, variables
 from nnx_sharding.report import check_sharding
+from nnx_sharding.specs.filters import Paths
 from nnx_sharding.specs.fitting import spec_axes
+from nnx_sharding.specs.paths import accessor
 from zoo import (
     MESH,
     MODELS,
@@ -503,47 +506,131 @@ def test_heads_that_the_axis_does_not_divide_are_the_reason():
 
 
 class StreamBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
+    def __init__(self, rngs, norm=nnx.LayerNorm):
+        self.norm = norm(16, rngs=rngs)
         self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(nnx.relu(self.up(self.norm(x))))
 
 
+class OwnRMSNorm(nnx.Module):
+    def __init__(self, features, *, rngs):
+        self.weight = nnx.Param(jnp.ones(features))
+
+    def __call__(self, x):
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * self.weight
+
+
+class OwnPatches(nnx.Module):
+    """A linear layer of a user's class in a module around it."""
+
+    def __init__(self, rngs):
+        self.proj = nnx.Dict(inner=OwnLinear(rngs))
+
+    def __call__(self, x):
+        return self.proj.inner(x)
+
+
+class OwnLinear(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (12, 16)))
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+class ConvPatches(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 16, (2, 2), strides=(2, 2), rngs=rngs)
+
+    def __call__(self, x):  # (batch, 8, 12) as 8 patches of 2 x 2 pixels with 3 colours
+        pixels = x.reshape(8, 4, 2, 2, 2, 3).swapaxes(2, 3).reshape(8, 8, 4, 3)
+        return self.conv(pixels).reshape(8, 8, 16)
+
+
 class Stream(nnx.Module):
     """A residual stream behind a layer that has no partner."""
 
-    def __init__(self, rngs):
-        self.embed = nnx.Linear(12, 16, rngs=rngs)
-        self.blocks = nnx.List(StreamBlock(rngs) for _ in range(3))
-        self.head = nnx.Linear(16, 8, rngs=rngs)
+    def __init__(self, rngs, embed=None, blocks=None):
+        self.embed = nnx.Linear(12, 16, rngs=rngs) if embed is None else embed(rngs)
+        self.blocks = nnx.Sequential(*(StreamBlock(rngs) for _ in range(3)))
+        if blocks is not None:
+            self.blocks = blocks(rngs)
+        self.head = nnx.Linear(16, 16, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(self.blocks[2](self.blocks[1](self.blocks[0](self.embed(x)))))
+        return self.head(self.blocks(self.embed(x)))
 
 
-def test_a_layer_in_front_of_the_residual_stream_is_noted():
-    mesh = make_mesh({"data": 2, "model": 4})
-    model = nnx.eval_shape(lambda: Stream(nnx.Rngs(0)))
-    x = jax.ShapeDtypeStruct((8, 5, 12), jnp.float32)
-    sharding = tensor_parallel(model, mesh=mesh)
-    rows = check_sharding(model, sharding, mesh).rows
-    [(path, reason)] = [(row.path, row.reason) for row in rows if "stream" in (row.reason or "")]
-    assert path == "embed/kernel"
-    [written] = re.findall(r"activation_shardings=\{'(.*)': the spec of the batch\}", reason)
-
-    def sent(**options):
-        options |= {"in_shardings": (sharding, P("data")), "mesh": mesh}
-        step = jit(lambda model, x: model(x), out_shardings=P("data"), **options)
-        return step.lower(model, x).compile().collectives().bytes_sent
-
-    assert sent(activation_shardings={written: P("data")}) < 0.8 * sent()
+def own_blocks(rngs):
+    return nnx.Sequential(*(StreamBlock(rngs, OwnRMSNorm) for _ in range(3)))
 
 
-@pytest.mark.parametrize("make", [StreamBlock, FewHeads])
-def test_layers_with_partners_are_not(make):
-    mesh = make_mesh({"data": 2, "model": 4})
-    model = nnx.eval_shape(lambda: nnx.List([make(nnx.Rngs(0)), make(nnx.Rngs(1))]))
-    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
-    assert not any("stream" in (row.reason or "") for row in rows)
+STREAMS = {  # the model, and the layer in front of the stream
+    "linear": (Stream, ("embed",)),
+    "own classes": (lambda rngs: Stream(rngs, OwnPatches, own_blocks), ("embed", "proj", "inner")),
+    "convolution": (lambda rngs: Stream(rngs, ConvPatches), ("embed", "conv")),
+    "stack": (
+        lambda rngs: Stream(rngs, blocks=lambda rngs: stack(StreamBlock, 3, rngs)),
+        ("embed",),
+    ),
+    "features": (  # of words that the axis does not divide
+        lambda rngs: Stream(rngs, lambda rngs: nnx.Sequential(
+            lambda x: (x[..., 0] > 0).astype(int), nnx.Embed(7, 16, rngs=rngs))),
+        ("embed", "layers", 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_layer_in_front_of_the_residual_stream_is_gathered_once(name, sequence, axis_types):
+    make, path = STREAMS[name]
+    mesh = mesh_of((2, 4), ("data", "model"), axis_types)
+    model, x = make(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (8, 8, 12))
+    sharding = tensor_parallel(model, mesh=mesh, sequence=sequence)
+    [filter_], [spec] = sharding.activations.filters, sharding.activations.shardings
+    without = FOLLOWING.extended({Paths(filter_.paths - {path}): spec})  # only the row layers
+
+    def forward(sharding):
+        specs = {"in_shardings": (sharding, P("data")), "out_shardings": P("data", None, "model")}
+        return jit(lambda model, x: model(x), mesh=mesh, **specs)
+
+    expected = make(nnx.Rngs(0))(x)
+    np.testing.assert_allclose(forward(sharding)(model, x), expected, rtol=1e-4, atol=1e-5)
+    after = forward(sharding).lower(model, x).compile()
+    before = forward(sharding.with_activations(without)).lower(model, x).compile()
+    most = 1 if sequence else 0.7
+    assert after.collectives().bytes_sent <= most * before.collectives().bytes_sent
+    layer = accessor("model", path)
+    [row] = [row for row in after.activations() if row.path == layer]
+    positions = "model" if sequence else None
+    assert row.spec == P("data", positions, *[None] * (len(row.shape) - 2))
+
+
+class OwnMLP(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Param(init(rngs.params(), (16, 64)))
+        self.down = nnx.Param(init(rngs.params(), (64, 16)))
+
+
+@pytest.mark.parametrize(
+    "make, rows",
+    [
+        (lambda rngs: nnx.List([StreamBlock(rngs), StreamBlock(rngs)]), {(0, "down"), (1, "down")}),
+        (FewHeads, {("o_proj",)}),
+        (lambda rngs: nnx.Dict(mlp=OwnMLP(rngs), down=OwnLinear(rngs)), {("mlp",), ("down",)}),
+        (lambda rngs: nnx.MultiHeadAttention(4, 16, rngs=rngs), {("out",)}),
+        (lambda rngs: nnx.Linear(64, 16, use_bias=False, rngs=rngs), {()}),
+    ],
+)
+def test_only_outputs_of_row_layers_are_sharded_by_the_sequence(make, rows):
+    """None of these layers is in front of a residual stream."""
+    mesh = AbstractMesh((4,), ("model",))
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    assert not tensor_parallel(model, mesh=mesh).activations.filters
+    [filter_] = tensor_parallel(model, mesh=mesh, sequence=True).activations.filters
+    assert filter_.paths == rows

@@ -33,7 +33,7 @@ from ..core.retyping import LEFT_AUTO_AXES
 from ..core.unflatten import unflatten
 from ..errors import warnings_collected
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import axes_of_type
+from ..specs.fitting import axes_of_type, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.types import Arrays, AxisName
 
@@ -200,6 +200,10 @@ class Frame:
             return sharding, self.chosen_by
         typed = jax.typeof(x).sharding
         if axes_of_type(typed.mesh, AxisType.Explicit):
+            if AxisType.Auto in typed.mesh.axis_types:
+                # Over these, the compiler may shard what the type says is whole.
+                entries = [entry or PartitionSpec.UNCONSTRAINED for entry in typed.spec.partitions]
+                typed = typed.update(spec=with_entries(typed.spec, entries))
             return typed, "strategy" if self.is_by_strategy else "types"
         return None, "compiler"
 

@@ -155,7 +155,9 @@ def inferred_activations(
             last[key] = _with_constraint(value.spec, last.get(key))
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))
-        if row.chosen_by == "compiler" and spec is not None:
+        if row.spec is not None:  # chosen, but for dimensions that are left to the compiler
+            spec = _with_constraint(row.spec, spec)
+        if row.shard_shape is None and spec is not None:
             row = _with_spec(row, spec, sizes)
         yield row
 
@@ -166,8 +168,9 @@ def _with_spec(row: ActivationRow, spec: PartitionSpec, sizes: Mapping[str, int]
     counts = [math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions]
     shard = tuple(-(-n // count) for n, count in zip(row.shape, counts, strict=True))  # rounded up
     size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
+    chosen_by = "inferred" if row.spec is None else row.chosen_by
     return dataclasses.replace(
-        row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by="inferred"
+        row, spec=spec, shard_shape=shard, bytes_per_device=size, chosen_by=chosen_by
     )
 
 

@@ -367,8 +367,9 @@ class ActivationRow:
         the output.
       shape: the shape of the array in the call; without mapped dimensions under ``vmap``.
       dtype: its dtype.
-      spec: its ``PartitionSpec``, with one entry per dimension; None if the compiler chooses.
-      shard_shape: the shape of the shard of one device; None if the compiler chooses.
+      spec: its ``PartitionSpec``, with one entry per dimension, ``UNCONSTRAINED`` where the
+        compiler chooses; None if it chooses for all.
+      shard_shape: the shape of the shard of one device; None if the compiler chooses any of it.
       bytes_per_device: the size of that shard.
       bytes_total: the size of the array.
       chosen_by: ``user`` if the transform was given the spec, for the module or for what the
@@ -420,9 +421,10 @@ def activation_row(
     """
     spec = shard_shape = bytes_per_device = None
     if sharding is not None:
-        shard_shape = tuple(sharding.shard_shape(array.shape))
         spec = full_spec(sharding.spec, array.ndim)
-        bytes_per_device = array_bytes(shard_shape, array.dtype)
+        if PartitionSpec.UNCONSTRAINED not in spec.partitions:
+            shard_shape = tuple(sharding.shard_shape(array.shape))
+            bytes_per_device = array_bytes(shard_shape, array.dtype)
     return ActivationRow(
         **names,
         shape=tuple(array.shape),

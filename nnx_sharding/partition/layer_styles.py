@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from flax import nnx
 
 from ..specs.paths import Path
+from .layers import has_sizes
 from .variables import NamedVariable, Shape
 
 
@@ -55,6 +56,11 @@ class Style(NamedTuple):
     def deciding(self) -> str:
         """The path of the parameter that decides whether the style can be used: the first one."""
         return next(iter(self.dimensions))
+
+    @property
+    def row_layer(self) -> Path | None:
+        """The layer whose outputs are sums over the axis, by its path in this one; None if none."""
+        return {"row": (), "heads": ("out",)}.get(self.role)
 
 
 # What tells inputs and outputs apart: their number, or those of their dimensions and features.
@@ -242,7 +248,7 @@ def rules_of_layer(
       without rules.
     """
     for kind in type(layer).__mro__:  # the closest base class decides
-        if kind in RULES and _has_sizes(layer, RULES[kind]):
+        if kind in RULES and has_sizes(layer, kind):
             return [RULES[kind]], None
     if not isinstance(layer, nnx.Module):
         return [], ()
@@ -253,19 +259,6 @@ def rules_of_layer(
         if isinstance(value, nnx.Param) and id(value) in known
     }
     return [*_rules_of_user_class(type(layer).__name__, attributes, shapes)], [*shapes]
-
-
-def _has_sizes(layer: object, rule: Rule) -> bool:
-    """Whether a layer of Flax has the attributes that its rule reads.
-
-    A subclass that does not call ``super().__init__`` has not, and counts as a user's class.
-    """
-    if callable(rule):
-        try:
-            rule(layer, "")
-        except AttributeError:
-            return False
-    return True
 
 
 def _rules_of_user_class(

@@ -338,12 +338,27 @@ def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
     """Returns the shapes of the parameters of a layer of Flax, by attribute; None is any size."""
     kind: Any = type(layer)
     cls = _layer_class(kind)
-    if cls is None:
-        return {}
-    try:
-        return _SHAPES[cls](layer)
-    except AttributeError:  # a subclass that does not call `super().__init__` lacks its sizes
-        return {}
+    return {} if cls is None or not has_sizes(layer, cls) else _SHAPES[cls](layer)
+
+
+def has_sizes(layer: object, cls: type) -> bool:
+    """Whether a layer has the sizes that the constructor of its class of Flax keeps.
+
+    A subclass that does not call ``super().__init__`` has not, and counts as a user's class.
+    """
+    return all(hasattr(layer, name) for name in _SIZES.get(cls, ()))
+
+
+# The attributes that are read of each layer: here, and by the rules of tensor parallelism.
+_SIZES: dict[type, tuple[str, ...]] = {
+    nnx.Linear: ("in_features", "out_features"),
+    nnx.LinearGeneral: ("in_features", "out_features", "batch_axis"),
+    nnx.Einsum: ("einsum_str", "kernel_shape", "bias_shape"),
+    nnx.Embed: ("num_embeddings", "features"),
+    nnx.LoRA: ("in_features", "out_features"),
+    nnx.Conv: ("kernel_shape", "out_features"),
+    nnx.ConvTranspose: ("kernel_shape", "out_features", "transpose_kernel"),
+}
 
 
 @functools.lru_cache(maxsize=1024)

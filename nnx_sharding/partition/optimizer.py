@@ -159,11 +159,7 @@ def _with_owners(
     optimizer: object, states: Iterable[NamedVariable], parameters: Iterable[NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
-    # Optax keeps copies of the parameters' State in pytrees of its own, so they are found by type.
-    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=_is_state)
-    copy_paths = {  # such as ("opt_state", 0, "mu")
-        tuple(plain_key(path_key(key)) for key in keys) for keys, leaf in leaves if _is_state(leaf)
-    }
+    copy_paths = _paths_of_copies(optimizer)
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
         path = state.path
@@ -183,8 +179,25 @@ def _with_owners(
         yield state, None if owner_path is None else owners[owner_path]
 
 
-def _is_state(x: object) -> bool:
-    return isinstance(x, nnx.State)
+def _paths_of_copies(optimizer: object) -> set[Path]:
+    """Returns where Optax keeps copies of the parameters' State, such as ``opt_state/0/mu``.
+
+    They are in pytrees of its own, so they are found by type.
+    """
+    seen = set[int]()  # the ids of modules, as the model that is optimized may refer to itself
+
+    def is_leaf(x: object) -> bool:
+        is_seen = id(x) in seen
+        if _compat.is_node(x):
+            seen.add(id(x))
+        return is_seen or isinstance(x, nnx.State)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=is_leaf)
+    return {
+        tuple(plain_key(path_key(key)) for key in keys)
+        for keys, leaf in leaves
+        if isinstance(leaf, nnx.State)
+    }
 
 
 def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:

@@ -1,4 +1,4 @@
-"""Finds layers whose sharded outputs make a residual stream sharded.
+"""Finds the layers in front of a residual stream, whose outputs are gathered once.
 
 A layer in front of the blocks of a model, such as the embedding of patches, has no partner that
 takes its outputs. As a column layer it leaves them sharded, and so all that blocks add to them. A
@@ -7,69 +7,83 @@ norm in a block then needs sums over the devices, and a gather of what it return
     embed          (patch, width)    columns over 'model'
     blocks/0/norm  (width,)          takes the stream, (batch, patches, width)
     blocks/0/up    (width, hidden)   its partner is ``down``
+
+The rule: **a layer with sharded outputs is in front of a residual stream if there are blocks beside
+it with norms of as many features, and it neither takes as many nor has a partner.** A module of
+which it is the only sharded layer, such as a ``PatchEmbed`` around a convolution, counts as the
+layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
 
-from flax import nnx
-from jax.sharding import PartitionSpec
+from ..specs.paths import Path
+from .layer_styles import Style
+from .variables import Listing, NamedVariable
 
-from ..specs.fitting import axes_of, pad_entries
-from ..specs.paths import Path, path_string
-from ..specs.types import AxisName
-from .variables import Listing, NamedVariable, SpecsByPath
-
-# Norms over features. Those over rows, such as BatchNorm, compute each feature alone.
-_NORMS = (nnx.LayerNorm, nnx.RMSNorm)
+# Classes of norms over features, also a user's own. Those over rows, such as BatchNorm, compute
+# each feature alone.
+_NORM = re.compile("(layer|rms)_?norm", re.IGNORECASE)
 
 
-def notes_of_sharded_streams(
-    listing: Listing, known: Mapping[int | Path, NamedVariable], specs: SpecsByPath
-) -> dict[Path, str]:
-    """Says of kernels in front of a residual stream what it costs that their outputs stay sharded.
+class StyledLayer(NamedTuple):
+    """A layer that is sharded in a style."""
+
+    path: Path
+    style: Style
+    deciding: NamedVariable  # the parameter that the style has to shard
+
+    @property
+    def features(self) -> int:
+        """The size of the dimension that is sharded: of outputs in a column layer."""
+        index = self.style.dimensions[self.style.deciding]
+        assert index is not None  # it is sharded
+        return self.deciding.layer_shape[index]
+
+
+def layers_before_streams(layers: Collection[StyledLayer], listing: Listing) -> list[Path]:
+    """Returns the paths of the layers in front of a residual stream.
 
     Args:
-      listing: the flattened model.
-      known: its parameters, by any keys.
-      specs: their specs, by path.
+      layers: the sharded layers of a model.
+      listing: the model.
+    """
+    blocks = _modules_with_blocks(listing)
+    # How many sharded layers are in each module, which may be one itself.
+    counts = Counter(
+        layer.path[:length] for layer in layers for length in range(len(layer.path) + 1)
+    )
+    partners = {(layer.path[:-1], layer.features) for layer in layers if layer.style.role == "row"}
+    found = []
+    for layer in layers:
+        if layer.style.role not in ("column", "features") or counts[layer.path] > 1:
+            continue
+        features = layer.features
+        parent = layer.path[:-1]
+        while parent and counts[parent] == 1:
+            parent = parent[:-1]
+        takes_stream = layer.deciding.layer_shape.count(features) > 1
+        is_before = (parent, features) in blocks and (parent, features) not in partners
+        if layer.path and is_before and not takes_stream:
+            found.append(layer.path)
+    return found
 
-    Returns:
-      A note by the path of the kernel.
+
+def _modules_with_blocks(listing: Listing) -> set[tuple[Path, int]]:
+    """Returns the modules that hold blocks with norms, and the features of the norms.
+
+    A norm of the module itself may be called right after the layer, which gathers once.
     """
     modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
-    # The modules with norms of so many features in their blocks. A norm of the module itself may be
-    # called right after the layer, which gathers once.
-    has_blocks = set[tuple[Path, int]]()
-    # Of kernels, the size and the mesh axes of their inputs, with the module around the layer; and
-    # of their outputs, by path.
-    inputs = set[tuple[Path, int, tuple[AxisName, ...]]]()
-    outputs: dict[Path, tuple[int, tuple[AxisName, ...]]] = {}
-    for parameter in known.values():
-        path, spec, dimensions = parameter.path, specs[parameter.path], parameter.layer_dimensions
-        if not dimensions or len(path) < 2:
-            continue
-        shape, layer = parameter.shapes[0], path[:-1]
-        if isinstance(modules.get(layer), _NORMS):
-            width = shape[dimensions[-1]]
-            has_blocks.update((path[:length], width) for length in range(len(layer) - 1))
-        elif path[-1] == "kernel" and len(dimensions) > 1 and isinstance(spec, PartitionSpec):
-            entries = pad_entries(spec, len(shape))
-            before, after = dimensions[-2:]
-            inputs.add((layer[:-1], shape[before], axes_of(entries[before])))
-            outputs[path] = shape[after], axes_of(entries[after])
-    notes = {}
-    for path, (width, axes) in outputs.items():
-        layer, parent = path[:-1], path[:-2]
-        # A layer of the same module that takes the outputs as they are sharded is the partner.
-        has_partner = (parent, width, axes) in inputs
-        if axes and (parent, width) in has_blocks and not has_partner:
-            over = ", ".join(map(repr, axes))
-            pattern = f"^{path_string(layer)}$"
-            notes[path] = (
-                f"its outputs stay sharded over {over}, and with them the residual stream: each "
-                "norm sums and gathers. They are gathered once with "
-                f"activation_shardings={{{pattern!r}: the spec of the batch}}"
-            )
-    return notes
+    found = set[tuple[Path, int]]()
+    for parameter in listing.variables:
+        module = modules.get(parameter.path[:-1])
+        is_norm = any(_NORM.search(cls.__name__) for cls in type(module).__mro__)
+        if is_norm and len(parameter.layer_shape) == 1:
+            [features] = parameter.layer_shape
+            found.update((parameter.path[:n], features) for n in range(len(parameter.path) - 2))
+    return found
