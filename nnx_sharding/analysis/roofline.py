@@ -2,7 +2,7 @@
 
 Three times, each at the peak rate of the hardware: flops, bytes of memory, bytes sent. The last
 follows from the links that collectives send over (`traffic.py`). As scheduled, a collective that is
-in progress while the device computes hides behind that (`_communication`). Each is taken alone:
+in progress while the device computes hides behind that (`_exposed_seconds`). Each is taken alone:
 several that share links, or the compute behind which they hide, may take longer. Yet the estimate
 is no less than the time of all traffic, nor than that of all compute.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from .collectives import Collective, Collectives, axes_text
 from .cost import Cost, Operation
@@ -61,15 +61,8 @@ class Hidden:
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
-class _Communication(NamedTuple):
-    """The collectives of a program, as far as they cost time."""
-
-    hidden: tuple[Hidden, ...]  # those that can hide behind compute
-    exposed_s: float  # seconds in which the device waits for them
-
-
-def _communication(transfers: Iterable[Transfer], hardware: Hardware) -> _Communication | None:
-    """Divides the time of collectives into what hides behind compute, and what the device waits.
+def _beside_compute(transfers: Iterable[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
+    """Returns all collectives, each with the compute that it can hide behind, perhaps none.
 
     None if the time for one is unknown.
     """
@@ -78,26 +71,28 @@ def _communication(transfers: Iterable[Transfer], hardware: Hardware) -> _Commun
         if transfer.seconds is None:
             return None
         sending_seconds[transfer.collective] += transfer.seconds
-    hidden, exposed_s = [], 0.0
+    rows = []
     for collective, seconds in sending_seconds.items():
         # What the device does while a run of the collective is in progress: flops and accesses to
         # memory run concurrently.
         flops_s = collective.flops_beside / hardware.flops
         memory_s = collective.bytes_beside / hardware.memory_bandwidth
         times = collective.times or 0  # known, as the seconds are
-        compute_s = times * max(flops_s, memory_s)
-        exposed_s += max(seconds - compute_s, 0.0)
-        if compute_s:
-            row = Hidden(
-                kind=collective.kind,
-                of=collective.of,
-                bytes_sent=collective.bytes_sent * times,
-                seconds=seconds,
-                compute_s=compute_s,
-                behind=collective.beside,
-            )
-            hidden.append(row)
-    return _Communication(tuple(hidden), exposed_s)
+        row = Hidden(
+            kind=collective.kind,
+            of=collective.of,
+            bytes_sent=collective.bytes_sent * times,
+            seconds=seconds,
+            compute_s=times * max(flops_s, memory_s),
+            behind=collective.beside,
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _exposed_seconds(rows: Iterable[Hidden]) -> float:
+    """Sums what each collective takes beyond the compute that it can hide behind."""
+    return sum((max(row.seconds - row.compute_s, 0.0) for row in rows), 0.0)
 
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
@@ -277,16 +272,13 @@ def roofline_of(
     # measured ones (with a spread) those of the CPU itself.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
-    communication = None if collectives is None else _communication(transfers, peak)
+    beside = None if collectives is None else _beside_compute(transfers, peak)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
-    busy = []  # seconds of each operation, whose flops are always known
-    for operation in () if cost is None else cost.operations:
-        compute_s = _compute_seconds(operation, peak) or 0.0
-        busy.append(max(compute_s, operation.bytes_accessed / peak.memory_bandwidth))
+    operations = () if cost is None else cost.operations
     known = all_known(times.values())
     return Roofline(
         hardware=peak.name,
@@ -297,9 +289,9 @@ def roofline_of(
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
-        hidden=None if communication is None else communication.hidden,
-        busy_s=sum(busy) if has_schedule and busy else None,
-        exposed_s=communication.exposed_s if communication and has_schedule else None,
+        hidden=None if beside is None else tuple(row for row in beside if row.compute_s),
+        busy_s=_busy_seconds(operations, peak) if has_schedule and operations else None,
+        exposed_s=_exposed_seconds(beside) if has_schedule and beside is not None else None,
         sources=peak.sources,
         spread=peak.spread,
         why=None if known is not None else _why_unknown(cost, collectives, traffic),
@@ -327,6 +319,15 @@ def _why_unknown(
     links = ", ".join(row.links for row in traffic if row.seconds is None)
     bandwidth = f"the bandwidth of {links}" if links else ""
     return "; ".join(filter(None, [cost.why, bandwidth])) or "the cost is not known"
+
+
+def _busy_seconds(operations: Iterable[Operation], peak: Hardware) -> float:
+    """Sums the larger of both times of each operation, whose flops are always known."""
+    seconds = 0.0
+    for operation in operations:
+        compute_s = _compute_seconds(operation, peak) or 0.0
+        seconds += max(compute_s, operation.bytes_accessed / peak.memory_bandwidth)
+    return seconds
 
 
 def _compute_seconds(cost: Cost | Operation, peak: Hardware) -> float | None:
