@@ -47,8 +47,7 @@ _INSTEAD: dict[Purpose | None, str] = {
     "parameter": "nothing, if parameters are to be sharded over the axis of the batch (FSDP); to "
     "keep them whole or to compute with parts, use replicated or tensor_parallel",
     "state": "shard it as its module uses it, or write it inside of shard_map",
-    "gradient": "nothing, if the batch is sharded over this axis; accumulate_gradients(axis=...) "
-    "sends once for all microbatches, and for all steps of a loop, such as nnx.RNN",
+    "gradient": "nothing, if the batch is sharded over this axis",
     "sum": "shard the kernel over its columns instead of its rows, or leave this axis out: a "
     "product over a sharded dimension is a sum over devices",
     "result": "give out_shardings the spec with which it is computed",
@@ -305,6 +304,15 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
         return (
             "nothing, for a loss over the batch; else keep the dimension that is summed whole, by "
             f"a spec of {array} without this axis"
+        )
+    if collective.purpose == "gradient" and collective.in_loop:
+        axes = collective.axes or ("...",)
+        named = repr(axes[0] if len(axes) == 1 else axes)
+        # The runs of a loop over layers reduce the gradients of other parameters each.
+        return (
+            f"accumulate_gradients(loss, steps=1, axis={named}) for value_and_grad(loss), which "
+            "reduces once, after the loop, if that is over time, as in nnx.RNN, or over "
+            "microbatches; nothing, if it is over layers"
         )
     if collective.purpose in _INSTEAD:  # all but reshard and None
         return _INSTEAD[collective.purpose]

@@ -32,12 +32,11 @@ import functools
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 
 from .. import _compat
 from .attention_inputs import AttentionOptions, inputs_of
-from .blocks import AttentionArrays, TokenInfo, wide_dtype
-from .layout import Axes, Layout, balanced_order, move_tokens
+from .blocks import AttentionArrays, wide_dtype
+from .layout import Axes, Layout, attend_balanced
 from .local_attention import AttentionFunction, LocalAttention, local_attention, takes_positions
 
 
@@ -101,23 +100,15 @@ def all_gather_attention(
     )
     local = local_attention(caller, attention, inputs, is_whole=inputs.layout.mesh is None)
     arrays, layout = inputs.arrays, inputs.layout
+    attend = functools.partial(_attend, layout, local)
     # An attention that does not know where queries are takes them to be in order.
     if not (inputs.moves_tokens and takes_positions(attention)):
-        return _attend(layout, arrays, local)
-    # Queries, and what is known of them, move to the balanced order; keys stay as they are.
-    order = jnp.asarray(balanced_order(arrays.query.shape[1], layout.count(axes)))
-    info = arrays.visibility.query_info
-    query, segments = move_tokens(layout, (arrays.query, info.segments))
-    # A token's place in the whole sequence is its position, as tokens were in order.
-    moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
-    visibility = arrays.visibility._replace(query_info=moved_info)
-    out = _attend(layout, arrays._replace(query=query, visibility=visibility), local)
-    moved_back: jax.Array
-    [moved_back] = move_tokens(layout, (out,), back=True)
-    return moved_back
+        return attend(arrays)
+    # All devices have all keys, in any order, so only queries move.
+    return attend_balanced(layout, arrays, attend, moves_keys=False)
 
 
-def _attend(layout: Layout, arrays: AttentionArrays, local: LocalAttention) -> jax.Array:
+def _attend(layout: Layout, local: LocalAttention, arrays: AttentionArrays) -> jax.Array:
     """Gathers keys and values, and attends on each device to all of them."""
     if layout.mesh is None:  # one device, which has all of them
         return local(arrays)

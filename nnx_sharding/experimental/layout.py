@@ -310,3 +310,35 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
     )
     moved: tuple[Any, ...] = run(*arrays)
     return moved
+
+
+def attend_balanced(
+    layout: Layout,
+    arrays: AttentionArrays,
+    attend: Callable[[AttentionArrays], jax.Array],
+    *,
+    moves_keys: bool,
+) -> jax.Array:
+    """Moves tokens to the balanced order, attends, and moves the outputs back.
+
+    Args:
+      layout: where the sequence is.
+      arrays: those of causal attention, of tokens in their own order. So queries and keys are of
+        one sequence: they share positions, segments and places.
+      attend: returns the outputs of the queries.
+      moves_keys: whether keys and values move as well.
+    """
+    query, key, value, info, visibility = arrays
+    order = jnp.asarray(balanced_order(query.shape[1], layout.count(layout.sequence)))
+    if moves_keys:
+        query, key, value, segments = move_tokens(layout, (query, key, value, info.segments))
+    else:
+        query, segments = move_tokens(layout, (query, info.segments))
+    # A token's place in the whole sequence is its position, as tokens were in order.
+    moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
+    visibility = visibility._replace(query_info=moved_info)
+    key_info = moved_info if moves_keys else info
+    out = attend(AttentionArrays(query, key, value, key_info, visibility))
+    moved_back: jax.Array
+    [moved_back] = move_tokens(layout, (out,), back=True)
+    return moved_back

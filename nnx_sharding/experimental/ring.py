@@ -6,18 +6,17 @@ ring, and the formulas of both passes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _compat
 from .attention_inputs import AttentionOptions, Inputs, inputs_of
-from .blocks import AttentionArrays, TokenInfo
-from .layout import Axes, balanced_order, move_tokens
+from .layout import Axes, attend_balanced, balanced_order
 from .ring_passes import Ring, attend
 
 
@@ -168,15 +167,4 @@ def attend_in_ring(inputs: Inputs) -> jax.Array:
     ring = Ring(layout, rule, is_balanced)
     if not inputs.moves_tokens:  # they are attended to in the order in which they are
         return attend(ring, arrays)
-    query, key, value, info, visibility = arrays
-    # Queries and keys are of one sequence, as attention is causal: they share positions, segments
-    # and places.
-    query, key, value, segments = move_tokens(layout, (query, key, value, info.segments))
-    order = jnp.asarray(balanced_order(length, size))
-    # A token's place in the whole sequence is its position, as tokens were in order.
-    moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
-    visibility = visibility._replace(query_info=moved_info)
-    output = attend(ring, AttentionArrays(query, key, value, moved_info, visibility))
-    moved_back: jax.Array
-    [moved_back] = move_tokens(layout, (output,), back=True)
-    return moved_back
+    return attend_balanced(layout, arrays, functools.partial(attend, ring), moves_keys=True)
