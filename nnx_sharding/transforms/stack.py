@@ -356,7 +356,7 @@ def _make_layers(
         return make(*positional, **{**kwargs, **by_name})
 
     # Masks and other arrays outside of Variables are the same in all layers.
-    out_axes = StateAxes({_is_no_variable: None, ...: 0})
+    out_axes = StateAxes({nnx.Not(nnx.Variable): None, ...: 0})
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
     layer = make_all(by_position, by_name)
     flat = flatten_layer(layer)
@@ -364,11 +364,6 @@ def _make_layers(
     # as a Variable that holds an empty pytree, has no arrays at all.
     unmapped = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
     return layer, [location.path for location in unmapped]
-
-
-def _is_no_variable(path: Path, value: object) -> bool:
-    """A filter for what is no Variable, such as an array in an attribute of a module."""
-    return not isinstance(value, nnx.Variable)
 
 
 def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
