@@ -122,11 +122,10 @@ def each_warning_once() -> Iterator[None]:
     Also if the block raises an error, since a warning may say why.
     """
     collected: list[tuple[type[ShardingWarning], str]] = []
-    token = _COLLECTED.set(collected)
     try:
-        yield
+        with warnings_collected() as collected:
+            yield
     finally:
-        _COLLECTED.reset(token)  # so that what follows is not collected, too
         for category, text in dict.fromkeys(collected):
             warn_or_raise(category, text, strict=False)
 

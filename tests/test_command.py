@@ -134,6 +134,10 @@ PLAN = textwrap.dedent("""\
         raise SystemExit(3)
 
 
+    def cancels():
+        raise __import__("asyncio").CancelledError("stopped")
+
+
     def nothing():
         return None
 
@@ -487,6 +491,7 @@ class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
         (["inspect", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
         (["inspect", "{path}:leaves"], "{path}:leaves failed: SystemExit: 3"),
+        (["inspect", "{path}:cancels"], "{path}:cancels failed: CancelledError: stopped"),
         (["inspect", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["inspect", "{path}:wrong_program"], "cannot be compiled: TypeError: "),
         (["inspect", "{path}:meshless"], "meshless returned cannot be compiled: NoMeshError: "),

@@ -673,7 +673,7 @@ def test_what_a_schedule_sends_is_predicted(schedule):
     compiled = step.lower(model, x).compile().collectives()
     candidate = Candidate("dp + pipeline", dict(mesh.shape), "", shardings, mesh)
     args = [model, x]
-    predicted = predict(candidate, Arguments(args, ["model", "x"]), Axes()).sent[0]
+    predicted = predict(candidate, Arguments(args, ["model", "x"]), Axes()).sent_within
     ticks, held = microbatches + stages - 1, 8 // stages * width * (width + 1) * 4
     between = 2 * rows / replicas * width * 4 * (ticks / microbatches + 1)
     gradients = 2 * held * (1 - 1 / replicas) * (1 if schedule == "1f1b" else ticks)
@@ -1072,7 +1072,7 @@ def test_heads_are_exchanged_within_a_ring():
         "data 2 × ring 2 × context 2", "data 1 × ring 2 × context 4", "data 1 × ring 4 × context 2",
     }  # fmt: skip
     name = "fsdp + context, data 1 × ring 2 × context 4, all_to_all"
-    candidate, sent = found[name].candidate, found[name].prediction.sent[0]
+    candidate, sent = found[name].candidate, found[name].prediction.sent_within
     assert "axis=('context', 'ring'), method='all_to_all'" in candidate.recipe
     assert "axis=('ring', 'context')" in candidate.recipe  # of fsdp
     assert candidate.in_shardings[1] == P("data", ("ring", "context"))
@@ -1080,7 +1080,7 @@ def test_heads_are_exchanged_within_a_ring():
     tokens = 2 * 2 * (16 / 8) * (16 * 4)
     exchanged, around = 4 * (1 - 1 / 4), 3 * (2 - 1)
     others = [x for x in found if "context 8" in x and "all_to_all" in x]
-    [alone] = [found[x].prediction.sent[0] for x in others]
+    [alone] = [found[x].prediction.sent_within for x in others]
     assert sent - alone == pytest.approx(tokens * (exchanged + around - 4 * (1 - 1 / 8)))
 
 
@@ -1157,7 +1157,7 @@ def test_stages_over_slices_where_gradients_take_longer(network, num_slices, fir
     )
     assert search.pick({}) == first
     entry = search.entries[first]
-    times, between = entry.seconds, entry.prediction.sent[1]
+    times, between = entry.seconds, entry.prediction.sent_between
     of_layers = layers * (width**2 + width) * 4
     if "pipeline" in first:
         ticks = 17 / 16
@@ -1165,7 +1165,7 @@ def test_stages_over_slices_where_gradients_take_longer(network, num_slices, fir
         # A stage sends the rows of a device forward, and their gradients backward.
         assert between == 2 * (rows / 4) * (width * 4) * (ticks + 1)
         # In each of 17 ticks its layers' gradients are summed over the data.
-        assert entry.prediction.sent[0] == pytest.approx(17 * 2 * of_layers / 2 * (1 - 1 / 4))
+        assert entry.prediction.sent_within == pytest.approx(17 * 2 * of_layers / 2 * (1 - 1 / 4))
         assert entry.exposed == pytest.approx(between / network / times["interconnect"])
     else:
         shards = of_layers / 4

@@ -146,5 +146,6 @@ def _check(
         say(f"shrunk: {', '.join(changes) or 'nothing'}\n{_NOT_PROVED}")
         sys.stdout.flush()  # before what the check takes, or a crash
         shardings = declared.pop("in_shardings")
+        del declared["compiler_options"]  # of the compiler for the devices of the job
         values = with_values(tuple(args))
     assert_same(fun, *values, shardings=shardings, mesh=mesh, **declared, **options)

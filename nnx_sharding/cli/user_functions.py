@@ -29,10 +29,10 @@ def user_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    # From a nested block, with a message of its own.
-    except (UsageError, UserError):
+    # The first two are from a nested block, with a message of its own.
+    except (UsageError, UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # such as a SystemExit, which would end this program
         text = f": {error}" if str(error) else ""
         raise UserError(f"{what}: {type(error).__name__}{text}") from error
 

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +104,8 @@ def calibrate(
     # Interconnect.
     latency, interconnect = None, math.inf if known is None else known.interconnect_bandwidth
     if len(devices) > 1:
-        fit = _fit_interconnect(clock, mesh, side)
-        latency, interconnect = fit.latency, fit.bandwidth
-        fitted = f"{made_with}, {fit.num_sizes} of {_SIZES} sizes"
+        latency, interconnect, num_sizes = _fit_interconnect(clock, mesh, side)
+        fitted = f"{made_with}, {num_sizes} of {_SIZES} sizes"
         sources |= {"interconnect_bandwidth": fitted, "latency": fitted}
     # A device that does not report its memory has that of its kind, or its part of the host's.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
@@ -121,9 +120,8 @@ def calibrate(
         latency=latency,
     )
     # How far estimates by these figures are off.
-    steps = [*_time_steps(clock, mesh, side=side, dtype=dtype, hardware=measured)]
-    errors = [abs(step.measured / step.estimated - 1) for step in steps]
-    sources["spread"] = f"{made_with}, {len(steps)} of {_STEPS} training steps"
+    errors = [*_errors_of_steps(clock, mesh, side=side, dtype=dtype, hardware=measured)]
+    sources["spread"] = f"{made_with}, {len(errors)} of {_STEPS} training steps"
     return dataclasses.replace(measured, spread=max(errors, default=None))
 
 
@@ -201,18 +199,14 @@ def _measure_flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
     return _CHAIN * 2 * side**3 / seconds
 
 
-class _InterconnectFit(NamedTuple):
-    """The line through time and bytes of all-gathers."""
-
-    latency: float | None  # seconds; None if noise hides it, or there was time for one size only
-    bandwidth: float  # bytes per second that a device sends
-    num_sizes: int  # that were measured
-
-
-def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> _InterconnectFit:
+def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, float, int]:
     """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of several sizes.
 
     The largest gathers 4 ``side`` ** 2 numbers on each device, or a MiB.
+
+    Returns:
+      The latency in seconds, None if noise hides it or there was time for one size only; the bytes
+      per second that a device sends; and how many sizes were measured.
     """
     # Replicating a sharded array is an all-gather and nothing else.
     all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
@@ -231,30 +225,21 @@ def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> _InterconnectFit:
             rows.append((1 / seconds, sent / seconds))
     if len(rows) == 1:
         [(_, bytes_per_second)] = rows  # the latency is in it
-        return _InterconnectFit(latency=None, bandwidth=bytes_per_second, num_sizes=1)
+        return None, bytes_per_second, 1
     latency, seconds_per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
     if seconds_per_byte <= 0:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return _InterconnectFit(
-        latency=latency if latency > 0 else None,
-        bandwidth=1 / seconds_per_byte,
-        num_sizes=len(rows),
-    )
+    return latency if latency > 0 else None, 1 / seconds_per_byte, len(rows)
 
 
-class _TimedStep(NamedTuple):
-    """The seconds of a training step."""
-
-    measured: float
-    estimated: float  # by the roofline
-
-
-def _time_steps(
+def _errors_of_steps(
     clock: _Clock, mesh: Mesh, *, side: int, dtype: Any, hardware: Hardware
-) -> Iterator[_TimedStep]:
-    """Runs training steps of a perceptron: one in any case, others while there is time.
+) -> Iterator[float]:
+    """Yields by which fraction the times of training steps differ from their estimates.
+
+    They are steps of a perceptron: one in any case, others while there is time.
 
     Args:
       clock: times them.
@@ -285,4 +270,4 @@ def _time_steps(
         program = compiled.lower(*args).compile()  # of `jit` of this library, which has a roofline
         estimate = program.roofline(hardware).estimate
         if estimate:  # None if the compiler does not say what the program costs
-            yield _TimedStep(clock.median_seconds(program, *args), estimate)
+            yield abs(clock.median_seconds(program, *args) / estimate - 1)

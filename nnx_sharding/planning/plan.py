@@ -314,8 +314,8 @@ def plan(
       sharding = tensor_parallel(model, mesh=mesh, axis='model')
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
     """
-    start = time.monotonic()
-    # 1. Predict all candidates. `compile_on` are the devices that other processes compile for.
+    end = math.inf if time_limit is None else time.monotonic() + time_limit
+    # 1. Predict all candidates.
     search, compile_on = prepare(
         step,
         args,
@@ -334,8 +334,7 @@ def plan(
         measure=measure,
         quiet=quiet,
     )
-    # 2. Compile those that the search picks, with what is left of the time.
-    compile_programs = partial(  # returns a `Comparison`
+    compile_programs = partial(
         compile_all,
         memory_limit=search.limit,
         hardware=search.hardware,
@@ -343,14 +342,41 @@ def plan(
         devices=compile_on,
         quiet=quiet,
     )
-    time_left = None if time_limit is None else time_limit - (time.monotonic() - start)
+    # 2. Compile those that the search picks, with what is left of the time.
+    time_left = end - time.monotonic()
+    found = _compiled(search, compile_programs, most=most, time_limit=time_left)
+    why_left = _why_left(found, most, time_limit)
+    # 3. Measure the best, and report the best of these by module.
+    try:
+        if measure:
+            found = _measured(_ranked(found, search), search, measure, quiet=quiet)
+        if by_module:
+            found = _with_modules_of_best(found, search, compile_programs)
+    except KeyboardInterrupt:
+        raise SearchInterrupted(_result(search, found, why_left)) from None
+    return _result(search, found, why_left)
+
+
+def _compiled(
+    search: Search,
+    compile_programs: Callable[..., Comparison],
+    *,
+    most: int | None,
+    time_limit: float,
+) -> Comparison:
+    """Compiles the candidates that the search picks, and rules out what fails alike.
+
+    Raises:
+      ValueError: no candidate can be traced.
+      SearchInterrupted: Ctrl-C; its result is the plan by what was compiled until then.
+    """
     try:
         compiled = compile_programs(
             "plan",
             search.programs,
             search.pick,
             most=most,
-            time_limit=time_left,
+            time_limit=time_limit,
             ruled_out=search.ruled_out,
         )
     except SearchInterrupted as interrupt:
@@ -360,24 +386,27 @@ def plan(
     failures = _failures_to_trace(compiled.reports)
     if len(failures) == len(compiled.reports) > 0:
         raise _error_of_step(failures, search)
-    # Why the others were not compiled: if there are not as many as may be, time was over.
-    count = len(compiled.reports) - len(failures)
-    why_left = f"the {count} compiled are predicted to be better"
-    if time_limit is not None and count != most:
-        why_left = f"not compiled within {time_limit} s"
-    # 3. Measure the best, and report the best of these by module.
-    found = compiled
-    try:
-        if measure:
-            found = _measured(_ranked(compiled, search), search, measure, quiet=quiet)
-        best = next(iter(_ranked(found, search).reports), None)
-        if by_module and best is not None and found.fits(best):
-            lower = {best: search.entries[best].lower}
-            detailed = compile_programs("modules of the best", lower, by_module=True).compiled
-            found = dataclasses.replace(found, reports={**found.reports, **detailed})
-    except KeyboardInterrupt:
-        raise SearchInterrupted(_result(search, found, why_left)) from None
-    return _result(search, found, why_left)
+    return compiled
+
+
+def _why_left(compiled: Comparison, most: int | None, time_limit: float | None) -> str:
+    """Says why other candidates were not compiled; the numbers are arguments of `plan`."""
+    count = len(compiled.reports) - len(_failures_to_trace(compiled.reports))
+    if time_limit is not None and count != most:  # not as many as may be: time was over
+        return f"not compiled within {time_limit} s"
+    return f"the {count} compiled are predicted to be better"
+
+
+def _with_modules_of_best(
+    found: Comparison, search: Search, compile_programs: Callable[..., Comparison]
+) -> Comparison:
+    """Compiles the best candidate again, if one fits, for memory and cost by module."""
+    best = next(iter(_ranked(found, search).reports), None)
+    if best is None or not found.fits(best):
+        return found
+    lower = {best: search.entries[best].lower}
+    detailed = compile_programs("modules of the best", lower, by_module=True).compiled
+    return dataclasses.replace(found, reports={**found.reports, **detailed})
 
 
 def _measured(ranked: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:

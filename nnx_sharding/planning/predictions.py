@@ -203,18 +203,12 @@ def _convolution_flops(
     return float(2 * products)
 
 
-class BytesSent(NamedTuple):
-    """The bytes that one device sends in a step."""
-
-    within_slices: float = 0.0
-    between_slices: float = 0.0
-
-
 class Prediction(NamedTuple):
     """What a candidate needs on one device."""
 
     arguments: int  # bytes, without the padding of tiles
-    sent: BytesSent
+    sent_within: float  # bytes that it sends in a step, within slices
+    sent_between: float  # and between them
     slowdown: float  # by stages of a pipeline that wait: 1.5 if a step takes 1.5 times as long
     key: Any  # equal for candidates that shard everything alike
 
@@ -231,7 +225,7 @@ class Prediction(NamedTuple):
           hardware: the rates.
         """
         products = products or Products()
-        within = self.sent.within_slices / hardware.interconnect_bandwidth
+        within = self.sent_within / hardware.interconnect_bandwidth
         # Arguments are read and written once.
         accessed = 2 * self.arguments + products.accessed / devices
         return {
@@ -244,7 +238,7 @@ class Prediction(NamedTuple):
     def seconds_between_slices(self, hardware: Hardware) -> float:
         """Predicts how long slices send to each other."""
         bandwidth = hardware.network_bandwidth or hardware.interconnect_bandwidth
-        return self.sent.between_slices / bandwidth
+        return self.sent_between / bandwidth
 
 
 def predict(
@@ -271,10 +265,8 @@ def predict(
     jax.tree.map(sums.add, candidate.in_shardings, arguments.args, is_leaf=is_single)
     return Prediction(
         arguments=sums.bytes,
-        sent=BytesSent(
-            within_slices=sum((sent.within_slices for sent in sums.sent), 0.0),
-            between_slices=sum((sent.between_slices for sent in sums.sent), 0.0),
-        ),
+        sent_within=sums.sent_within,
+        sent_between=sums.sent_between,
         slowdown=1.0 if sums.schedule is None else _slowdown(sums.schedule),
         key=tuple(sums.key),
     )
@@ -292,7 +284,8 @@ class _Sums:
       styles: those of the candidate's strategy for layers, such as ``tensor``.
       mesh: a mesh of the candidate's sizes, without devices.
       bytes: of the arguments on one device, so far.
-      sent: the bytes that one device sends, so far: an entry for each formula and array.
+      sent_within: the bytes that one device sends within slices, so far.
+      sent_between: those that it sends between slices.
       key: the sizes of the mesh, and then which axes shard each array that was added, with its
         memory. Candidates with equal keys compile to equal programs, so one of them is enough.
       sizes: of the mesh axes with more than one device.
@@ -309,7 +302,7 @@ class _Sums:
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
-        self.bytes, self.sent = 0, list[BytesSent]()
+        self.bytes, self.sent_within, self.sent_between = 0, 0.0, 0.0
         self.schedule: Schedule | None = None
         self.key: list[Any] = [tuple(self.sizes.items())]
         # All of these axes divide the batch, by rows or by positions.
@@ -405,9 +398,9 @@ class _Sums:
         activations = 2 * self.tokens * per_token * (_slowdown(schedule) + 1)
         sent = blocks + activations
         if {*self.axes.in_mesh(self.sizes, "stage")} & self.crossing:
-            self.sent.append(BytesSent(between_slices=sent))
+            self.sent_between += sent
         else:
-            self.sent.append(BytesSent(within_slices=sent))
+            self.sent_within += sent
 
     def _add_contexts(self, method: str, per_token: float) -> None:
         """Adds what attention over a sharded sequence sends.
@@ -425,7 +418,7 @@ class _Sums:
         rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
         # In a round, keys and values of all tokens are sent: two arrays.
         keys_and_values = 2 * self.tokens * per_token
-        self.sent.append(BytesSent(within_slices=keys_and_values * rounds * layers))
+        self.sent_within += keys_and_values * rounds * layers
 
     def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
         """Lists the axes that shard each dimension, without those of size 1."""
@@ -475,7 +468,8 @@ class _Sums:
             # backward, adds up the gradients of what is not sharded over data, to reduce them once.
             is_reduced_once = self.schedule.interleaves and data.isdisjoint(over)
             times = 1 if is_reduced_once else self.schedule.ticks
-        self.sent.append(BytesSent(within_slices=times * within, between_slices=times * between))
+        self.sent_within += times * within
+        self.sent_between += times * between
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(row, axes_of_dims, expert=expert, model=model, stage=stage)
 
@@ -514,8 +508,7 @@ class _Sums:
             # other one are summed in an all-reduce, which sends twice its bytes.
             elements = 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
         per_token = layers * element_bytes * elements
-        sent = self.tokens * per_token * (1 - 1 / self._product(expert or model))
-        self.sent.append(BytesSent(within_slices=sent))
+        self.sent_within += self.tokens * per_token * (1 - 1 / self._product(expert or model))
 
 
 def _slowdown(schedule: Schedule) -> float:

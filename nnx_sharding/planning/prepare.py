@@ -92,28 +92,13 @@ def prepare(
             pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
         else:
             pairs = _given_pairs(functions, [*meshes], devices, named_axes)
-    # Which axes a function of the user needs is not known, so it is tried on all meshes.
-    pairs = [
-        (strategy, mesh)
-        for strategy, mesh in pairs
-        if functions[strategy] is not None or applies(strategy, mesh.shape, named_axes)
-    ]
-    if not pairs:
-        raise ValueError(
-            f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
-            "that divide layers, experts and the batch."
-        )
+    pairs = _useful_pairs(pairs, functions, named_axes, count)
+    every_mesh = [mesh for _, mesh in pairs]
     if measure:
-        check_devices(measure, [mesh for _, mesh in pairs])
+        check_devices(measure, every_mesh)
 
-    # 3. Rates and the limit of memory, which are None for devices that `HARDWARE` does not have.
-    _, first_mesh = pairs[0]  # the devices of all meshes are of one kind
-    kind = first_mesh.devices.flat[0].device_kind
-    peak = HARDWARE.get(kind) if hardware is None else hardware_of(hardware)
-    if memory_limit is not None:
-        limit: int | None = read_bytes(memory_limit)
-    else:
-        limit = None if peak is None else peak.memory_bytes
+    # 3. Rates and the limit of memory.
+    peak, limit = _peak_and_limit(every_mesh[0], hardware, memory_limit)
     if maximize and (limit is None or not arguments.rows):
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
@@ -131,7 +116,21 @@ def prepare(
         num_slices=num_slices,
     )
     _add_all(search, pairs, quiet=quiet)
-    return search, _devices_of_compilers([mesh for _, mesh in pairs], target)
+    return search, _devices_of_compilers(every_mesh, target)
+
+
+def _peak_and_limit(
+    mesh: Mesh, hardware: Hardware | str | None, memory_limit: int | str | None
+) -> tuple[Hardware | None, int | None]:
+    """Returns the peak rates and the bytes of a device, as the user says or by the mesh's kind.
+
+    They are None for devices that `HARDWARE` does not have.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    peak = HARDWARE.get(kind) if hardware is None else hardware_of(hardware)
+    if memory_limit is not None:
+        return peak, read_bytes(memory_limit)
+    return peak, None if peak is None else peak.memory_bytes
 
 
 def _check_counts(topology: str | None, **counts: Any) -> None:
@@ -168,6 +167,29 @@ def _read_strategies(
         return {str(name): function for name, function in strategies.items()}
     names = [strategies] if isinstance(strategies, str) else [*strategies]
     return dict.fromkeys(checked_strategies(names))
+
+
+def _useful_pairs(
+    pairs: Sequence[tuple[str, Mesh]], functions: Strategies, axes: Axes, count: int
+) -> list[tuple[str, Mesh]]:
+    """Selects the pairs whose mesh has devices along the axes that the strategy uses.
+
+    Which axes a function of the user needs is not known, so it is tried on all meshes.
+
+    Raises:
+      ValueError: none of the meshes of ``count`` devices is of use to any strategy.
+    """
+    useful = [
+        (strategy, mesh)
+        for strategy, mesh in pairs
+        if functions[strategy] is not None or applies(strategy, mesh.shape, axes)
+    ]
+    if not useful:
+        raise ValueError(
+            f"plan: no mesh of {count} devices has the axes of {', '.join(functions)}, with sizes "
+            "that divide layers, experts and the batch."
+        )
+    return useful
 
 
 def _all_pairs(

@@ -26,7 +26,7 @@ from ..analysis.units import read_bytes
 from ..partition.mesh import on_topology, planning_mesh
 from ..specs.fitting import show
 from ..specs.state_sharding import StateSharding
-from ..transforms.jit import Jit, jit
+from ..transforms.jit import Jit, jit, unjitted
 from ..transforms.lifted import Lifted
 from ..transforms.split_merge import merge, split
 from ..transforms.stages import Lowered
@@ -183,24 +183,13 @@ def unwrapped(
             f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=..."
         )
     if isinstance(fun, Lifted) and isinstance(fun._transform, Jit):
-        transform = fun._transform
-        kept = {option: getattr(transform, option) for option in _KEPT}
-        # Kept as pairs, to be hashable; None without any.
-        kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)
-        roles = fun._options["roles"]._asdict()  # static and donated arguments
-        options = {**kept, **roles, **options}
-        fun = fun.__dict__["__wrapped__"]  # the user's function, as `functools.wraps` keeps it
+        fun, kept = unjitted(fun)
+        del kept["in_shardings"], kept["out_shardings"]
+        options = {**kept, **options}
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
     jit(fun, **options)  # raises for wrong options once, not for each strategy
     return fun, dict(options)
-
-
-# The options of `jit` that are neither shardings of arguments nor devices.
-_KEPT = (
-    *("activation_shardings", "auto_axes", "keep_unused", "inline"),
-    *("on_committed", "on_indivisible", "strict"),
-)
 
 
 def abstract_of(args: Sequence[Any]) -> Any:

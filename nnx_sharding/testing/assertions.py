@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -451,8 +451,13 @@ def _report(program: object) -> ProgramReport:
     )
 
 
-def _collectives(program: object, axes: Axes | None) -> _Collectives:
+def _collectives(
+    program: object, axes: Axes | None
+) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
     """Finds the collectives of a program that may run over some axes; all if these are None.
+
+    Returns:
+      The report of the program, the set of the axes, and the collectives.
 
     Raises:
       ValueError: collectives cannot be read from the program, or the mesh has no such axis.
@@ -470,15 +475,7 @@ def _collectives(program: object, axes: Axes | None) -> _Collectives:
         for collective in report.collectives
         if wanted is None or collective.axes is None or wanted.intersection(collective.axes)
     ]
-    return _Collectives(report, wanted, Collectives(collectives))
-
-
-class _Collectives(NamedTuple):
-    """What an assertion about collectives asks for."""
-
-    report: ProgramReport  # of the program
-    axes: frozenset[str] | None  # the wanted ones; None for any
-    collectives: Collectives  # those that may run over one of these axes
+    return report, wanted, Collectives(collectives)
 
 
 def _axis_set(report: ProgramReport, axes: Axes) -> frozenset[str]:

@@ -344,24 +344,25 @@ def jit(
 def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function that `jit` was given, and the options to jit it again on another mesh.
 
-    What compares both on the same arguments jits it again. So donated arguments are left out, which
-    the first call would delete, and so are the mesh and what is of its devices or changes no
-    number: ``device``, ``backend``, ``compiler_options``, ``keep_unused``, ``inline``.
+    Those are all but the mesh, and what is of its devices: ``device`` and ``backend``.
     """
     transform: Any = function._transform
-    roles: Roles = function._options["roles"]  # as `LiftedFunction` keeps them
-    options = {
+    options = {name: getattr(transform, name) for name in _KEPT}
+    options |= function._options["roles"]._asdict()  # static and donated arguments
+    options |= {
         "in_shardings": transform.in_specs.tree,
         "out_shardings": transform.out_specs.tree,
-        "static_argnums": roles.static_argnums,
-        "static_argnames": roles.static_argnames,
-        "on_committed": transform.on_committed,
-        "on_indivisible": transform.on_indivisible,
-        "strict": transform.strict,
-        "activation_shardings": transform.activation_shardings,
-        "auto_axes": transform.auto_axes,
+        # Kept as pairs, to be hashable; None without any.
+        "compiler_options": transform.compiler_options and dict(transform.compiler_options),
     }
-    return function._fun, options
+    # As `functools.wraps` keeps it: of a bound method, `_fun` has no ``self``.
+    return function.__dict__["__wrapped__"], options
+
+
+_KEPT = (
+    *("activation_shardings", "auto_axes", "keep_unused", "inline"),
+    *("on_committed", "on_indivisible", "strict"),
+)
 
 
 def declared_specs(function: Lifted[..., Any], *args: Any) -> dict[str, Any]:
