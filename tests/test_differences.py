@@ -99,7 +99,7 @@ class TestArguments:
 
     def test_sharing(self):
         a, b = nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1))
-        assert last(one([a, b]), one([a, a])) == [
+        assert last(one([a, b]), one([a, a]), graph=True) == [
             "args[0][1]: a Param → a Param, shared with args[0][0]"
         ]
 
@@ -107,8 +107,8 @@ class TestArguments:
         def f(x):
             return x
 
-        jit(f)(1.0)
-        jit(f, out_shardings=P(), mesh=mesh_of((8,), ("a",)))(1.0)
+        jit(f, graph=True)(1.0)
+        jit(f, graph=True, out_shardings=P(), mesh=mesh_of((8,), ("a",)))(1.0)
         lines = last_of(jit(f))
         assert f"out_shardings: None → {P()}" in lines
         assert "mesh: none → a 8, Auto" in lines

@@ -550,6 +550,9 @@ class MistakesTest(parameterized.TestCase):
             place([model, model], [P(), P("data")], MESH)
 
 
+SPEC = P("data")
+
+
 class OthersTest(parameterized.TestCase):
     """Constraints outside of traces move arrays in the same way."""
 
@@ -568,6 +571,26 @@ class OthersTest(parameterized.TestCase):
                 y = place(x, PLACES[goal], donate=True)
             np.testing.assert_array_equal(y, VALUE)
             assert y.sharding == PLACES[goal]
+
+    @parameterized.parameters(False, True)
+    def test_host_arrays_are_the_same_in_a_trace(self, in_trace):
+        def constrained(x, spec=SPEC):
+            if not in_trace:
+                return with_sharding_constraint(x, spec, mesh=MESH)
+            results = []
+            call = lambda y: (results.append(with_sharding_constraint(x, spec, mesh=MESH)), y)[1]  # noqa: E731
+            jax.grad(call)(1.0)
+            return results[0]
+
+        no_gradient = np.zeros(8, jax.dtypes.float0)
+        for kept in (no_gradient, np.array(["s"]), 3.0, "text"):
+            assert constrained(kept) is kept
+        for dtype in (np.float64, np.int64, bool, np.float16):
+            x = constrained(np.ones(8, dtype))
+            assert x.dtype == jnp.asarray(np.ones(8, dtype)).dtype and x.sharding.spec == P("data")
+        assert constrained(np.float64(2), P()).sharding.spec == P()
+        with fails(ValueError, "masked arrays are not supported"):
+            constrained(np.ma.array(np.ones(8), mask=np.ones(8)))
 
     def test_constraints_name_deleted_arrays(self):
         x = jnp.ones(8)

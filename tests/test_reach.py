@@ -463,6 +463,40 @@ def static_method():
         scale = yield
 
 
+@way()
+def subclasses():
+    class Base:
+        pass
+
+    children = []  # keeps them alive
+    value = yield lambda layer, x: Base.__subclasses__()[-1].scale * x
+    while True:
+        children.append(type("Child", (Base,), {"scale": value}))
+        value = yield
+
+
+@way("number")
+def name_of_a_class():
+    class Named:
+        pass
+
+    value = yield lambda layer, x: float(Named.__name__) * x
+    while True:
+        Named.__name__ = str(value)
+        value = yield
+
+
+@way("number")
+def name_of_a_function():
+    def named():
+        pass
+
+    value = yield lambda layer, x: float(named.__name__) * x
+    while True:
+        named.__name__ = str(value)
+        value = yield
+
+
 @way("number")
 def enumeration():
     class Own(enum.Enum):
@@ -1106,7 +1140,12 @@ def key(*values):
 def test_equal_as_long_as_nothing_changes():
     plain, settings = Plain(2.0), {"scale": [1.0]}
 
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
     def fun(layer, x):
+        if isinstance(plain, Abstract):
+            return x
         return jnp.tanh(x) * plain.own * settings["scale"][0] + reads_global(layer, x)
 
     set_global(1.0)
@@ -1120,6 +1159,8 @@ def test_equal_as_long_as_nothing_changes():
         lambda: settings.update(other=1),
         lambda: set_global(1),  # no longer a float
         lambda: setattr(Plain, "scale", 5.0),
+        lambda: setattr(Plain, "__doc__", "Changed."),
+        lambda: Abstract.register(Slotted),
     ):
         change()
         second = key(fun, Layer)

@@ -457,7 +457,9 @@ def is_graph_object(x: object) -> bool:
 def holds_arrays(x: object) -> bool:
     """Whether a graph object is a Variable, or a node that holds Variables or arrays."""
     kinds = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
-    return not is_node(x) or any(isinstance(part, kinds) for _, part in nnx.iter_graph(x))
+    # In tree mode, Flax would walk through data only.
+    parts = nnx.iter_graph(x, graph=True) if is_node(x) else [((), x)]
+    return any(isinstance(part, kinds) for _, part in parts)
 
 
 def is_plain_array(x: Any) -> bool:

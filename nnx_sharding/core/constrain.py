@@ -129,7 +129,8 @@ def is_shardable(x: object) -> bool:
     if _compat.is_ref(x) or _compat.is_hijax_variable(x):
         return False
     if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind not in "OSUMm"
+        # Of float0 are the gradients with respect to integers, which JAX keeps in NumPy.
+        return x.dtype.kind not in "OSUMm" and x.dtype != jax.dtypes.float0
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 

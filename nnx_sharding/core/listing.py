@@ -22,6 +22,7 @@ reads other state (``STATEFUL_BUILTINS``, ``random``), and what Python does not 
 
 from __future__ import annotations
 
+import abc
 import builtins
 import collections
 import contextvars
@@ -50,14 +51,14 @@ from .stateless import (
 from .static_equality import value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 
-# Attributes of classes that no method computes with.
+# Attributes of classes that no method computes with, or that nobody changes in place: to list the
+# annotations and fields of each dataclass would take as long as to list the rest of it.
 _NOT_READ = frozenset(
     (
         *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
         *("__annotations_cache__", "__dataclass_fields__", "__dataclass_params__", "__dict__"),
-        *("__doc__", "__firstlineno__", "__module__", "__orig_bases__", "__parameters__"),
-        *("__qualname__", "__static_attributes__", "__weakref__", "_abc_impl"),
-        *_compat.DERIVED_FROM_CLASS,
+        *("__firstlineno__", "__orig_bases__", "__parameters__", "__static_attributes__"),
+        *("__weakref__", "_abc_impl", *_compat.DERIVED_FROM_CLASS),
     )
 )
 _DESCRIPTORS = (
@@ -192,6 +193,7 @@ class Listing:
         """
         code = function.__code__
         self._add_code(code)
+        self.tokens.append((function.__name__, function.__qualname__))
         # The globals say which module defines it: `functools.wraps` changes `__module__`.
         is_of_library = is_stateless(function.__globals__.get("__name__"))
         is_closure = bool(code.co_freevars)
@@ -227,6 +229,8 @@ class Listing:
             raise NotListed
         if not STATEFUL_MODULES.isdisjoint(names.imports):
             raise NotListed
+        if "__subclasses__" in names.attributes:  # any code may define another one
+            raise NotListed
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
@@ -249,6 +253,8 @@ class Listing:
     def _add_class(self, cls: type) -> None:
         """Lists a class, its bases, methods and other attributes; of libraries, only the class."""
         self.tokens.append(id(cls))
+        if type(cls) is abc.ABCMeta:  # `isinstance` depends on what is registered with it
+            self.tokens.append(abc.get_cache_token())  # another one after each `register`
         if is_stateless_class(cls):
             return
         # Not kept alive, since it may hold the function. When it is gone, the list is void.
@@ -256,8 +262,8 @@ class Listing:
         if type(cls) is not type:  # a metaclass of the user
             self.add(type(cls))
         self._add_all(cls.__bases__)
-        # Without its name, docstring and the like, on which no result depends. Properties and the
-        # descriptors of slots are listed like methods.
+        self.tokens.append((cls.__name__, cls.__qualname__))
+        # Properties and the descriptors of slots are listed like methods.
         self._add_items({name: x for name, x in vars(cls).items() if name not in _NOT_READ})
 
     def _add_module(self, module: types.ModuleType) -> None:

@@ -133,9 +133,11 @@ def joined(array: AnyArray) -> np.ndarray[Any, Any]:
     ``jax.device_put`` to a CPU device adopts this memory instead of copying it once more.
     """
     is_sharded = isinstance(array, jax.Array)
+    # Its type in JAX: without x64, 64-bit types become 32-bit ones. JAX raises an error for what it
+    # has no type for, such as a masked array, which would lose its mask here.
+    dtype = jax.typeof(array).dtype
     source: Any = array if is_sharded else np.asarray(array)
-    # Without x64, 64-bit types become 32-bit ones, as everywhere in JAX.
-    whole = aligned(source.shape, jax.dtypes.canonicalize_dtype(source.dtype))
+    whole = aligned(source.shape, dtype)
     if is_sharded:
         # Of shards with the same bounds, which are replicas of one part, one is enough.
         shards = {
