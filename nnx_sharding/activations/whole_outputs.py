@@ -23,7 +23,6 @@ Auto axes in the function that is traced, and which of them it returns with a de
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -150,6 +149,8 @@ class _GatheredOutput(NamedTuple):
       left: the arrays that left Auto axes in the function that calls the module. That may be an
         inner one, such as a loss, whose declared shardings are known when it has returned.
       at: the file and line where the module is called, for a cache.
+      declaration: for a cache, what the user writes for ``activation_shardings``. The caches that
+        one method returns have the same, and are in one warning.
     """
 
     name: str
@@ -159,6 +160,7 @@ class _GatheredOutput(NamedTuple):
     sharded: PartitionSpec | None
     left: LeftAutoAxes | None
     at: str = ""
+    declaration: str = ""
 
     @property
     def is_result(self) -> bool:
@@ -184,41 +186,27 @@ class _GatheredOutput(NamedTuple):
         return f"  {self.name}: {kind}, {size}, over {self.over}{place}{remedy}"
 
 
-class _Columns(NamedTuple):
-    """The columns of what a layer returned."""
-
-    number: int
-    axes: frozenset[AxisName]  # that shard them
-
-
-_NO_COLUMNS = _Columns(0, frozenset())
-
-
 class WholeOutputs:
     """What the outermost modules of a trace returned with fewer axes than their columns have.
 
     Its private attributes:
 
-        _gathered     outputs that are gathered over axes of their columns
-        _caches       those that are gathered over axes of their heads, by the text that declares
-                      them: the caches that one method returns are in one warning
-        _last_layer   the columns of the layer that ran last: their number, and the axes that shard
-                      them
+        _outputs       outputs that are gathered over axes of their columns or heads
+        _last_columns  of the layer that ran last: the axes that shard its columns, by their number
     """
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._gathered: list[_GatheredOutput] = []
-        self._caches: dict[str, list[_GatheredOutput]] = {}
-        self._last_layer = _NO_COLUMNS
+        self._outputs: list[_GatheredOutput] = []
+        self._last_columns: dict[int, frozenset[AxisName]] = {}
 
     def begin_layer(self) -> None:
         """Forgets the columns of earlier layers, as later arrays do not have them."""
-        self._last_layer = _NO_COLUMNS
+        self._last_columns.clear()
 
     def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
         """Remembers how a layer shards the columns of ``x``, its output."""
-        self._last_layer = _Columns(x.shape[-1], frozenset(spec_axes(spec)))
+        self._last_columns = {x.shape[-1]: frozenset(spec_axes(spec))}
 
     def add(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
@@ -244,9 +232,8 @@ class WholeOutputs:
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
             return
         # As Variables with this number of columns are sharded, and as the last layer computed them.
-        axes = column_axes(model, x.shape[-1])
-        if self._last_layer.number == x.shape[-1]:
-            axes |= self._last_layer.axes
+        number = x.shape[-1]
+        axes = column_axes(model, number) | self._last_columns.get(number, frozenset())
         axes = axes.difference(spec_axes(spec))  # those in its type still shard it
         gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
         if gathered:
@@ -258,7 +245,7 @@ class WholeOutputs:
                 sharded=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered)),
                 left=LEFT_AUTO_AXES.get(),
             )
-            self._gathered.append(output)
+            self._outputs.append(output)
 
     def _add_cache(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
@@ -299,8 +286,9 @@ class WholeOutputs:
             sharded=sharded,
             left=LEFT_AUTO_AXES.get(),
             at=users_line(),
+            declaration=declaration,
         )
-        self._caches.setdefault(declaration, []).append(output)
+        self._outputs.append(output)
         return True
 
     def warn(self, transform: Sharded, result: object) -> None:
@@ -313,26 +301,25 @@ class WholeOutputs:
           transform: that of the function, with the shardings that are declared for its results.
           result: what the function returned.
         """
-        declared, undeclared = _results(transform, result)  # ids of arrays
-
-        def is_used(output: _GatheredOutput) -> bool:
-            """Whether operations of the function get it: it is not only a result."""
-            return not output.is_result and id(output.array) not in declared | undeclared
-
-        def is_undeclared(output: _GatheredOutput) -> bool:
-            """Whether it is a result for which no sharding is declared."""
-            return not output.is_result and id(output.array) in undeclared
-
-        # One warning for each declaration that would help. Where a cache is a result, its sharding
-        # is declared like that of any other result.
-        for declaration, caches in self._caches.items():
-            if used_caches := [x for x in caches if is_used(x)]:
-                _warn_of_caches(transform, declaration, used_caches)
-        outputs = [*self._gathered, *itertools.chain(*self._caches.values())]
-        if results := [x for x in outputs if is_undeclared(x)]:
+        declared, undeclared = _result_ids(transform, result)
+        # Where a cache is a result, its sharding is declared like that of any other result.
+        results, columns = list[_GatheredOutput](), list[_GatheredOutput]()
+        caches: dict[str, list[_GatheredOutput]] = {}  # by the declaration that would help
+        for output in self._outputs:
+            if output.is_result or id(output.array) in declared:
+                continue
+            if id(output.array) in undeclared:
+                results.append(output)
+            elif output.declaration:
+                caches.setdefault(output.declaration, []).append(output)
+            else:
+                columns.append(output)
+        for declaration, of_method in caches.items():
+            _warn_of_caches(transform, declaration, of_method)
+        if results:
             _warn_of_results(transform, results)
-        if used := [x for x in self._gathered if is_used(x)]:
-            _warn_of_columns(transform, used)
+        if columns:
+            _warn_of_columns(transform, columns)
 
 
 def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, anchor: str) -> None:
@@ -399,15 +386,8 @@ def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> Non
     )
 
 
-class _ResultIds(NamedTuple):
-    """The ids of the arrays that a function returns."""
-
-    declared: set[int]  # of those with a declared sharding
-    undeclared: set[int]
-
-
-def _results(transform: Sharded, result: object) -> _ResultIds:
-    """Returns the ids of the arrays in a result, by whether a sharding is declared for them.
+def _result_ids(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
+    """Returns the ids of the arrays in a result: with a declared sharding, and without one.
 
     All count as declared in a ``shard_map``, which does not pass shardings to JAX: its specs say
     how results are divided, so every result has one.
@@ -422,13 +402,12 @@ def _results(transform: Sharded, result: object) -> _ResultIds:
     try:
         parts = treedef.flatten_up_to(result)  # type: ignore[attr-defined]
     except ValueError:  # another structure: an error later, before which no warning is useful
-        all_ids = {id(x) for x in flatten(result).leaves}
-        return _ResultIds(declared=all_ids, undeclared=set())
-    results = _ResultIds(declared=set(), undeclared=set())
+        return {id(x) for x in flatten(result).leaves}, set()
+    declared, undeclared = set[int](), set[int]()
     for spec, part in zip(prefix, parts, strict=True):
-        ids = results.undeclared if spec is None else results.declared
+        ids = undeclared if spec is None else declared
         ids.update(id(x) for x in flatten(part).leaves)
-    return results
+    return declared, undeclared
 
 
 def _without_trailing(spec: PartitionSpec) -> PartitionSpec:

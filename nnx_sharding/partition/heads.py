@@ -24,7 +24,7 @@ from ..specs.fitting import axes_of, pad_entries
 from ..specs.head_names import KEYS, QUERIES
 from ..specs.paths import Path
 from ..specs.types import AnyMesh
-from .variables import Listing, NamedVariable, SpecsByPath
+from .variables import Listing, SpecsByPath
 
 # The names under which modules and configurations have the number of heads, or the size of one.
 _NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
@@ -33,25 +33,19 @@ _HEAD_SIZE = re.compile("head_(dim|size|features)")
 _CONFIGURATIONS = ("config", "cfg", "configuration", "args", "options")
 
 
-def notes_of_split_heads(
-    listing: Listing,
-    known: Mapping[int | Path, NamedVariable],
-    specs: SpecsByPath,
-    mesh: AnyMesh,
-) -> dict[Path, str]:
+def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) -> dict[Path, str]:
     """Says for each kernel whose spec splits heads what that costs, by its path.
 
     A projection is a kernel, (inputs, heads · size), of which attention makes heads.
 
     Args:
-      listing: the flattened model.
-      known: its parameters, by any keys.
-      specs: their specs, by path.
+      listing: the model.
+      specs: the specs of its parameters, by path.
       mesh: the mesh of the specs.
     """
     modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
     notes = {}
-    for parameter in known.values():
+    for parameter in listing.variables:
         spec = specs[parameter.path]
         dimensions = parameter.layer_dimensions  # of one layer, without those of stacked layers
         # A kernel (inputs, heads, size) has a dimension of heads, which is sharded whole or not.

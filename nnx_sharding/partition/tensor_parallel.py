@@ -137,7 +137,7 @@ def tensor_parallel(
     # From the inside, so that the rule of attention replaces those of its linear layers.
     for layer in _layers(listing, known):
         sharded.add(layer, _parameters_of(layer, listing, known))
-    specs, notes = sharded.specs, sharded.notes(known.values())
+    specs, notes = sharded.specs, sharded.notes(parameters)
     streams = layers_before_streams(sharded.layers.values(), listing)
     free = PartitionSpec.UNCONSTRAINED
     if sequence:  # of (batch, positions, features), the positions
@@ -147,8 +147,8 @@ def tensor_parallel(
         outputs = {PartitionSpec(..., None): streams}
     activations = _with_outputs(activations_of(base), outputs, optimizer)
     if sharded.num_shards > 1:  # on one device nothing can be sharded
-        _warn_of_large(known.values(), notes, axes)
-    notes |= notes_of_split_heads(listing, known, specs, mesh)
+        _warn_of_large(parameters, notes, axes)
+    notes |= notes_of_split_heads(listing, specs, mesh)
     remarks = remarks_on(
         specs, "tensor_parallel", base, parameters, axes, roles=sharded.roles, notes=notes
     )
