@@ -49,13 +49,6 @@ class _NewEquation(NamedTuple):
     params: dict[str, Any]
 
 
-class _ReplacedJaxpr(NamedTuple):
-    """A jaxpr that was met before, kept alive so that its id stays, and what replaces it."""
-
-    old: Any
-    new: Any
-
-
 class Replacements:
     """Replaces grouped convolutions in the equations of a trace, at any depth.
 
@@ -64,7 +57,9 @@ class Replacements:
 
     def __init__(self, axes: frozenset[AxisName]):
         self._axes = axes
-        self._jaxprs: dict[int, _ReplacedJaxpr] = {}  # by the id of the old one: layers share many
+        # By the id of a jaxpr, of which layers share many: the jaxpr, so that no other gets its id,
+        # and what replaces it.
+        self._jaxprs: dict[int, tuple[Any, Any]] = {}
 
     def of(self, eqn: Any) -> _NewEquation | None:
         """Returns the primitive and parameters that replace an equation's; None to keep them."""
@@ -98,9 +93,9 @@ class Replacements:
             new = self._in_jaxpr(jaxpr)
             if jaxpr is not value:  # in a ClosedJaxpr, which stays if its jaxpr does
                 new = value if new is jaxpr else value.replace(jaxpr=new)
-            # The old one is held, so that no other gets its id.
-            self._jaxprs[id(value)] = _ReplacedJaxpr(old=value, new=new)
-        return self._jaxprs[id(value)].new
+            self._jaxprs[id(value)] = value, new
+        _, new = self._jaxprs[id(value)]
+        return new
 
     def _in_jaxpr(self, jaxpr: Any) -> Any:
         """Returns an open jaxpr with replacements in its equations; itself if there are none."""

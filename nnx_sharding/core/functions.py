@@ -97,25 +97,20 @@ class Names(NamedTuple):
     imports: frozenset[str]  # the modules of `import` statements, such as ``.types`` in a package
 
 
-class _NamesOfCode(NamedTuple):
-    """The names that a code uses, with the code, which is kept alive so that its id stays."""
-
-    code: types.CodeType
-    names: Names
-
-
-# By the id of the code, since hashing a code hashes its instructions.
+# By the id of the code, since hashing a code hashes its instructions; with the code, which is kept
+# alive so that no other gets its id.
 _MAX_CODES = 4096
-_NAMES: dict[int, _NamesOfCode] = {}
+_NAMES: dict[int, tuple[types.CodeType, Names]] = {}
 
 
 def names_of(code: types.CodeType) -> Names:
     """Returns the names that a code uses."""
     entry = _NAMES.get(id(code))
     if entry is None:
-        entry = _NAMES[id(code)] = _NamesOfCode(code, _read_names(code))
+        entry = _NAMES[id(code)] = code, _read_names(code)
         make_room(_NAMES, _MAX_CODES)
-    return entry.names
+    _, names = entry
+    return names
 
 
 def _read_names(code: types.CodeType) -> Names:
