@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
+from .opcodes import CALLBACK, MARKERS
 from .tables import Pictured, table, text
 from .units import bytes_text, count_text
 
 LOWERED = "before optimisation, all devices"
 COMPILED = "after optimisation, one device"
+CUSTOM_CALLS = "custom calls of unknown cost"  # a reason why figures are unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +40,8 @@ class Cost(Pictured):
     XLA counts the body of a loop once; the stage says whether bodies count as often as they run,
     which this library counts by itself, in the same way.
     Before optimisation the program is that of all devices together, but the inside of a
-    ``shard_map``, which is written for one device, counts as written; and each sharding annotation,
-    like any other custom call, counts as -1 flop and -1 byte.
+    ``shard_map``, which is written for one device, counts as written; and each sharding annotation
+    counts as -1 flop and -1 byte.
 
     Attributes:
       flops: additions and multiplications, so 2·m·k·n for a matrix product.
@@ -103,6 +108,31 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
         stage=stage,
         optimal_seconds=_figure(analysis, "optimal_seconds") or None,  # 0 if it makes none
     )
+
+
+def cost_of_lowered(lowered: jax.stages.Lowered) -> Cost | None:
+    """Reads what XLA estimates of a program before its optimisation; None if it estimates nothing.
+
+    XLA counts each custom call as -1, which is lost in the sum. So the figures of a program are
+    unknown if it calls a library (LAPACK) or a kernel.
+    """
+    try:
+        cost = cost_of(lowered.cost_analysis(), LOWERED)
+    except (NotImplementedError, jax.errors.JaxRuntimeError):  # devices without a runtime
+        return None
+    module = lowered.compiler_ir("stablehlo")
+    if cost is None or module is None:
+        return cost
+    # Without the elements of large constants, which may be most of the text.
+    program = module.operation.get_asm(large_elements_limit=16)
+    targets = dict.fromkeys(_CUSTOM_CALL.findall(program))  # unique, in order
+    unknown = [x for x in targets if x not in MARKERS and not CALLBACK.match(x)]
+    if not unknown:
+        return cost
+    return Cost(None, None, None, LOWERED, why=f"{CUSTOM_CALLS}: {', '.join(unknown[:3])}")
+
+
+_CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$]+)")
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .instructions import Instruction, Operands, Shape
-from .opcodes import ELEMENTWISE, PRODUCTS
+from .opcodes import CALLBACK, ELEMENTWISE, PRODUCTS
 
 # Larger windows, or more in one dimension, are not examined one by one, and padding counts.
 _MAX_WINDOWS = 1 << 22
@@ -44,7 +44,6 @@ _COMPLEX = {"add": 2, "subtract": 2, "negate": 2, "multiply": 6, "divide": 11, "
 _UNKNOWN = {"batch-norm-grad", "batch-norm-inference", "batch-norm-training", "cholesky", "scan"}
 _UNKNOWN |= {"scaled-dot", "triangular-solve"}
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
-_CALLBACK = re.compile(r"xla_\w*python_\w*callback")
 # The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
 # one integer for each group.
 _METADATA = "ragged-dot-metadata"
@@ -291,7 +290,7 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
     if opcode == "custom-call":
         # A callback to Python runs on the host, so the device computes nothing. What other calls
         # compute is not known.
-        is_callback = _CALLBACK.match(instruction.target) is not None
+        is_callback = CALLBACK.match(instruction.target) is not None
         return 0 if is_callback or instruction.operation == _METADATA else None
     return None if opcode in _UNKNOWN else 0
 

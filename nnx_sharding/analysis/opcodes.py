@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Literal, TypeAlias, get_args
 
 
@@ -53,6 +54,16 @@ OPCODES |= _set(
     "reverse rng rng-bit-generator rng-get-and-update-state scaled-dot scan scatter "
     "select-and-scatter send set-dimension-size sort topk transpose triangular-solve"
 )
+
+# What custom calls call. Compilers themselves call these to pass values on and to mark them; a
+# callback to Python runs on the host, so that the device computes nothing.
+MARKERS = _set(
+    "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart "
+    "ConcatBitcast GatherScatterIndicesBitpacked LayoutConstraint MoveToDevice MoveToHost "
+    "PinToDevice Sharding SPMDFullToShardShape SPMDShardToFullShape SliceId ZeroCrop "
+    "annotate_device_placement"
+)
+CALLBACK = re.compile(r"xla_\w*python_\w*callback")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -37,17 +37,16 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from .accessed_bytes import COPIES, HALVES, accessed_bytes, counted_bytes, host_bytes
-from .cost import COMPILED, Cost, Operation
+from .cost import COMPILED, CUSTOM_CALLS, Cost, Operation
 from .flops import applications, num_elements, other_flops, product_flops
 from .hlo import Module
 from .instructions import Instruction, Operands, operands_of, total_bytes
-from .opcodes import FREE, PRODUCTS, REARRANGING, TRANSCENDENTAL, base
+from .opcodes import FREE, MARKERS, PRODUCTS, REARRANGING, TRANSCENDENTAL, base
 from .values import Value
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 BRANCHES = "of conditionals the largest branch"
 UNKNOWN_LENGTH = "loops of unknown length"
-CUSTOM_CALLS = "custom calls of unknown cost"
 MAIN_MEMORY = "bytes of the main memory"
 
 _MOST = 1 << 100  # larger figures may overflow
@@ -237,7 +236,7 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
       module: the program; None for an instruction in a fusion, whose bytes do not count.
     """
     opcode = instruction.opcode
-    if opcode in _NO_WORK or instruction.target in _MARKERS:
+    if opcode in _NO_WORK or instruction.target in MARKERS:
         return Work()
     if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
         return _work_of_kernel(instruction, operands, module=module, estimate=estimate)
@@ -336,12 +335,6 @@ def _work_of_kernel(
 
 
 _NO_WORK = FREE | {"async-start"}
-# What the compilers themselves call, to pass values on and to mark them.
-_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone"}
-_MARKERS |= {"AsyncCollectiveStart", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
-_MARKERS |= {"LayoutConstraint", "MoveToDevice", "MoveToHost", "PinToDevice", "Sharding"}
-_MARKERS |= {"SPMDFullToShardShape", "SPMDShardToFullShape", "SliceId", "ZeroCrop"}
-_MARKERS.add("annotate_device_placement")
 _MAX_STEPS = 16  # from a product to what it multiplies: out of a fusion, and through some copies
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 

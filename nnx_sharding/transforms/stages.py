@@ -517,12 +517,9 @@ class Lowered(Stage):
 
     def cost(self) -> Cost | None:
         """Returns what all devices together compute, before optimisation; None if unavailable."""
-        from ..analysis.cost import LOWERED, cost_of
+        from ..analysis.cost import cost_of_lowered
 
-        try:
-            return cost_of(self._stage.cost_analysis(), LOWERED)
-        except (NotImplementedError, jax.errors.JaxRuntimeError):  # devices without a runtime
-            return None
+        return cost_of_lowered(self._stage)
 
 
 class Compiled(Stage):

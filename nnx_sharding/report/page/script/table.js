@@ -8,10 +8,10 @@ function compare(a, b, sign) {
   return sign * (typeof a === "number" && typeof b === "number" ? a - b : collator.compare(a, b));
 }
 
-/** A column of numbers with their sum. */
+/** A column of numbers with their sum, which is unknown if one of them is. */
 const summed = (label, value, number, words) => ({
   ...{ label, value, number, words },
-  total: (rows) => number(sum(rows, value)),
+  total: (rows) => number(rows.every((row) => isSet(value(row))) ? sum(rows, value) : null),
 });
 
 /** The parts of a path, such as `model`, `.blocks`, `[0]`. */
