@@ -364,6 +364,11 @@ class RoundTripTest(Case):
         expected = nnx.to_pure_dict(nnx.grad(lambda model: model(X).sum())(MLP()))
         for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        loaded.save(self.path, vjp_order=1)  # the same file
+        with self.assertRaisesRegex(
+            ValueError, "saved with vjp_order=1, so it cannot be saved with 2"
+        ):
+            loaded.save(self.path, vjp_order=2)
 
     def test_the_program_alone(self):
         loaded = self.export(jit(apply), Counter(), 1.0)

@@ -124,8 +124,15 @@ class Exported(Pictured):
 
         Raises:
           ImportError: flatbuffers is not installed.
-          ValueError: a part of the program cannot be written, or there are too many arrays.
+          ValueError: a part of the program cannot be written, there are too many arrays, or the
+            program was loaded and saved with a lower ``vjp_order`` than this one.
         """
+        if self._data is not None and vjp_order > (known := _vjp_order(self.jax_exported)):
+            raise ValueError(
+                f"{self.manifest.function} was loaded from a file that was saved with "
+                f"vjp_order={known}, so it cannot be saved with {vjp_order}. Export the function "
+                f"again, and save that with vjp_order={vjp_order}."
+            )
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
         except ImportError as error:
@@ -205,6 +212,15 @@ def load(path: str | os.PathLike[str]) -> Exported:
     if not has_types or manifest.devices != program.nr_devices:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
     return Exported(manifest, program, content)
+
+
+def _vjp_order(program: jax.export.Exported) -> int:
+    """Returns how many times a loaded program can be differentiated in reverse mode."""
+    order = 0
+    while program.has_vjp():
+        program = program.vjp()
+        order += 1
+    return order
 
 
 def _no_flatbuffers(caller: str) -> ImportError:
