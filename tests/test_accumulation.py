@@ -96,6 +96,17 @@ def test_named_batch_and_several_arguments():
     assert_close(accumulate(*arguments), value_and_grad(paired, **options)(*arguments))
 
 
+@pytest.mark.parametrize("make", [nnx.Variable, lambda x: nnx.State({"x": nnx.Variable(x)})])
+def test_variables_may_have_the_rows(make):
+    def of_rows(model, x, y):
+        return jnp.mean((model(x["x"] if isinstance(x, nnx.State) else x[...]) - y) ** 2)
+
+    arguments = Normed(nnx.Rngs(0)), make(batch()["x"]), batch()["x"]
+    options = {"wrt": nnx.PathContains("kernel")}
+    found = accumulate_gradients(of_rows, steps=4, **options)(*arguments)
+    assert_close(found, value_and_grad(of_rows, **options)(*arguments))
+
+
 def test_dtype():
     model = Normed(nnx.Rngs(0))
     for variable in (model.up.kernel, model.down.kernel):

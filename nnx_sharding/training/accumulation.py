@@ -580,18 +580,21 @@ def _batch_names(
     holds_modules = False  # whether any argument does
     for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
-        modules = [x for x in leaves if _compat.is_graph_object(x)]
-        holds_modules |= bool(modules)
-        # Modules are asked first: that they are no arrays, JAX says in an error with their text,
-        # which takes a tenth of the trace. Scalars, such as a step count, have no rows.
-        arrays = [x for x in leaves if not modules and _compat.is_array_like(x) and jnp.ndim(x)]
+        objects = [x for x in leaves if _compat.is_graph_object(x)]
+        holds_modules |= bool(objects)
+        # The Variables of a batch have rows, those that are differentiated are parameters. Modules
+        # are asked first: that they are no arrays, JAX says in an error with their text, which
+        # takes a tenth of the trace. Scalars, such as a step count, have no rows.
+        if not all(map(_compat.is_variable, objects)) or (objects and name in differentiated):
+            continue
+        arrays = [x for x in leaves if _compat.is_array_like(x) and jnp.ndim(x)]
         if not arrays:
             continue
         if name in differentiated:
             may_have_rows[name] = {jnp.shape(x)[0] for x in arrays}
         elif len(arrays) == len(leaves):
             names.append(name)
-        else:
+        elif not objects:
             mixed[name] = {jnp.shape(x)[0] for x in arrays}
     if not names and not mixed:
         raise ValueError(
