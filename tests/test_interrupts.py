@@ -81,17 +81,27 @@ def with_callback_for_vectors(model: Model, x: Any) -> Any:
 
 
 class AfterOtherShape:
-    """A function that was called before with a scalar, for which JAX runs no Python code."""
+    """A function that was called before with a scalar, for which JAX runs no Python code.
 
-    def __init__(self, step: Any):
-        self.step, self.vector = step, None
+    The first call with a vector may be made while no signal has a handler, as in the background.
+    """
+
+    def __init__(self, step: Any, *, in_background: bool = False):
+        self.step, self.vector, self.in_background = step, None, in_background
 
     def __call__(self, model: Model, x: Any) -> Any:
-        if self.vector is None:  # made once: a signal in an operation of JAX would break JAX
-            other = Model()
-            self.step(other, x), self.step(other, x)
-            self.vector = jnp.broadcast_to(x, 4)
-        return self.step(model, self.vector)
+        if self.vector is not None:
+            return self.step(model, self.vector)
+        other = Model()
+        self.step(other, x), self.step(other, x)
+        self.vector = jnp.broadcast_to(x, 4)  # once: a signal in an operation would break JAX
+        before = signal.getsignal(signal.SIGINT)
+        try:
+            if self.in_background:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return self.step(model, self.vector)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -103,6 +113,9 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "callback": lambda options: jit(with_callback, **options),
     "callback for one shape": lambda options: AfterOtherShape(
         jit(with_callback_for_vectors, **options)
+    ),
+    "callback for one shape in the background": lambda options: AfterOtherShape(
+        jit(with_callback_for_vectors, **options), in_background=True
     ),
     "grad": lambda options: jit(with_grad, **options),
     "structure": lambda options: jit(with_structure, **options),

@@ -38,7 +38,13 @@ from .declared import place_as_declared, placing_operations
 from .failures import raise_explained
 from .flatten import Flat
 from .in_flight import is_bounded, wait_for_some
-from .interrupts import defer_signals, deferred_handlers, deliver_signals
+from .interrupts import (
+    DIRECT,
+    defer_signals,
+    deferred_handlers,
+    deliver_signals,
+    unmark_direct,
+)
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
 from .rebuild import update_operations
@@ -150,9 +156,8 @@ def finish(
     )
 
 
-# The attribute of a function of JAX that runs no Python code before its results are stored.
-DIRECT = "nnx_sharding_is_direct"
-# That of one with a program, for some shapes, for which JAX does run Python code.
+# The attribute of a function of JAX with a program, for some shapes, for which JAX does run Python
+# code.
 _NEVER_DIRECT = "nnx_sharding_is_never_direct"
 
 
@@ -174,11 +179,6 @@ def mark_direct(execute: Callable[..., Any], outputs: Sequence[Any]) -> None:
         setattr(execute, _NEVER_DIRECT, True)
     elif not hasattr(execute, _NEVER_DIRECT):
         setattr(execute, DIRECT, True)
-
-
-def unmark_direct(execute: Callable[..., Any]) -> None:
-    """Removes the mark, where JAX may have to compile for arrays of other types."""
-    vars(execute).pop(DIRECT, None)
 
 
 class Update(NamedTuple):

@@ -25,7 +25,7 @@ import jax
 from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
 from ..specs.types import AnyMesh, Arrays, Objects
-from .interrupts import defer_signals
+from .interrupts import defer_signals, unmark_direct
 
 if TYPE_CHECKING:  # a plan is made by what is imported here
     from .plan import Plan
@@ -143,6 +143,11 @@ def _after_compilation(plan: Plan, caller: Caller) -> None:
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
     plan.reported.clear()  # for the next compilation, for arrays of other shapes
+    # The new program may run Python code. Its first outputs show it, but a call in C does not look
+    # at these if no signals are deferred: in other threads than the main one, or if no signal has a
+    # handler in Python yet. So the next call is one in Python, which does.
+    for program in [*plan.programs.values()]:
+        unmark_direct(program.top_level)
     # A signal before the new arrays are written back would lose the model. What is only compiled,
     # by `lower(...).compile()`, is not run: its caller has no function.
     if plan.donated and caller.fun is not None:

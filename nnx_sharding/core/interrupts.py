@@ -15,7 +15,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .unflatten import perform
@@ -25,7 +25,16 @@ _NUMBERS = (*_signal.valid_signals(),)
 # The user's handlers while signals are deferred, by number; else empty. Only the main thread, which
 # Python runs handlers in, defers any. `call.c` reads this dict.
 deferred_handlers: dict[int, Any] = {}
+# The attribute of a function of JAX that runs no Python code before its results are stored, for
+# arrays of any shapes. Its calls defer nothing.
+DIRECT = "nnx_sharding_is_direct"
 _arrived: list[int] = []  # the numbers of signals that came since, in their order
+
+
+def unmark_direct(execute: Callable[..., Any]) -> None:
+    """Removes the mark, where JAX compiles, or may have to, for arrays of other types."""
+    if hasattr(execute, DIRECT):
+        vars(execute).pop(DIRECT, None)
 
 
 def _note_signal(number: int, _: object) -> None:

@@ -45,7 +45,7 @@ from .. import _compat
 from ..activations.calls import Recorder
 from ..activations.trace_keys import key_traces_by_tags
 from ..core.cache import cache_of, plan_key
-from ..core.call import run, unmark_direct
+from ..core.call import run
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, as_declared
 from ..core.failures import call_with_explained_errors
@@ -54,6 +54,7 @@ from ..core.flatten import Flat, flatten
 from ..core.functions import FunctionGroup
 from ..core.guard.direct import failed, guarded
 from ..core.guard.store import Guards, recorder_of
+from ..core.interrupts import unmark_direct
 from ..core.outcome import Outcome
 from ..core.plan import NOT_ASKED, Plan, make_plan
 from ..core.signature import Parameters, Roles, SortedCall

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from ... import _compat
 from ...specs.types import Arrays, Objects
-from ..call import DIRECT, finish, mark_direct
+from ..call import finish, mark_direct
 from ..call_context import CALLER
 from ..failures import raise_explained
 from ..flatten import Flat
 from ..in_flight import MAX_IN_FLIGHT, is_bounded, wait
-from ..interrupts import deferred_handlers, deliver_signals
+from ..interrupts import DIRECT, deferred_handlers, deliver_signals
 from ..plan import Plan
 from .native import FastestWalk
 from .walk import PythonWalk
