@@ -199,11 +199,12 @@ def _is_method(name: str, value: object, named: Collection[str]) -> bool:
       value: the attribute.
       named: further names, of methods for which the user declares something.
     """
-    # For these the user expects it, so a decorator may have made them any descriptor with
-    # `__get__`. But these get no module as their first argument, or are called without `()`.
     if name == "__call__" or name in named:
-        is_bound_to_module = not isinstance(value, (staticmethod, classmethod, property))
-        return hasattr(value, "__get__") and is_bound_to_module
-    # Of other public attributes, any descriptor may be something else than a method.
+        # The name says that it is a method, so any descriptor is one: a decorator may have returned
+        # an object with `__get__`. Except that Python gives the module neither to a static method
+        # nor to a class method, and that a property is read, not called.
+        is_other_kind = isinstance(value, (staticmethod, classmethod, property))
+        return hasattr(value, "__get__") and not is_other_kind
+    # Under any other name, a descriptor may be an attribute: only plain functions are methods.
     is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE
     return is_public and isinstance(value, types.FunctionType)

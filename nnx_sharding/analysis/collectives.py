@@ -468,22 +468,34 @@ class _Placement(NamedTuple):
     num_devices: int | None  # of the program: for one of several slices, fewer than in the mesh
 
     def members_of(self, instruction: Instruction) -> _Members:
-        """Finds the devices that take part in a collective, and the mesh axes that it runs over."""
-        sizes = tuple(self.sizes.items())
+        """Finds the devices that take part in a collective, and the mesh axes that it runs over.
+
+        For the mesh ``data 2 × model 2``, where devices 0 and 1 differ along ``model``:
+
+            all-reduce            replica_groups={{0,1},{2,3}}           ((0, 1), (2, 3)), model
+            collective-permute    source_target_pairs={{0,2},{2,0}}      ((0, 2),), data
+        """
+        mesh_axes = tuple(self.sizes.items())
         if instruction.collective == "collective-permute":
             placed = self._in_mesh(instruction, instruction.source_target_pairs)
             # A device that sends to itself sends nothing over a link.
             pairs = tuple(pair for pair in placed.groups if len({*pair}) > 1)
-            axes = axes_of_pairs(pairs, sizes) if placed.in_mesh else None
+            axes = axes_of_pairs(pairs, mesh_axes) if placed.in_mesh else None
             return _Members(connected(pairs), axes)  # (0, 1), (1, 2) → (0, 1, 2)
-        # The devices that the program numbers, which groups may leave out: those of the mesh, or
-        # without a mesh or for one slice, as many as the text says.
-        count = self.num_devices or 1
-        if self.sizes and not self.positions:
-            count = math.prod(self.sizes.values())
-        placed = self._in_mesh(instruction, _groups_of_partitions(instruction, count))
-        axes = axes_of_groups(placed.groups, sizes) if placed.in_mesh else None
+        groups = _groups_of_partitions(instruction, self._num_numbered_devices)
+        placed = self._in_mesh(instruction, groups)
+        axes = axes_of_groups(placed.groups, mesh_axes) if placed.in_mesh else None
         return _Members(placed.groups, axes)
+
+    @property
+    def _num_numbered_devices(self) -> int:
+        """The number of devices that the program has numbers for, which groups may leave out.
+
+        These are all of the mesh if the program is for it. Otherwise, without a mesh or for one
+        slice, there are as many as the text says.
+        """
+        is_for_whole_mesh = self.sizes and not self.positions
+        return math.prod(self.sizes.values()) if is_for_whole_mesh else self.num_devices or 1
 
     def _in_mesh(self, instruction: Instruction, groups: Groups) -> Placed:
         """Translates groups of devices, as the instruction numbers them, to positions in the mesh.

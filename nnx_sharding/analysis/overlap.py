@@ -20,6 +20,7 @@ From other modules:
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -167,13 +168,19 @@ class Overlap:
 
         None if the collective is in no loop, or begins in one loop and ends in another.
         """
-        calls = (call for calls in self._module.calls.values() for call in calls)
-        bodies = (call.callee for call in calls if call.attribute == "body")  # of loops
-        length = self._chain_lengths[channel]
-        with_all = [name for name in bodies if self._contents(name).channels[channel] == length]
-        # The more calls are around a body, the further inside it is.
-        depth = {name: len([*self._module.around(name)]) for name in with_all}
-        return self._module.by_name[max(depth, key=depth.__getitem__)] if depth else None
+        num_instructions = self._chain_lengths[channel]  # that the collective is written as
+        complete = []  # the loop bodies that have all of these, also in what they call
+        for call in itertools.chain(*self._module.calls.values()):
+            if call.attribute == "body":
+                num_inside = self._contents(call.callee).channels[channel]
+                if num_inside == num_instructions:
+                    complete.append(call.callee)
+        innermost = max(complete, key=self._depth, default=None)
+        return None if innermost is None else self._module.by_name[innermost]
+
+    def _depth(self, name: str) -> int:
+        """Counts the calls that are around a computation."""
+        return len([*self._module.around(name)])
 
     def _contents_of_computation(self, name: str) -> _Contents:
         """Counts what is in a computation, and in those that it calls."""

@@ -25,6 +25,7 @@ instructions, or have cycles; then less is known.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,30 +186,47 @@ class Values:
         home, index = value.computation, value.index
         if maker is None:
             return []
-        if maker.opcode == "parameter":
-            number = maker.number or 0  # always there, but in damaged text
-            given: list[Value] = []
-            for outer, caller in self.callers.get(home, ()):
-                given += self._given(
-                    caller, home=outer.name, callee=home, number=number, index=index
-                )
-            return given
-        operands, opcode = self.operands(value), maker.opcode
-        if opcode == "tuple" and index:  # one operand, and the rest of the index within that
-            return [x._replace(index=index[1:]) for x in operands[index[0] :][:1]]
-        if opcode == "tuple":
-            return operands
-        if opcode in ("get-tuple-element", "opt-barrier", "optimization-barrier"):
-            place = () if maker.tuple_index is None else (maker.tuple_index,)
-            return [operand._replace(index=(*place, *index)) for operand in operands[:1]]
-        if opcode == "while":
-            return self._carried(maker, home=home, index=index)
-        if opcode in ("call", "fusion", "conditional", "async-start"):
-            # The tuple of a start has operands, too: ((x,), (a, b), …). Of the index of a result
-            # in it, (1, 0), the last number is the index in what the computation returns.
-            part = index[-1:] if opcode == "async-start" else index
-            return self._returned(maker.callees, part)
+        match maker.opcode:
+            case "parameter":
+                number = maker.number or 0  # always there, but in damaged text
+                given = [
+                    self._given(caller, home=outer.name, callee=home, number=number, index=index)
+                    for outer, caller in self.callers.get(home, ())
+                ]
+                return [*itertools.chain(*given)]
+            case "tuple" if not index:
+                return self.operands(value)
+            case "tuple":  # part (2, 1) of a tuple is part (1,) of its operand 2
+                number, *inner_index = index
+                return self._operand(maker, home=home, number=number, index=tuple(inner_index))
+            case "get-tuple-element" if maker.tuple_index is not None:  # the other way round
+                outer_index = (maker.tuple_index, *index)
+                return self._operand(maker, home=home, number=0, index=outer_index)
+            case "get-tuple-element" | "opt-barrier" | "optimization-barrier":
+                return self._operand(maker, home=home, number=0, index=index)
+            case "while":
+                return self._carried(maker, home=home, index=index)
+            case "call" | "fusion" | "conditional":
+                return self._returned(maker.callees, index)
+            case "async-start":
+                # It makes a tuple of operands and results, ((x,), (a, b), …), so its part (1, 0) is
+                # part (0,) of what the computation returns.
+                return self._returned(maker.callees, index[-1:])
         return []
+
+    def _operand(
+        self, instruction: Instruction, *, home: str, number: int, index: tuple[int, ...]
+    ) -> list[Value]:
+        """Returns a part of an operand, in a list that is empty where damaged text lacks it.
+
+        Args:
+          instruction: the instruction.
+          home: the computation that it is in.
+          number: that of the operand.
+          index: which part of the operand; () for all of it.
+        """
+        names = instruction.operand_names
+        return [Value(home, names[number], index)] if number < len(names) else []
 
     def _given(
         self,
@@ -239,16 +257,14 @@ class Values:
             number = 1 + caller.callees.index(callee)
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
-        if number >= len(caller.operand_names):  # in damaged text
-            return []
-        return [Value(home, caller.operand_names[number], index)]
+        return self._operand(caller, home=home, number=number, index=index)
 
     def _carried(self, loop: Instruction, *, home: str, index: tuple[int, ...]) -> list[Value]:
         """Lists the initial value of what a loop carries at an index, and what its body returns.
 
         ``home`` is the computation that the loop is in.
         """
-        initial = [Value(home, name, index) for name in loop.operand_names[:1]]
+        initial = self._operand(loop, home=home, number=0, index=index)
         bodies = [callee for attribute, callee in loop.calls if attribute == "body"]
         return initial + self._returned(bodies, index)
 

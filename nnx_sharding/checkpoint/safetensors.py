@@ -132,19 +132,23 @@ def load_safetensors(
         paths = {array.path for array in everything}
         head = f"{_LOAD}: {os.fspath(path)} does not fit the model."  # of an error
         with tensor_files.open_tensors(_LOAD, path) as tensors:
-            # What fills each array, from headers alone: an error comes before anything is read.
+            # 1. From the headers alone: what fills each array. An error comes before all reading.
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
-            # If another job replaces the files, processes may have opened those of two models.
+            # 2. All processes load the same. If another job replaces the files, some may have
+            # opened those of another model.
             operation.agree(
                 path=lambda: str(as_folder(path)),
                 arrays=lambda: names.digest(arrays.values()),
                 files=lambda: tensor_files.digest(tensors),
             )
+            # 3. Each process reads its own shards, without the others.
             values = _load_arrays(arrays, filled_by, tensors)
-        operation.agree()  # all have read their shards; from here on, devices compute together
+        # 4. The devices of all processes move arrays together. A program would wait forever for a
+        # process that failed to read, so all have to be here; one may still fail meanwhile.
+        operation.agree()
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
         placed = operation.wait_for(lambda: place_arrays(values, shardings))
-    # Only now, after any error, the model is changed.
+    # 5. The operation has ended on all processes without an error, so the model is changed.
     return names.filled(flat, zip(arrays.values(), placed, strict=True), _LOAD)
 
 

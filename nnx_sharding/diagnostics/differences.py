@@ -56,8 +56,8 @@ Side: TypeAlias = tuple[Signature, Structure]
 class Fact(NamedTuple):
     """A description of one part of the arguments, without references to the user's objects.
 
-    A part has changed if its origin or its content has. If only the rest differs, the change may be
-    in a part of the part: then that is listed, and the part itself only if no part of it is.
+    A part is *replaced* if its origin or its content differs. It is *altered* if only its rest
+    does: then the change may be in a part of the part.
     """
 
     text: str  # the part in a message: ``0.1``, ``a Linear``, ``float32[3]``
@@ -162,45 +162,50 @@ def _captured_by(fun: object) -> Iterator[NamedValue]:
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
-    """Returns a line for each of the outermost differences between two calls, in order.
+    """Returns a line for each difference between two calls that no other one explains, in order.
 
-    If ``model.act`` was replaced by an object of another class, its origin differs: it is listed,
-    and ``model.act.slope`` is not. If it is an object of the same class that compares unequal, only
-    its rest differs: ``model.act.slope`` is listed if that differs, and else ``model.act``.
+    Of a part that was *replaced* (`Fact`), the parts are not listed. One that was *altered* is only
+    listed if none of its parts is. For example::
+
+        model             altered     not listed, as parts of it are
+        model.act         replaced    listed: it is of another class
+        model.act.slope   replaced    not listed, as model.act is
+        model.heads       altered     listed: it compares unequal, but none of its parts does
+
+    Arguments that only one call has get no line: the caller writes how both functions were called,
+    ``(model, x) → (model, x, train=)``.
     """
     before, after = old.facts, new.facts
-    # In the order of the new call; what only the old one had comes last.
-    order = [label for label in after | before if before.get(label) != after.get(label)]
-    # Label → the text of its line. It is empty, so that there is no line, for an argument that only
-    # one call has: the caller writes both calls, as ``(model, x) → (model, x, train=)``.
-    changed = dict.fromkeys(old.arguments ^ new.arguments, "")
-    # How the labels of parts of what has changed begin, such as ``model.act.``.
-    covered = [start for label in changed for start in _below(label)]
-    wholes: list[str] = []  # labels of those of which only ``rest`` differs
-    # First pass, from the outside to the inside: what has changed by its origin or content.
-    for label in order:
-        if label in changed or label.startswith(tuple(covered)):
+    # The order of the new call, a whole before its parts; what only the old one had comes last.
+    different = [label for label in after | before if before.get(label) != after.get(label)]
+    unshared = old.arguments ^ new.arguments  # those of one call only
+    explained = {*unshared}  # labels whose parts need no line
+    starts = [start for label in unshared for start in _below(label)]  # of the labels of the parts
+    altered: list[str] = []
+    for label in different:
+        if label in explained or label.startswith(tuple(starts)):
             continue
-        old_fact, new_fact = before.get(label), after.get(label)
-        if old_fact is None or new_fact is None:
-            is_changed = True
-        else:
-            is_changed = old_fact.origin != new_fact.origin or old_fact.content != new_fact.content
-            if not is_changed and old_fact.rest != new_fact.rest:
-                wholes.append(label)
-        if is_changed:
-            changed[label] = _change(old_fact, new_fact)
-            covered += _below(label)
-    # Second pass, from the inside, so that of nested wholes the innermost is listed: those of which
-    # no part is.
-    for label in reversed(wholes):
-        if not any(other.startswith(_below(label)) for other in changed):
-            changed[label] = _change(before[label], after[label])
+        if _is_replaced(before.get(label), after.get(label)):
+            explained.add(label)
+            starts += _below(label)
+        elif before[label].rest != after[label].rest:
+            altered.append(label)
+    for label in reversed(altered):  # parts before their wholes
+        if not any(part.startswith(_below(label)) for part in explained):
+            explained.add(label)
+    listed = explained - unshared
     return [
-        f"{shorten(label or 'the arguments', 200)}{changed[label]}"
-        for label in order
-        if changed.get(label)
+        f"{shorten(label or 'the arguments', 200)}{_change(before.get(label), after.get(label))}"
+        for label in different
+        if label in listed
     ]
+
+
+def _is_replaced(old: Fact | None, new: Fact | None) -> bool:
+    """Tells whether a part is another one, not the same with changes; None for no such part."""
+    if old is None or new is None:
+        return True
+    return old.origin != new.origin or old.content != new.content
 
 
 def _below(label: str) -> tuple[str, ...]:

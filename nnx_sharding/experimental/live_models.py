@@ -564,7 +564,10 @@ def _built(
     is_weak: bool,
     *arrays: Array,
 ) -> Array:
-    """Builds an array of the target from its sources, traced in a program or by NumPy on the host.
+    """Builds an array of the target from its sources.
+
+    Sources on the host are NumPy arrays, and so is the result. Others are tracers of the program
+    that builds the array.
 
     Args:
       placements: for each source, which part of the array it fills, and in which layout.
@@ -573,33 +576,51 @@ def _built(
       is_weak: whether it has a weak type.
       *arrays: the sources.
     """
-    is_host = isinstance(arrays[0], np.ndarray)
-    # The part that each source fills: (start, end) in each dimension. If several named axes, as of
-    # Tensor("…", "in (head out) -> …"), are in one dimension, each of them counts as one here.
-    regions = boxes(placements)
+    if isinstance(arrays[0], np.ndarray):
+        return _assembled(arrays, placements, np).reshape(shape).astype(dtype)
+    sources = [
+        _with_barriers(source, placement, dtype, is_weak)
+        for source, placement in zip(arrays, placements, strict=True)
+    ]
+    array: Any = _assembled(sources, placements, jnp).reshape(shape)
+    has_type = array.dtype == dtype and not is_weak
+    return array if has_type else _compat.converted(array, dtype, is_weak)
+
+
+def _assembled(sources: Sequence[Any], placements: Sequence[Placement], numpy: ModuleType) -> Array:
+    """Joins the parts of an array that sources fill.
+
+    The result may have more dimensions than the array, which ``reshape`` merges: if the sources are
+    placed along named axes, as by Tensor("…", "in (head out) -> …"), it has one for each axis.
+
+    Args:
+      sources: the sources.
+      placements: which part each of them fills, and in which layout.
+      numpy: the module that joins, of NumPy or JAX.
+    """
+    regions = boxes(placements)  # of each part: (start, end) in each dimension
     assert regions is not None  # `_obstacles` refuses others
     pieces = []
-    for source, placement, region in zip(arrays, placements, regions, strict=True):
-        x: Any = source
-        if not is_host and dtype.itemsize < x.dtype.itemsize:
-            # Converted first, so that fewer bytes are sent; the barrier keeps the compiler from
-            # converting later.
-            x = jax.lax.optimization_barrier(_compat.converted(x, dtype, is_weak))
-        is_slice = any(axis.length != axis.tensor_size for axis in placement.axes.values())
-        if is_slice and not is_host:
-            # The compiler fails if some slices of one array get different shardings. Behind the
-            # barrier, each of them is of an array of its own.
-            x = jax.lax.optimization_barrier(x)
-        x = placement.arranged(x)  # the slice, with its axes in the order of the target
-        pieces.append((region, x.reshape([end - start for start, end in region])))
-    joined: Any = _joined(pieces, 0, np if is_host else jnp)
-    joined = joined.reshape(shape)  # from named axes to dimensions
-    if is_host:
-        joined = joined.astype(dtype)
-    elif joined.dtype != dtype or is_weak:
-        joined = _compat.converted(joined, dtype, is_weak)
-    result: Array = joined
-    return result
+    for source, placement, region in zip(sources, placements, regions, strict=True):
+        part = placement.arranged(source)  # sliced, with its axes in the order of the target
+        pieces.append((region, part.reshape([end - start for start, end in region])))
+    return _joined(pieces, 0, numpy)
+
+
+def _with_barriers(source: Any, placement: Placement, dtype: np.dtype[Any], is_weak: bool) -> Any:
+    """Returns a source in a form that keeps the compiler from a slow and from a wrong choice.
+
+    A conversion to a smaller dtype comes first, so that fewer bytes are sent. Without a barrier,
+    the compiler may move it behind the exchange.
+
+    A source of which a slice is used gets a barrier of its own. Without it, the compiler fails if
+    some slices of one array get different shardings.
+    """
+    if dtype.itemsize < source.dtype.itemsize:
+        source = jax.lax.optimization_barrier(_compat.converted(source, dtype, is_weak))
+    if any(axis.length != axis.tensor_size for axis in placement.axes.values()):
+        source = jax.lax.optimization_barrier(source)
+    return source
 
 
 def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: ModuleType) -> Array:
@@ -638,7 +659,7 @@ def _obstacles(
     sources: Sequence[NamedArray], goal: _Goal, placements: Sequence[Placement]
 ) -> Iterator[str]:
     """Yields each reason why the sources, with these places in it, cannot become this array."""
-    if boxes(placements) is None:  # `_built` joins one piece of each source
+    if boxes(placements) is None:  # `_assembled` joins one piece of each source
         names = ", ".join(source.path for source in sources)
         yield f"its rules name different axes for {names}; name the same axes, of the same sizes"
     leaves = [x.leaf for x in sources]

@@ -184,7 +184,12 @@ class Schedule(PipelineSizes):
         return run_stages
 
     def _run_stack(self, layers: Stack, call: _LayersCall) -> Any:
-        """Calls a ``Stack`` in stages: in the loop of GPipe, or for the one of 1F1B around it."""
+        """Runs a ``Stack`` in stages, and returns what its last layer returns.
+
+        With 1F1B, no layer runs here: `accumulate_gradients` first traces the loss, to find what is
+        in front of the pipeline and behind it, and then runs the layers in a loop of its own. While
+        it traces, `PIPELINE_CALL` notes this call, and returns arrays that stand for the results.
+        """
         staged = StagedLayers(
             self,  # the sizes of the pipeline
             layers,
@@ -193,10 +198,9 @@ class Schedule(PipelineSizes):
             call.row_axes,
             block_specs=dict(self.specs),
         )
-        # `accumulate_gradients` with 1F1B traces the loss, and runs the layers later by itself.
-        pipeline_call = PIPELINE_CALL.get()
-        if pipeline_call is not None:
-            return pipeline_call.run(staged, call.x)
+        noted_call = PIPELINE_CALL.get()
+        if noted_call is not None:
+            return noted_call.run(staged, call.x)
         return PipelineLoop(staged, call.has_rows).run(call.x)
 
     def _run_blocks(self, blocks: nnx.List[Any], call: _LayersCall) -> Any:

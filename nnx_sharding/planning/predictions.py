@@ -263,11 +263,12 @@ def predict(
 
     # Each sharding is added with its argument, or with the part of an argument that it is for.
     jax.tree.map(sums.add, candidate.in_shardings, arguments.args, is_leaf=is_single)
+    schedule = sums.schedule
     return Prediction(
         arguments=sums.bytes,
         sent_within=sums.sent_within,
         sent_between=sums.sent_between,
-        slowdown=1.0 if sums.schedule is None else _slowdown(sums.schedule),
+        slowdown=1.0 if schedule is None else schedule.ticks / schedule.microbatches,
         key=tuple(sums.key),
     )
 
@@ -362,7 +363,7 @@ class _Sums:
         # The bytes of each parameter in one layer, and of all that moves to other stages.
         in_stacks = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
         bytes_in_layer = [row.bytes_total / row.shape[0] for row in in_stacks]
-        moved = 0.0
+        block_bytes = 0.0
         if pipeline is not None and not in_stacks:
             # The layers are blocks of a list, each with parameters of its own, which are those that
             # the pipeline shards over stages. Before a step, blocks move to the stages that run
@@ -371,32 +372,37 @@ class _Sums:
             for row in rows:
                 if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row))):
                     bytes_in_layer.append(row.bytes_total)
-            moved = sum(bytes_in_layer)
+            block_bytes = sum(bytes_in_layer)
         # The bytes of a token between two layers: as many as the smallest parameter of a layer,
         # such as the scale of a norm, has.
         per_token = min(bytes_in_layer, default=0.0)
         if pipeline is not None:
             self.schedule = pipeline
-            self._add_stages(pipeline, per_token, moved)
+            self._add_stages(pipeline, per_token, block_bytes)
         # Without a declared method, positions that are sharded are taken to go around a ring.
         method = next((x.method for x in schedules if isinstance(x, OverSequence)), "ring")
         self._add_contexts(method, per_token)
 
-    def _add_stages(self, schedule: Schedule, per_token: float, moved: float) -> None:
-        """Adds what the stages of a pipeline send each other.
+    def _add_stages(self, schedule: Schedule, per_token: float, block_bytes: float) -> None:
+        """Adds what the devices of a pipeline send each other; each of them is one stage.
 
         Args:
           schedule: that of the pipeline.
           per_token: the bytes of a token between two layers.
-          moved: the bytes of parameters that move to their stages, and whose gradients move back.
+          block_bytes: those of the parameters of all blocks of a list, whose arrays are divided
+            over the stages, and gathered where they run; 0 for a stack.
         """
-        # The blocks of one stage are divided over the devices of all stages, of which all others
-        # send their parts; and the gradients go back, so it is twice.
-        blocks = 2 * moved / schedule.stages * (1 - 1 / schedule.stages)
-        # A stage sends one microbatch in each tick, so in all `slowdown` times the batch; what
-        # leaves the last stage is the batch once more. Gradients go back, so it is twice.
-        activations = 2 * self.tokens * per_token * (_slowdown(schedule) + 1)
-        sent = blocks + activations
+        # A stage runs its share of the blocks. Of their arrays, it has its share again, and gets
+        # the rest from the other stages.
+        blocks_of_stage = block_bytes / schedule.stages
+        gathered = blocks_of_stage * (1 - 1 / schedule.stages)
+        # In each tick, also while a stage waits, a microbatch goes to the next stage. At the end,
+        # the last stage sends the results of the whole batch to all.
+        batch_bytes = self.tokens * per_token
+        microbatch_bytes = batch_bytes / schedule.microbatches
+        activations = schedule.ticks * microbatch_bytes + batch_bytes
+        # The backward pass sends the gradients of all this in the other direction.
+        sent = 2 * (gathered + activations)
         if {*self.axes.in_mesh(self.sizes, "stage")} & self.crossing:
             self.sent_between += sent
         else:
@@ -471,7 +477,13 @@ class _Sums:
         self.sent_within += times * within
         self.sent_between += times * between
         if len(row.shape) > 1 and (expert or model):
-            self._add_activations(row, axes_of_dims, expert=expert, model=model, stage=stage)
+            self._add_activations(
+                row,
+                axes_of_dims,
+                expert=expert,
+                model=model,
+                num_stages=self._product(stage),
+            )
 
     def _add_activations(
         self,
@@ -480,40 +492,74 @@ class _Sums:
         *,
         expert: set[str],
         model: set[str],
-        stage: set[str],
+        num_stages: int,
     ) -> None:
-        """Adds the activations on both sides of a kernel that axes for layers shard.
+        """Adds the activations that devices exchange because a kernel is sharded over them.
 
         Args:
-          row: the kernel.
+          row: the kernel, or a stack of kernels: (layers, *kernel).
           axes_of_dims: the axes that shard each of its dimensions.
-          expert: the axes for experts that shard it.
+          expert: the axes for experts that shard it. If there are some, tokens go to the experts.
           model: the axes for tensor parallelism that do.
-          stage: the axes for stages of a pipeline that do.
+          num_stages: the number of stages that the stack is divided over.
         """
-        layers = 1.0
-        dims = [*zip(row.shape, axes_of_dims, strict=True)]  # (size, axes)
-        # A stack has its layers in the first dimension, of which each stage runs its part.
-        if row.shape[0] in self.arguments.layers:
-            layers = row.shape[0] / self._product(stage)
-            dims = dims[1:]
-        element_bytes = row.bytes_total / math.prod(row.shape)
+        kernel, axes_of_kernel, layers = row.shape, axes_of_dims, 1.0
+        if row.shape[0] in self.arguments.layers:  # a stack, of which each stage runs its part
+            kernel, axes_of_kernel = row.shape[1:], axes_of_dims[1:]
+            layers = row.shape[0] / num_stages
         if expert:
-            # The kernel is (experts, in, out), and the smaller of these are the features of a token
-            # outside of experts. It goes to two experts and back, forward and backward: eight
-            # times. An expert has three kernels, so each counts a third of that.
-            elements = 8 / 3 * min(size for size, _ in dims[-2:])
+            elements = _elements_to_experts(kernel)
+            num_devices = self._product(expert)
         else:
-            # Of a kernel (in, out), the model axes shard one dimension. The activations of the
-            # other one are summed in an all-reduce, which sends twice its bytes.
-            elements = 2 * max((size for size, axes in dims if model.isdisjoint(axes)), default=1)
-        per_token = layers * element_bytes * elements
-        self.sent_within += self.tokens * per_token * (1 - 1 / self._product(expert or model))
+            elements = _elements_in_all_reduce(kernel, axes_of_kernel, model)
+            num_devices = self._product(model)
+        element_bytes = row.bytes_total / math.prod(row.shape)
+        bytes_per_token = layers * element_bytes * elements
+        to_others = 1 - 1 / num_devices  # the rest stays on the device
+        self.sent_within += self.tokens * bytes_per_token * to_others
 
 
-def _slowdown(schedule: Schedule) -> float:
-    """Returns the time of a step with a pipeline, divided by that if no stage waited."""
-    return schedule.ticks / schedule.microbatches
+# Of a usual mixture of experts: each token goes to two experts, which are gated MLPs. Their kernels
+# are "gate", "up" and "down".
+_EXPERTS_PER_TOKEN = 2
+_KERNELS_PER_EXPERT = 3
+
+
+def _elements_to_experts(kernel: Sequence[int]) -> float:
+    """Counts the elements that a token sends in a step, for one kernel of its experts.
+
+    A token goes to its experts and comes back, forward and backward. All kernels of an expert use
+    the same token, so each counts a third of that.
+
+    Args:
+      kernel: the shape (experts, in, out). The smaller one of in and out is the width of a token;
+        the larger one is the hidden width of an expert, which is not sent.
+    """
+    width = min(kernel[-2:])
+    there_and_back, forward_and_backward = 2, 2
+    times_sent = _EXPERTS_PER_TOKEN * there_and_back * forward_and_backward
+    return times_sent / _KERNELS_PER_EXPERT * width
+
+
+def _elements_in_all_reduce(
+    kernel: Sequence[int], axes_of_kernel: Sequence[tuple[str, ...]], model: set[str]
+) -> float:
+    """Counts the elements that a token sends in a step, for a kernel with tensor parallelism.
+
+    If the kernel (in, out) is sharded along ``in``, its outputs are partial sums, all-reduced in
+    the forward pass. If it is along ``out``, the gradients of its inputs are, in the backward pass.
+    So the dimension that is not sharded has the features that are sent.
+
+    Args:
+      kernel: its shape. There may be several dimensions of inputs or outputs, such as (width,
+        heads, head_dim) with sharded heads: the largest one that is not sharded counts.
+      axes_of_kernel: the axes that shard each dimension.
+      model: the axes for tensor parallelism.
+    """
+    unsharded = [
+        size for size, axes in zip(kernel, axes_of_kernel, strict=True) if model.isdisjoint(axes)
+    ]
+    return 2 * max(unsharded, default=1)  # an all-reduce sends what it sums twice
 
 
 def _is_on_host(sharding: Any) -> bool:

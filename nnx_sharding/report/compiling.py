@@ -276,7 +276,7 @@ class _Workers:
     """
 
     def __init__(self, devices: Devices | None, cache: Path | None, *, by_module: bool):
-        """Starts no thread and no process before there is a program for it.
+        """Prepares the workers; a thread and its process start with their first program.
 
         Args:
           devices: what processes compile for; None to compile in this process.
@@ -285,11 +285,14 @@ class _Workers:
         """
         self.running: set[concurrent.futures.Future[_Finished]] = set()
         self._cache, self._by_module = cache, by_module
+        # Where threads compile: each in another process, or all in this one.
         self._processes: list[CompilerProcess] = []
         if devices is not None:
             self._processes = [CompilerProcess(devices) for _ in range(_NUM_WORKERS)]
-        # Those that no thread uses now; None stands for this process.
-        self._free: list[CompilerProcess | None] = [*self._processes] or [None] * _NUM_WORKERS
+        # The processes that no thread uses now; None, once for each thread, for this process.
+        self._free: list[CompilerProcess | None] = [*self._processes]
+        if devices is None:
+            self._free = [None] * _NUM_WORKERS
         self._executor = concurrent.futures.ThreadPoolExecutor(_NUM_WORKERS)
 
     def __enter__(self) -> _Workers:

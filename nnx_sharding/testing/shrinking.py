@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.declared import abstract
 from ..core.flatten import flatten
-from ..core.structure import VariableEntry
+from ..core.structure import Structure, VariableEntry
 from ..core.unflatten import unflatten
 from ..transforms.jit import declared_specs
 
@@ -125,18 +125,31 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     of an optimizer, are zero, as at its start.
     """
     flat, random = flatten(args), np.random.default_rng(0)
-    structure, leaves = flat.structure, list(flat.leaves)
-    # A location is a Variable, or an array outside of any (``object_index`` is None). Its slots are
-    # the indices of its arrays among the leaves.
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
-        entry = None if location.object_index is None else structure.entries[location.object_index]
-        # An array outside of Variables is no state: it is an input of the step.
-        is_state = isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param)
-        for slot in location.slots:
-            if isinstance(leaves[slot], jax.ShapeDtypeStruct):
-                leaves[slot] = _value(leaves[slot], random, is_state=is_state)
-    filled: tuple[Any, ...] = unflatten(structure, leaves).root
+    state = _state_slots(flat.structure)
+    leaves = [
+        _value(leaf, random, is_state=slot in state)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else leaf
+        for slot, leaf in enumerate(flat.leaves)
+    ]
+    filled: tuple[Any, ...] = unflatten(flat.structure, leaves).root
     return filled
+
+
+def _state_slots(structure: Structure) -> set[int]:
+    """Returns which arrays are in Variables that are no parameters, by their index in ``leaves``.
+
+    An array outside of Variables is no state: it is an input of the step.
+    """
+    slots: set[int] = set()
+    # A location is a Variable with its arrays, or an array outside of any, without an object.
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        if location.object_index is None:
+            continue
+        entry = structure.entries[location.object_index]  # describes the object
+        if isinstance(entry, VariableEntry) and not issubclass(entry.type, nnx.Param):
+            slots.update(location.slots)
+    return slots
 
 
 def _value(x: jax.ShapeDtypeStruct, random: np.random.Generator, *, is_state: bool) -> jax.Array:

@@ -204,22 +204,28 @@ class LiftedFunction(Generic[P, R]):
     def _fingerprint(self, plan: Plan, flat: Flat) -> Hashable | None:
         """Returns a key for what the function can reach now: globals, closures and arguments.
 
-        None if that holds something without a key, such as an array: then it is traced each time.
-        At top level, a function of ``jit`` is not asked: it keeps what its first trace captured.
+        A traced program is used again for an equal key. There are two special cases:
+
+        * ``NOT_ASKED``, one key for all calls: a function of ``jit`` at top level keeps what its
+          first trace captured, as with ``jax.jit``;
+        * None: the function can reach something without a key, such as an array in a closure, so
+          each call traces it.
 
         Args:
           plan: the plan of the call.
           flat: its arguments, flattened.
         """
-        if self._transform.keeps_captures and _compat.trace_is_clean():
+        is_top_level = _compat.trace_is_clean()
+        if self._transform.keeps_captures and is_top_level:  # only ``jit`` has this flag
             return NOT_ASKED
         fun = self._fun
         # Transforms of several functions, such as `cond`, put them into one group.
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
-        # Static values in the arguments, such as an activation function in an attribute, have
-        # globals and closures of their own.
-        statics = plan.reached_from(flat.objects)
-        return fingerprint_of([*functions, *statics, *self._transform.traced_filters])
+        # What is called in the trace has globals and closures, too: static values in the arguments,
+        # such as an activation function, and the user's filters in specs or in a policy of remat.
+        static_values = plan.reached_from(flat.objects)
+        filters = self._transform.traced_filters
+        return fingerprint_of([*functions, *static_values, *filters])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
         """Returns the program of a plan in which the function was traced with what it reaches."""

@@ -329,36 +329,46 @@ class Loop:
     def _sort_slots(self, plan: Plan) -> None:
         """Sorts the arrays of the arguments by the rows of the table at the top of this file.
 
-        Sets ``_mapped``, ``_carried``, ``_others`` and ``_places``.
+        Sets ``_mapped`` (first row), ``_carried`` (second and third) and ``_others``.
         """
         structure, axes = plan.structure, plan.specs
-        self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
-        # Arrays outside of objects. Those in objects of the carry are among `_places`.
-        carry = [slot for slot in structure.root_slots if axes[slot] is CARRY]
         refs = structure.slots_of(RefEntry)
+        self._has_refs = bool(refs)  # a step that has captured one is not kept for other calls
+        self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
             raise ValueError(
                 f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
                 "axis None: the next step then reads what a step writes to it."
             )
-        self._has_refs = bool(refs)  # a step that has captured one is not kept for other calls
-        self._places: dict[int, _Place] = {}
-        # The modules and Variables in the argument that is the carry, by index.
-        carried_objects = plan.transform.carried_objects(plan)
-        for index, slots in enumerate(structure.slots):
-            # Without graph updates (``plan.updates``), what a step writes to attributes of modules
-            # is lost, except in the carry. Variables always keep it.
-            is_variable = isinstance(structure.entries[index], VariableEntry)
-            if not (plan.updates or is_variable or index in carried_objects):
-                continue
-            for position, slot in enumerate(slots):
-                # A step writes to a ref in place, and the next one reads it, so that it need not be
-                # carried.
-                if slot not in self._mapped and slot not in refs:
-                    self._places[slot] = _Place(index, position)
-        self._carried = [*carry, *self._places]
-        used = {*self._carried, *self._mapped}
-        self._others = [slot for slot in range(len(axes)) if slot not in used]
+        # A step writes to a ref in place, and the next one reads it, so it need not be carried.
+        not_carried = refs | self._mapped.keys()
+        self._places = {
+            slot: place
+            for slot, place in self._writable_places(plan).items()
+            if slot not in not_carried
+        }
+        # Outside of objects, only the arrays of the carry change from step to step.
+        outside_of_objects = [slot for slot in structure.root_slots if axes[slot] is CARRY]
+        self._carried = [*outside_of_objects, *self._places]
+        sorted_slots = {*self._mapped, *self._carried}
+        self._others = [slot for slot in range(len(axes)) if slot not in sorted_slots]
+
+    def _writable_places(self, plan: Plan) -> dict[int, _Place]:
+        """Finds the arrays in objects that keep what a step writes to them, by slot.
+
+        Those of Variables always do. With ``graph_updates=False``, attributes of other modules than
+        those in the carry do not: what a step writes there is lost.
+        """
+        structure = plan.structure
+        carried_objects = plan.transform.carried_objects(plan)  # by index
+        places: dict[int, _Place] = {}
+        for index, (entry, slots) in enumerate(
+            zip(structure.entries, structure.slots, strict=True)
+        ):
+            is_variable = isinstance(entry, VariableEntry)
+            if is_variable or plan.updates or index in carried_objects:
+                places |= {slot: _Place(index, i) for i, slot in enumerate(slots)}
+        return places
 
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
         """Finds the objects whose structure no step may change, since the next one gets them.

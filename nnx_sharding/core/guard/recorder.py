@@ -52,6 +52,8 @@ _NODE_STATE_FIELDS = (
     _Field(Opcode.INITIALIZING, Comparison.BY_VALUE),
     _Field(Opcode.IS_SETUP, Comparison.BY_VALUE),
 )
+# In the place of the number of an object's first mention: the object must be the recorded one.
+_PINNED = -1
 _trace_of = _compat.SLOTS["TRACE"].__get__
 
 
@@ -347,21 +349,28 @@ class WalkRecorder:
         """Returns the positions of mentions, ascending, and for each the object's first mention.
 
         The latter is a number among the mentions, by which a walk checks that another model shares
-        objects in the same places. It is -1 for an object that must stay the same. With mentions of
-        a, b, a at 2, 5, 7, the result is ``[2, 5, 7], [0, 1, 0]``.
+        objects in the same places. With mentions of a, b, a at 2, 5, 7, the result is
+        ``[2, 5, 7], [0, 1, 0]``. For an object that must stay the same it is `_PINNED`: the walk
+        compares its id.
 
         Args:
           new_position: the position of each item in the order of a walk, by its recorded position.
           comparisons: how each item is compared, by its recorded position.
         """
-        # Statics that are compared by identity are mentions, too. They are in no table of objects,
-        # and have to stay the same, so the index -1 stands for any of them.
+        # Besides the links to objects, statics that are compared by identity. These have no index,
+        # and must stay the same.
         statics = new_position[comparisons == Comparison.BY_IDENTITY]
-        positions = np.concatenate([statics, new_position[[*self._mentions]]])
-        indices = np.array([-1] * len(statics) + [*self._mentions.values()], int)
+        links = new_position[[*self._mentions]]
+        positions = np.concatenate([statics, links])
+        # The index of the object at each position.
+        objects: list[int | None] = [*[None] * len(statics), *self._mentions.values()]
         ascending = np.argsort(positions)
-        positions, indices = positions[ascending], indices[ascending]
-        # ``group`` numbers the different indices, ``first_of_group`` has the first mention of each.
-        _, first_of_group, group = np.unique(indices, return_index=True, return_inverse=True)
-        must_stay = np.isin(indices, [-1, *self._pinned])
-        return positions, np.where(must_stay, -1, first_of_group[group])
+        first_of_object: dict[int, int] = {}
+        first_mentions = []
+        for number, i in enumerate(ascending.tolist()):
+            index = objects[i]
+            if index is None or index in self._pinned:
+                first_mentions.append(_PINNED)
+            else:
+                first_mentions.append(first_of_object.setdefault(index, number))
+        return positions[ascending], np.array(first_mentions, int)
