@@ -9,9 +9,11 @@ norm in a block then needs sums over the devices, and a gather of what it return
     blocks/0/up    (width, hidden)   its partner is ``down``
 
 The rule: **a layer with sharded outputs is in front of a residual stream if there are blocks beside
-it with norms of as many features, and it neither takes as many nor has a partner.** A module of
-which it is the only sharded layer, such as a ``PatchEmbed`` around a convolution, counts as the
-layer.
+it with norms of as many features and row layers that return as many, and it neither takes as many
+nor has a partner.** A module of which it is the only sharded layer, such as a ``PatchEmbed`` around
+a convolution, counts as the layer. Where only column layers return as many, as where a norm follows
+``up`` or a convolution, the features stay sharded behind each of them, and a norm's sums cost less
+than to gather them.
 """
 
 from __future__ import annotations
@@ -40,9 +42,19 @@ class StyledLayer(NamedTuple):
     @property
     def features(self) -> int:
         """The size of the dimension that is sharded: of outputs in a column layer."""
-        index = self.style.dimensions[self.style.deciding]
-        assert index is not None  # it is sharded
-        return self.deciding.layer_shape[index]
+        return self.deciding.layer_shape[self._sharded_dimension]
+
+    @property
+    def whole(self) -> set[int]:
+        """The sizes of the other dimensions: among them that of outputs in a row layer."""
+        shape = self.deciding.layer_shape
+        return {size for d, size in enumerate(shape, -len(shape)) if d != self._sharded_dimension}
+
+    @property
+    def _sharded_dimension(self) -> int:
+        dimension = self.style.dimensions[self.style.deciding]
+        assert dimension is not None  # a style has to shard this parameter
+        return dimension
 
 
 def layers_before_streams(layers: Collection[StyledLayer], listing: Listing) -> list[Path]:
@@ -52,7 +64,7 @@ def layers_before_streams(layers: Collection[StyledLayer], listing: Listing) -> 
       layers: the sharded layers of a model.
       listing: the model.
     """
-    blocks = _modules_with_blocks(listing)
+    blocks = _modules_with_norms(listing) & _modules_with_rows(layers)
     # How many sharded layers are in each module, which may be one itself.
     counts = Counter(
         layer.path[:length] for layer in layers for length in range(len(layer.path) + 1)
@@ -73,7 +85,21 @@ def layers_before_streams(layers: Collection[StyledLayer], listing: Listing) -> 
     return found
 
 
-def _modules_with_blocks(listing: Listing) -> set[tuple[Path, int]]:
+def _modules_with_rows(layers: Collection[StyledLayer]) -> set[tuple[Path, int]]:
+    """Returns the modules that hold blocks with row layers, and the features that these return.
+
+    Attention ends in such a layer, and returns as many features as it takes.
+    """
+    return {
+        (layer.path[:n], size)
+        for layer in layers
+        if layer.style.role in ("row", "heads")
+        for size in layer.whole
+        for n in range(len(layer.path) - 1)
+    }
+
+
+def _modules_with_norms(listing: Listing) -> set[tuple[Path, int]]:
     """Returns the modules that hold blocks with norms, and the features of the norms.
 
     A norm of the module itself may be called right after the layer, which gathers once.

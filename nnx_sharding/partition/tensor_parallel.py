@@ -92,8 +92,8 @@ def tensor_parallel(
     sharded over the axis.
 
     The outputs of a layer in front of a residual stream, as of an embedding of patches, are
-    gathered once: one with sharded outputs, beside blocks with norms of as many features, that
-    neither takes as many features nor has a partner.
+    gathered once: one with sharded outputs, beside blocks with norms and row layers of as many
+    features, that neither takes as many features nor has a partner.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
