@@ -638,9 +638,18 @@ class ConvBlock(nnx.Module):
         )
 
 
+class OwnHeads(nnx.Module):
+    def __init__(self, rngs, *shape):
+        self.weight = nnx.Param(nnx.initializers.normal()(rngs.params(), shape))
+
+
 @pytest.mark.parametrize(
     "make, rows",
     [
+        (
+            lambda rngs: nnx.Dict(v_proj=OwnHeads(rngs, 16, 4, 8), o_proj=OwnHeads(rngs, 4, 8, 16)),
+            {("o_proj",)},
+        ),
         (lambda rngs: nnx.List([NormsOfHidden(rngs)]), {(0, "down", "linear")}),
         (lambda rngs: stack(NormsOfHidden, 2, rngs), {("layers", "down", "linear")}),
         (  # no module is around the two

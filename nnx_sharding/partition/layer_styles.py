@@ -60,7 +60,9 @@ class Style(NamedTuple):
     @property
     def row_layer(self) -> Path | None:
         """The layer whose outputs are sums over the axis, by its path in this one; None if none."""
-        return {"row": (), "heads": ("out",)}.get(self.role)
+        if self.role == "row":
+            return ()
+        return ("out",) if "out/kernel" in self.dimensions else None  # of `MultiHeadAttention`
 
 
 # What tells inputs and outputs apart: their number, or those of their dimensions and features.
@@ -410,7 +412,7 @@ def _kernel_styles(
         head_biases = [bias for bias, size in biases.items() if size == shape[1:]]
         return [Style("heads", {parameter: -2, **dict.fromkeys(head_biases, -2)})]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):  # (heads, features, out), as in ``o_proj``
-        return [Style("heads", {parameter: -3}), Style("row", {parameter: -2})]
+        return [Style("row", {parameter: -3}), Style("row", {parameter: -2})]
     vectors = {bias: size[0] for bias, size in biases.items() if len(size) == 1}
     # The size of a bias is the number of outputs, which tells (out, in) from (in, out).
     is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
