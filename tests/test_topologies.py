@@ -238,9 +238,8 @@ def test_the_real_compiler_compiles():
     assert report.collectives.bytes_sent == 2 * 256 * 4 * 7 // 8
     [row] = report.roofline.traffic
     assert row.links == "ICI x (line of 2) + y (line of 4)"
-    assert row.seconds == pytest.approx(
-        1e-6 + 256 * 4 / 2 / 50e9
-    )  # the chip in the corner has two links
+    # The chip in the corner has two links.
+    assert row.seconds == pytest.approx(1e-6 + 2 * 256 * 4 * 7 / 8 / 2 / 50e9)
     assert report.cost.optimal_seconds > 0
     assert "the compiler's own estimate" in str(report)
 
