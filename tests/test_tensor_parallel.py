@@ -8,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from absl.testing import parameterized
@@ -16,14 +15,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, stack
+from nnx_sharding import jit
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
-from nnx_sharding.partition.variables import FOLLOWING, variables
+from nnx_sharding.partition.variables import variables
 from nnx_sharding.report import check_sharding
-from nnx_sharding.specs.filters import Paths
 from nnx_sharding.specs.fitting import spec_axes
-from nnx_sharding.specs.paths import accessor
 from zoo import (
     MESH,
     MODELS,
@@ -505,109 +502,15 @@ def test_heads_that_the_axis_does_not_divide_are_the_reason():
         assert "'model' (4) divides no dimension to shard: 6" in reasons[f"{layer}/kernel"]
 
 
-class StreamBlock(nnx.Module):
-    def __init__(self, rngs, norm=nnx.LayerNorm):
-        self.norm = norm(16, rngs=rngs)
-        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.relu(self.up(self.norm(x))))
-
-
-class OwnRMSNorm(nnx.Module):
-    def __init__(self, features, *, rngs):
-        self.weight = nnx.Param(jnp.ones(features))
-
-    def __call__(self, x):
-        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * self.weight
-
-
-class OwnPatches(nnx.Module):
-    """A linear layer of a user's class in a module around it."""
-
+class Block(nnx.Module):
     def __init__(self, rngs):
-        self.proj = nnx.Dict(inner=OwnLinear(rngs))
-
-    def __call__(self, x):
-        return self.proj.inner(x)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
 
 
 class OwnLinear(nnx.Module):
     def __init__(self, rngs):
         self.weight = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (12, 16)))
-
-    def __call__(self, x):
-        return x @ self.weight
-
-
-class ConvPatches(nnx.Module):
-    def __init__(self, rngs):
-        self.conv = nnx.Conv(3, 16, (2, 2), strides=(2, 2), rngs=rngs)
-
-    def __call__(self, x):  # (batch, 8, 12) as 8 patches of 2 x 2 pixels with 3 colours
-        pixels = x.reshape(8, 4, 2, 2, 2, 3).swapaxes(2, 3).reshape(8, 8, 4, 3)
-        return self.conv(pixels).reshape(8, 8, 16)
-
-
-class Stream(nnx.Module):
-    """A residual stream behind a layer that has no partner."""
-
-    def __init__(self, rngs, embed=None, blocks=None):
-        self.embed = nnx.Linear(12, 16, rngs=rngs) if embed is None else embed(rngs)
-        self.blocks = nnx.Sequential(*(StreamBlock(rngs) for _ in range(3)))
-        if blocks is not None:
-            self.blocks = blocks(rngs)
-        self.head = nnx.Linear(16, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.blocks(self.embed(x)))
-
-
-def own_blocks(rngs):
-    return nnx.Sequential(*(StreamBlock(rngs, OwnRMSNorm) for _ in range(3)))
-
-
-STREAMS = {  # the model, and the layer in front of the stream
-    "linear": (Stream, ("embed",)),
-    "own classes": (lambda rngs: Stream(rngs, OwnPatches, own_blocks), ("embed", "proj", "inner")),
-    "convolution": (lambda rngs: Stream(rngs, ConvPatches), ("embed", "conv")),
-    "stack": (
-        lambda rngs: Stream(rngs, blocks=lambda rngs: stack(StreamBlock, 3, rngs)),
-        ("embed",),
-    ),
-    "features": (  # of words that the axis does not divide
-        lambda rngs: Stream(rngs, lambda rngs: nnx.Sequential(
-            lambda x: (x[..., 0] > 0).astype(int), nnx.Embed(7, 16, rngs=rngs))),
-        ("embed", "layers", 1),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_layer_in_front_of_the_residual_stream_is_gathered_once(name, sequence, axis_types):
-    make, path = STREAMS[name]
-    mesh = mesh_of((2, 4), ("data", "model"), axis_types)
-    model, x = make(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (8, 8, 12))
-    sharding = tensor_parallel(model, mesh=mesh, sequence=sequence)
-    [filter_], [spec] = sharding.activations.filters, sharding.activations.shardings
-    without = FOLLOWING.extended({Paths(filter_.paths - {path}): spec})  # only the row layers
-
-    def forward(sharding):
-        specs = {"in_shardings": (sharding, P("data")), "out_shardings": P("data", None, "model")}
-        return jit(lambda model, x: model(x), mesh=mesh, **specs)
-
-    expected = make(nnx.Rngs(0))(x)
-    np.testing.assert_allclose(forward(sharding)(model, x), expected, rtol=1e-4, atol=1e-5)
-    after = forward(sharding).lower(model, x).compile()
-    before = forward(sharding.with_activations(without)).lower(model, x).compile()
-    most = 1 if sequence else 0.7
-    assert after.collectives().bytes_sent <= most * before.collectives().bytes_sent
-    layer = accessor("model", path)
-    [row] = [row for row in after.activations() if row.path == layer]
-    positions = "model" if sequence else None
-    assert row.spec == P("data", positions, *[None] * (len(row.shape) - 2))
 
 
 class OwnMLP(nnx.Module):
@@ -615,27 +518,6 @@ class OwnMLP(nnx.Module):
         init = nnx.initializers.lecun_normal()
         self.up = nnx.Param(init(rngs.params(), (16, 64)))
         self.down = nnx.Param(init(rngs.params(), (64, 16)))
-
-
-class LinearAndNorm(nnx.Module):
-    def __init__(self, num_inputs, num_outputs, rngs):
-        self.linear = nnx.Linear(num_inputs, num_outputs, rngs=rngs)
-        self.norm = nnx.LayerNorm(num_outputs, rngs=rngs)
-
-
-class NormsOfHidden(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = LinearAndNorm(16, 64, rngs), LinearAndNorm(64, 16, rngs)
-
-
-class ConvBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.shortcut = nnx.Conv(4, 16, (1,), rngs=rngs)
-        self.branch = nnx.Dict(
-            conv1=nnx.Conv(4, 16, (3,), rngs=rngs),
-            norm=nnx.LayerNorm(16, rngs=rngs),
-            conv2=nnx.Conv(16, 16, (3,), rngs=rngs),
-        )
 
 
 class OwnHeads(nnx.Module):
@@ -650,16 +532,7 @@ class OwnHeads(nnx.Module):
             lambda rngs: nnx.Dict(v_proj=OwnHeads(rngs, 16, 4, 8), o_proj=OwnHeads(rngs, 4, 8, 16)),
             {("o_proj",)},
         ),
-        (lambda rngs: nnx.List([NormsOfHidden(rngs)]), {(0, "down", "linear")}),
-        (lambda rngs: stack(NormsOfHidden, 2, rngs), {("layers", "down", "linear")}),
-        (  # no module is around the two
-            lambda rngs: nnx.Dict(
-                up=nnx.Linear(16, 64, rngs=rngs), down=LinearAndNorm(64, 16, rngs)
-            ),
-            {("down", "linear")},
-        ),
-        (ConvBlock, set()),
-        (lambda rngs: nnx.List([StreamBlock(rngs), StreamBlock(rngs)]), {(0, "down"), (1, "down")}),
+        (lambda rngs: nnx.List([Block(rngs), Block(rngs)]), {(0, "down"), (1, "down")}),
         (FewHeads, {("o_proj",)}),
         (lambda rngs: nnx.Dict(mlp=OwnMLP(rngs), down=OwnLinear(rngs)), {("mlp",), ("down",)}),
         (lambda rngs: nnx.MultiHeadAttention(4, 16, rngs=rngs), {("out",)}),
@@ -667,7 +540,6 @@ class OwnHeads(nnx.Module):
     ],
 )
 def test_only_outputs_of_row_layers_are_sharded_by_the_sequence(make, rows):
-    """None of these layers is in front of a residual stream."""
     mesh = AbstractMesh((4,), ("model",))
     model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     assert not tensor_parallel(model, mesh=mesh).activations.filters

@@ -26,7 +26,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..errors import UnshardedWarning, message, warn_or_raise
-from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of
 from ..specs.paths import Path, path_string
@@ -43,7 +42,6 @@ from .strategies import (
     remarks_on,
     shard_dimension,
 )
-from .streams import StyledLayer, layers_before_streams
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
 # Keys between a layer and the attribute that says what it is for.
@@ -91,10 +89,6 @@ def tensor_parallel(
     Auto axes and the layer on Explicit ones. On Explicit axes, what the model returns is not
     sharded over the axis.
 
-    The outputs of a layer in front of a residual stream, as of an embedding of patches, are
-    gathered once: one with sharded outputs, beside blocks with norms and row layers of as many
-    features, that neither takes as many features nor has a partner.
-
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
@@ -102,9 +96,8 @@ def tensor_parallel(
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
         the same dimension.
       axis: as for :func:`fsdp`.
-      sequence: whether three-dimensional outputs of these layers, and of those whose inputs are
-        sharded, are sharded over the axis along their second dimension: Megatron's sequence
-        parallelism. It takes less
+      sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
+        over the axis along their second dimension: Megatron's sequence parallelism. It takes less
         memory. Each sum may become a reduce-scatter and an all-gather, of as many bytes; the
         compiler chooses, and may gather kernels instead. ``collectives()`` shows what is sent.
       across_slices: whether the axis may have devices of several TPU slices, over whose network
@@ -138,14 +131,15 @@ def tensor_parallel(
     for layer in _layers(listing, known):
         sharded.add(layer, _parameters_of(layer, listing, known))
     specs, notes = sharded.specs, sharded.notes(parameters)
-    streams = layers_before_streams(sharded.layers.values(), listing)
-    free = PartitionSpec.UNCONSTRAINED
-    if sequence:  # of (batch, positions, features), the positions
+    activations = activations_of(base)
+    if sequence:
+        # The outputs, (batch, positions, features): over the positions.
+        free = PartitionSpec.UNCONSTRAINED
         by_position = PartitionSpec(free, axes if len(axes) > 1 else axes[0], free)
-        outputs = {by_position: [*sharded.row_layers(), *streams]}
-    else:
-        outputs = {PartitionSpec(..., None): streams}
-    activations = _with_outputs(activations_of(base), outputs, optimizer)
+        row_layers = [*sharded.row_layers.values()]
+        if isinstance(optimizer, nnx.ModelAndOptimizer):  # which is called as `optimizer.model`
+            row_layers += [("model", *path) for path in row_layers]
+        activations = activations.extended({Paths(row_layers): by_position})
     if sharded.num_shards > 1:  # on one device nothing can be sharded
         _warn_of_large(parameters, notes, axes)
     notes |= notes_of_split_heads(listing, specs, mesh)
@@ -161,8 +155,8 @@ class _ShardedLayers:
     Attributes:
       specs: the spec of each parameter of the model, by path: at first, those of ``base``.
       roles: by the path of a parameter, what a device has of it, such as a ``column``.
-      layers: those that a style shards, by the path of the parameter that decides it. The rule of
-        attention replaces those of its linear layers.
+      row_layers: the paths of layers whose outputs are sums over the axes, by the path of the
+        parameter that decides it. The rule of attention replaces those of its linear layers.
 
     For :meth:`notes`, ``_covered`` has the paths of all parameters for which there is a rule. If no
     style fits a layer, ``_undivided`` has for each of its parameters the sizes that were tried, and
@@ -173,7 +167,7 @@ class _ShardedLayers:
         """Starts with no layers; ``before`` has the specs of ``base``, by path."""
         self._mesh, self._axes, self._before = mesh, axes, before
         self.specs, self.roles = dict(before), dict[Path, str]()
-        self.layers = dict[Path, StyledLayer]()
+        self.row_layers = dict[Path, Path]()
         self._covered = set[Path]()
         self._undivided = dict[Path, set[int]]()
 
@@ -195,7 +189,7 @@ class _ShardedLayers:
         specs, style = _apply_first_style(usable, parameters, self._before, self._axes, self._mesh)
         self.specs.update(specs)
         for path in specs:
-            self.layers.pop(path, None)  # of a layer within this one
+            self.row_layers.pop(path, None)  # of a layer within this one
         self.roles.update(dict.fromkeys(specs, "" if style is None else style.role))
         for key, parameter in parameters.items():
             # A rule for a layer of Flax (no attributes) is for all parameters in it, one for a
@@ -207,16 +201,9 @@ class _ShardedLayers:
             if sizes := {size for size in tried if size % self.num_shards}:
                 self._undivided.update({x.path: sizes for x in parameters.values()})
             return
-        deciding = parameters[style.deciding]
-        self.layers[deciding.path] = StyledLayer(layer.path, style, deciding)
-
-    def row_layers(self) -> list[Path]:
-        """Returns the paths of layers whose outputs are sums over the axes."""
-        return [
-            (*layer.path, *layer.style.row_layer)
-            for layer in self.layers.values()
-            if layer.style.row_layer is not None
-        ]
+        if style.row_layer is not None:
+            path = parameters[style.deciding].path
+            self.row_layers[path] = (*layer.path, *style.row_layer)
 
     def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
         """Says why some of these parameters stay replicated, by path, for ``check_sharding``."""
@@ -245,30 +232,6 @@ class _ShardedLayers:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
             notes[parameter.path] = note
         return notes
-
-
-def _with_outputs(
-    activations: ActivationSharding,
-    outputs: Mapping[PartitionSpec, Sequence[Path]],
-    optimizer: object,
-) -> ActivationSharding:
-    """Adds specs for the outputs of layers.
-
-    Args:
-      activations: those of the base.
-      outputs: by spec, the paths of the layers in the model.
-      optimizer: an ``nnx.ModelAndOptimizer`` is called as ``optimizer.model``, so the layers have
-        these paths as well.
-    """
-    prefixes: list[Path] = [()]
-    if isinstance(optimizer, nnx.ModelAndOptimizer):
-        prefixes.append(("model",))
-    filters = {
-        Paths([(*prefix, *path) for prefix in prefixes for path in paths]): spec
-        for spec, paths in outputs.items()
-        if paths
-    }
-    return activations.extended(filters)
 
 
 def _warn_of_large(
