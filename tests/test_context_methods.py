@@ -259,6 +259,26 @@ def test_equals_attention_in_one_matrix_at_random(cell):
     check(cell)
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", ["outer", ("inner", "outer")])
+def test_all_gather_over_axes_in_any_order(axis, kind, balanced):
+    """Other axes may be left Explicit, and those of the sequence in another order."""
+    mesh = make_mesh(MESHES["two"], [kind] * 3)
+    arrays = [jax.random.normal(jax.random.key(i), (2, 32, 2, SIZE)) for i in range(3)]
+    placed = jax.device_put(arrays, NamedSharding(mesh, P(None, axis)))
+
+    def loss(attend, *arrays):
+        return jnp.sin(attend(*arrays, is_causal=True)).sum()
+
+    ours = functools.partial(all_gather_attention, axis=axis, balanced=balanced)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1, 2)))(*placed)
+    wanted = jax.grad(functools.partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(*arrays)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
 def scan_lengths(jaxpr):
     """The numbers of steps of all loops in a jaxpr, also of inner ones."""
     for eqn in jaxpr.eqns:

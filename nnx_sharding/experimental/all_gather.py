@@ -32,8 +32,10 @@ import functools
 from typing import Unpack
 
 import jax
+from jax.sharding import AxisType
 
 from .. import _compat
+from ..specs.fitting import axes_of_type
 from .attention_inputs import AttentionOptions, inputs_of
 from .blocks import AttentionArrays, wide_dtype
 from .layout import Axes, Layout, attend_balanced
@@ -136,7 +138,13 @@ def _gather(axes: Axes, x: jax.Array) -> jax.Array:
 def _scatter(axes: Axes, _: None, d_whole: jax.Array) -> tuple[jax.Array]:
     """Returns the sum of gradients over devices; XLA for CPUs (jax 0.12) aborts on bfloat16."""
     wide = d_whole.astype(wide_dtype(d_whole))
-    d_x = jax.lax.psum_scatter(wide, axes, scatter_dimension=1, tiled=True)
+    if axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
+        # JAX 0.12 cannot compile `psum_scatter` if some axes are left Explicit.
+        size = jax.lax.axis_size(axes)
+        parts = wide.reshape(wide.shape[0], size, -1, *wide.shape[2:])  # (b, n, keys / n, …)
+        d_x = jax.lax.all_to_all(parts, axes, split_axis=1, concat_axis=1, tiled=True).sum(1)
+    else:
+        d_x = jax.lax.psum_scatter(wide, axes, scatter_dimension=1, tiled=True)
     return (d_x.astype(d_whole.dtype),)
 
 

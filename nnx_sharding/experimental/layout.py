@@ -8,7 +8,7 @@ for each of them, such as positions (``blocks.py`` has the records).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -165,7 +165,22 @@ class Layout(NamedTuple):
         if self.mesh is None:
             return tree
         size = self.count(self.sequence)
-        return jax.lax.ppermute(tree, self.sequence, [(i, (i + 1) % size) for i in range(size)])
+        return self.permute(tree, [(i, (i + 1) % size) for i in range(size)])
+
+    def permute(self, tree: Any, route: Sequence[tuple[int, int]]) -> Any:
+        """Sends arrays to other devices along the sequence.
+
+        Args:
+          tree: the arrays.
+          route: the index of each device along the sequence, and that of the one to which it sends.
+        """
+        assert self.mesh is not None
+        # JAX asks for the axes in the order of the mesh, and the sequence may have another one.
+        axes = tuple(axis for axis in self.mesh.axis_names if axis in self.sequence)
+        numbers = np.arange(self.count(axes)).reshape([self.mesh.shape[axis] for axis in axes])
+        along_sequence = numbers.transpose([axes.index(axis) for axis in self.sequence]).ravel()
+        pairs = [(int(along_sequence[i]), int(along_sequence[j])) for i, j in route]
+        return jax.lax.ppermute(tree, axes, pairs)
 
     def device_index(self) -> Any:
         """The index of the device along the sequence."""
@@ -291,10 +306,7 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         if back:
             chunks = swap_on_odd_devices(*chunks)
         # Chunks are (even, odd) here. In order, that is how each device has them.
-        moved = [
-            jax.lax.ppermute(chunk, layout.sequence, route)
-            for chunk, route in zip(chunks, routes, strict=True)
-        ]
+        moved = [layout.permute(chunk, route) for chunk, route in zip(chunks, routes, strict=True)]
         if not back:
             moved = swap_on_odd_devices(*moved)
         return jnp.concatenate(moved, axis=1)
