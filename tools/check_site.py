@@ -22,7 +22,7 @@ FOUND_FIRST = {
     "ema": "cookbook/ema_and_freezing",
     "moe": "cookbook/mixture_of_experts",
     "mixed precision": "cookbook/mixed_precision",
-    "ring attention": "cookbook/ring_attention",
+    "ring attention": "guides/long_contexts",
     "hugging face": "guides/safetensors",
     "gradient accumulation": "guides/accumulation",
     "pipelines": "guides/pipeline",
