@@ -24,7 +24,7 @@ from ..core.rebuild import rebuild
 from ..core.structure import locations_in
 from ..core.transform import Sharded
 from ..specs.activation_sharding import is_activation_spec
-from ..specs.fitting import fit_sharding, spec_and_mesh, without_ellipsis
+from ..specs.fitting import fit_sharding, spec_and_mesh
 from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyArray, AxisName
@@ -127,7 +127,7 @@ class Constrainer:
         partition_spec, mesh = pair
         mesh = mesh_in_trace(mesh)
         fit = fit_sharding(
-            without_ellipsis(partition_spec, x.ndim),
+            partition_spec,
             mesh,
             x.shape,
             on_indivisible=self._transform.on_indivisible,

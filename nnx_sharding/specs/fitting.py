@@ -343,18 +343,6 @@ def pad_entries(spec: PartitionSpec, rank: int) -> list[Any]:
     return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
 
 
-def without_ellipsis(spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """Returns the spec for so many dimensions of one for any number, ``P(..., None)``.
-
-    Strategies write ``...`` in front for the dimensions, if any, that they leave to the compiler.
-    """
-    first, *last = [*spec.partitions] or [None]
-    if first is not ...:
-        return spec
-    num_free = max(rank - len(last), 0)
-    return with_entries(spec, [PartitionSpec.UNCONSTRAINED] * num_free + last)
-
-
 def with_entries(spec: PartitionSpec, entries: Iterable[object]) -> PartitionSpec:
     """Returns a spec with other entries; its unreduced and reduced axes stay."""
     return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
