@@ -91,11 +91,8 @@ def table_of(cells: list[Cell]) -> str:
     for fault in sorted(faults, key=lambda fault: fault.kind):
         counts = Counts([cell for cell in cells if cell["name"] == fault.name])
         kinds.setdefault(fault.kind, []).append(exception_of(fault, counts))
-    listed = []
-    for kind, exceptions in kinds.items():
-        name = f"[{kind}]({REPORTS[kind]})" if kind in REPORTS else kind
-        listed.append(f"{name} ({len(exceptions)})")
-    lines = ["; ".join(listed) + ".", "", "Exceptions:", ""]
+    reported = [f"[{kind}]({REPORTS[kind]})" for kind in kinds if kind in REPORTS]
+    lines = [f"Reported elsewhere: {', '.join(reported)}.", "", "Exceptions:", ""]
     lines += [f"- {text}" for texts in kinds.values() for text in texts if text]
     total = Counts(cells)
     minutes = sum(cell["seconds"] for cell in cells) / 60

@@ -5,6 +5,16 @@ whose errors it raises; what differs is that specs that do not fit are corrected
 ``mesh=None`` is the mesh in context, of ``jax.set_mesh`` or the older ``with mesh:``. A *rule* is a
 regular expression for paths such as ``blocks/3/up/kernel``, and a spec (a ``PartitionSpec``).
 
+Results differ from eformer's in these places:
+
+* `with_sharding_constraint` replicates with ``P()``, and places NumPy arrays; eformer changes
+  neither. Axes that do not fit are left out, with a warning.
+* `get_corrected_named_sharding` has one entry for each dimension where eformer gives ``P()``.
+* `match_partition_rules` gives None for leaves without a shape, such as strings, and ``P()`` for
+  small arrays and shapes such as ``(1, 1)``.
+* `get_partition_spec` gives ``P()`` for NumPy arrays, and arrays on one device, where eformer raises.
+* The functions of `make_shard_and_gather_fns` place NumPy arrays.
+
 Helpers of this library that most functions use:
 
 * `fit_sharding` returns the part of a spec that fits a mesh and a shape (``sharding``), with what
