@@ -12,7 +12,7 @@ Results differ from eformer's in these places:
 * `get_corrected_named_sharding` has one entry for each dimension where eformer gives ``P()``.
 * `match_partition_rules` gives None for leaves without a shape, such as strings, and ``P()`` for
   small arrays and shapes such as ``(1, 1)``.
-* `get_partition_spec` gives ``P()`` for NumPy arrays, and arrays on one device, where eformer raises.
+* `get_partition_spec` gives ``P()`` for NumPy arrays and arrays on one device; eformer raises.
 * The functions of `make_shard_and_gather_fns` place NumPy arrays.
 
 Helpers of this library that most functions use:

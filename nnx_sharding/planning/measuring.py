@@ -163,10 +163,12 @@ def medians(
 
 
 def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
-    """Raises a ValueError if candidates cannot run, as their devices are not of this process.
+    """Raises a ValueError if candidates are to run, and their devices are not of this process.
 
-    ``measure`` is the argument of ``plan``, for the message; ``meshes`` are those of candidates.
+    ``measure`` is the argument of ``plan``, how many are to run; ``meshes`` are all of theirs.
     """
+    if not measure:
+        return
     own = jax.local_devices()
     # The kinds of the devices that are not here; one, unless the user named meshes of several.
     others = {device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}}

@@ -343,13 +343,11 @@ def plan(
         quiet=quiet,
     )
     # 2. Compile those that the search picks, with what is left of the time.
-    time_left = end - time.monotonic()
-    found = _compiled(search, compile_programs, most=most, time_limit=time_left)
+    found = _compiled(search, compile_programs, most=most, time_limit=end - time.monotonic())
     why_left = _why_left(found, most, time_limit)
     # 3. Measure the best, and report the best of these by module.
     try:
-        if measure:
-            found = _measured(_ranked(found, search), search, measure, quiet=quiet)
+        found = _measured(found, search, measure, quiet=quiet)
         if by_module:
             found = _with_modules_of_best(found, search, compile_programs)
     except KeyboardInterrupt:
@@ -409,12 +407,14 @@ def _with_modules_of_best(
     return dataclasses.replace(found, reports={**found.reports, **detailed})
 
 
-def _measured(ranked: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
-    """Runs the first ``count`` candidates that fit; returns the comparison with their times.
+def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
+    """Runs the best ``count`` candidates that fit, if any; returns all with the times of these.
 
     One that fails while it runs gets the reason in place of its report.
     """
-    runners = {}
+    if not count:
+        return found
+    runners, ranked = {}, _ranked(found, search)
     for name in ranked.fitting[:count]:
         entry = search.entries[name]
         variant = entry.variant

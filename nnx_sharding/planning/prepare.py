@@ -74,9 +74,8 @@ def prepare(
       ValueError: no candidate can fit, or an argument of the search is wrong.
     """
     # 1. What the user asks for.
-    _check_counts(topology, devices=devices, num_slices=num_slices, most=most, measure=measure)
-    if maximize not in (None, "batch"):
-        raise ValueError(f"plan: maximize={maximize!r}: expected 'batch' or None.")
+    counts = {"devices": devices, "num_slices": num_slices, "most": most, "measure": measure}
+    _check_arguments(maximize, topology, counts)
     step_variants = variants_of(step, args, variants or {}, options)
     named_axes, functions = Axes.of(axes), _read_strategies(strategies)
     arguments = step_variants[0].arguments
@@ -84,8 +83,7 @@ def prepare(
     # 2. Pairs of a strategy and a mesh.
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
-        available = len(topology_devices(*target)) if target else jax.device_count()
-        count = devices or available
+        count = devices or (len(topology_devices(*target)) if target else jax.device_count())
         # Without strategies of the user, all chains of this library that suit the models.
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
@@ -94,8 +92,7 @@ def prepare(
             pairs = _given_pairs(functions, [*meshes], devices, named_axes)
     pairs = _useful_pairs(pairs, functions, named_axes, count)
     every_mesh = [mesh for _, mesh in pairs]
-    if measure:
-        check_devices(measure, every_mesh)
+    check_devices(measure, every_mesh)
 
     # 3. Rates and the limit of memory.
     peak, limit = _peak_and_limit(every_mesh[0], hardware, memory_limit)
@@ -133,9 +130,11 @@ def _peak_and_limit(
     return peak, None if peak is None else peak.memory_bytes
 
 
-def _check_counts(topology: str | None, **counts: Any) -> None:
-    """Raises a ValueError for counts that are no numbers, or too small."""
+def _check_arguments(maximize: object, topology: str | None, counts: Mapping[str, Any]) -> None:
+    """Raises a ValueError for a word other than ``"batch"``, and wrong counts."""
     wrong = []
+    if maximize not in (None, "batch"):
+        wrong.append(f"  maximize={maximize!r}: expected 'batch' or None")
     for name, count in counts.items():
         least = 0 if name == "measure" else 1
         if count is None and name in ("devices", "most"):  # all of them

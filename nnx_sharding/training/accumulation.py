@@ -557,26 +557,40 @@ def _batch_names(
       ValueError: a name is unknown, or that of a differentiated argument; or no argument has rows,
         or one has other values besides; or a differentiated one may have the rows, too.
     """
-    arguments = bound.arguments
     # Parameters may be bare arrays, like a batch.
     differentiated = _parameters_of(bound, {x.argument.name for x in call.targets})
-    if batch is not None:
-        # A name that is misspelt would silently make its rows the same for all microbatches.
-        names = [batch] if isinstance(batch, str) else list(batch)
-        raise_listed(
-            ValueError,
-            "accumulate_gradients: batch names unknown arguments:",
-            [f"  {name!r}{suggestion(name, arguments)}" for name in names if name not in arguments],
-            f"The arguments: {', '.join(arguments)}.",
-        )
-        raise_listed(
-            ValueError,
-            "accumulate_gradients: batch names arguments that are differentiated:",
-            [f"  {name!r}" for name in names if name in differentiated],
-            "The gradients of all microbatches are added up, which those of other rows cannot be.",
-        )
-        return names
-    names, mixed, may_have_rows = list[str](), dict[str, set[int]](), dict[str, set[int]]()
+    if batch is None:
+        return _find_batch(bound.arguments, differentiated)
+    # A name that is misspelt would silently make its rows the same for all microbatches.
+    names, arguments = [batch] if isinstance(batch, str) else list(batch), bound.arguments
+    raise_listed(
+        ValueError,
+        "accumulate_gradients: batch names unknown arguments:",
+        [f"  {name!r}{suggestion(name, arguments)}" for name in names if name not in arguments],
+        f"The arguments: {', '.join(arguments)}.",
+    )
+    raise_listed(
+        ValueError,
+        "accumulate_gradients: batch names arguments that are differentiated:",
+        [f"  {name!r}" for name in names if name in differentiated],
+        "The gradients of all microbatches are added up, which those of other rows cannot be.",
+    )
+    return names
+
+
+def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -> list[str]:
+    """Returns the names of the arguments that hold arrays with rows, and nothing else.
+
+    Args:
+      arguments: the arguments of the loss, by name.
+      differentiated: the names of those that are differentiated.
+
+    Raises:
+      ValueError: as in `_batch_names`.
+    """
+    names = list[str]()
+    # The numbers of rows in arguments that hold something else, too; in differentiated ones.
+    mixed, may_have_rows = dict[str, set[int]](), dict[str, set[int]]()
     holds_modules = False  # whether any argument does
     for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)

@@ -301,15 +301,8 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    # JAX warns of these when a function is jitted. `lift` does that at once (`jax_options`), while
-    # the user's line is on the stack, which a warning names; the jit of a plan is made in a call.
-    deprecated = {"device": device, "backend": backend}
-    jax_options = {name: value for name, value in deprecated.items() if value is not None}
-    if jax_options and (in_shardings is not None or out_shardings is not None):
-        raise ValueError(
-            "device and backend cannot be combined with in_shardings or out_shardings: use "
-            "shardings on that device."
-        )
+    has_shardings = in_shardings is not None or out_shardings is not None
+    jax_options = _deprecated_options(has_shardings, device=device, backend=backend)
     check_mesh("jit", mesh)
     check_options(
         "jit",
@@ -339,6 +332,24 @@ def jit(
         return lift(Lifted, fun, transform, roles, graph, graph_updates, **options)
 
     return decorate if fun is None else decorate(fun)
+
+
+def _deprecated_options(has_shardings: bool, **options: object) -> dict[str, Any]:
+    """Returns those options of JAX that are given, though it warns of them.
+
+    It warns when a function is jitted. `lift` does that at once, while the user's line is on the
+    stack, which a warning names; the jit of a plan is made in a call.
+
+    Raises:
+      ValueError: one is given though there are shardings, which name devices, too.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and has_shardings:
+        raise ValueError(
+            "device and backend cannot be combined with in_shardings or out_shardings: use "
+            "shardings on that device."
+        )
+    return given
 
 
 def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
