@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from nnx_sharding import jit
-from nnx_sharding.core import compiled_mismatches, failures
+from nnx_sharding.core import checks, compiled_mismatches
 
 
 class Model(nnx.Module):
@@ -65,7 +65,7 @@ def test_a_failing_check_does_not_replace_the_error(compiled, caplog):
     f = jit(lambda x, y: x + y)
     if compiled:
         f = f.lower(x, x).compile()
-    patches = [mock.patch.object(failures, "_CHECKS", (broken,))]
+    patches = [mock.patch.object(checks, "_CHECKS", (broken,))]
     patches.append(mock.patch.object(compiled_mismatches, "_check_compiled_shardings", broken))
     with patches[0], patches[1], pytest.raises(ValueError):
         f(x, y)

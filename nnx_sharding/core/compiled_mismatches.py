@@ -21,9 +21,9 @@ from jax.sharding import Sharding
 
 from ..specs.fitting import describe_both
 from ..specs.types import Arrays
-from .checks import as_check
+from .checks import as_check, passed_shardings
 from .declared import is_committed
-from .failures import passed_shardings, raise_instead
+from .failures import raise_instead
 from .plan import Plan
 from .problems import array_line
 

@@ -1,57 +1,32 @@
 """Explains errors of JAX in terms of the user's arguments.
 
-Nothing here runs before JAX has refused a call. If the arguments show the reason, the user gets an
-error that names them; otherwise JAX's error is kept, with a note if there is more to say.
-
-A *check* gets the plan of the call and its arrays, by slot, and returns the error for one kind of
-mistake, or None. Most are functions that yield a line for each wrong argument, of which the
-decorator ``as_check`` (``checks.py``) makes a check. It takes the section of docs/errors.md, the
-head and the end of the error, and its class. ``{name}`` in these texts is the transform, and
-``{in_name}`` its option for the specs of arguments, such as ``in_shardings``.
+Nothing here runs before JAX has refused a call. If the arguments show the reason (``checks.py``),
+the user gets an error that names them; otherwise JAX's error is kept, with a note if there is more
+to say.
 
 From other modules:
 
-    Plan            names, specs and declared shardings of the arrays, each in a list by slot
-    passes_shardings   of a transform: JAX gets the declared shardings as an option of ``jax.jit``.
-                    Others, such as ``shard_map``, give arrays types with these shardings
-    is_committed    whether the user, or a call, put an array where it is, so that JAX keeps it
-                    there
+    first_mistake   the error for the first mistake that the arguments show, or None
     call_and_pack   calls the user's function in a trace: errors that pass through it are the user's
-    array_line      names an array in a message, with its type
-    DeclaredArray   an array and its declared sharding; ``line()`` names both
-    keep_axes       leaves only some of the axes in a spec
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import DonatedError, NoMeshError
-from ..specs.fitting import axes_of, axes_of_type, describe, keep_axes, pad_entries
-from ..specs.types import AnyArray, AnyMesh, Arrays, Axis, AxisName
-from .checks import Check, as_check
-from .constrain import shape_of
-from .declared import is_committed, note_host_arrays
+from ..errors import NoMeshError
+from ..specs.types import Arrays
+from .checks import first_mistake
+from .declared import note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
-from .problems import (
-    DeclaredArray,
-    arguments_not_arrays,
-    array_line,
-    committed_elsewhere,
-    join_paths,
-)
 from .pure import call_and_pack
-from .spec_checks import fit_specs
-from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
@@ -123,268 +98,4 @@ def _explanation(
     is_from_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
     if isinstance(error, NoMeshError) or is_from_function:
         return None
-    checks: Sequence[Check] = ()
-    if isinstance(error, TypeError):
-        checks = _check_arrays, _check_abstract
-    elif isinstance(error, jax.errors.JaxRuntimeError):
-        # Most are of the program while it runs; some say that an argument is deleted or donated.
-        checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
-    elif isinstance(error, ValueError | RuntimeError):
-        checks = _CHECKS
-    # The first one counts: an array of the wrong rank, for example, also has a wrong type.
-    reasons = (check(plan, leaves) for check in checks)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that all leaves are arrays; transforms without shardings check that themselves."""
-    is_sharded = isinstance(plan.transform, Sharded)
-    return arguments_not_arrays(plan.names, leaves) if is_sharded else None
-
-
-@as_check(
-    "abstract-arguments",
-    "{name}: these arguments are abstract, without data:",
-    "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
-    "stored an intermediate value where it outlives the trace.",
-    TypeError,
-)
-def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each abstract array."""
-    for name, leaf in zip(plan.names, leaves, strict=True):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            yield array_line(name, leaf)
-
-
-@as_check(
-    "used-after-donation",
-    "these arguments are deleted, or were donated to an earlier call:",
-    "Use what that call returned, or do not donate them (donate_argnums, donate_argnames).",
-    DonatedError,
-)
-def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each array whose buffers are gone."""
-    for name, leaf in zip(plan.names, leaves, strict=True):
-        if _is_concrete(leaf) and leaf.is_deleted():  # others have no buffers
-            yield array_line(name, leaf)
-
-
-@as_check(
-    "donated-twice",
-    "these arrays are donated, and passed once more in the same call:",
-    "Pass each once, or donate a copy: x.copy() of an array, nnx_sharding.place(model, None, "
-    "copy=True) of a model (a copy by nnx.clone has the same arrays).",
-    DonatedError,
-)
-def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each array that is passed several times in a call that donates it."""
-    slots_of: dict[int, list[int]] = {}  # of each array, by its id
-    for slot, leaf in enumerate(leaves):
-        if _is_concrete(leaf):
-            slots_of.setdefault(id(leaf), []).append(slot)
-    for slots in slots_of.values():
-        if len(slots) > 1 and not plan.donated.isdisjoint(slots):
-            names = ", ".join(plan.names[slot] for slot in slots)
-            yield f"  {jax.typeof(leaves[slots[0]]).str_short()}: {names}"
-
-
-@as_check(
-    "axes-that-arrays-do-not-have",
-    "{name}: these arrays do not have the axis along which they are mapped:",
-    "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
-    "...: None}}). Random streams get one by nnx.split_rngs; values of a hijax type have none.",
-)
-def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each array that has too few dimensions for its axis."""
-    for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
-        if isinstance(spec, Axis) and spec.index is not None:  # None: it is not mapped
-            ndim = np.ndim(leaf)
-            if not -ndim <= spec.index < ndim:
-                yield f"{array_line(name, leaf)}: axis {spec.index}"
-
-
-def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that the specs fit the shapes: the plan was made for the shapes of an earlier call."""
-    try:
-        fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
-    except ValueError as error:
-        return error.with_traceback(None)  # raised anew, where JAX's error was
-    return None
-
-
-@as_check(
-    "declared-otherwise-than-its-type",
-    "{name}: on a mesh with Explicit axes the sharding is part of an array's type, and these "
-    "specs differ from it:",
-    "Without {in_name}, the types decide.",
-)
-def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields the arrays whose types have another spec over Explicit axes than declared.
-
-    JAX refuses these, where it compares the two.
-    """
-    transform = plan.transform
-    if not isinstance(transform, Sharded):
-        return
-    for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
-        aval = jax.typeof(leaf)
-        actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
-        spec = getattr(declared, "spec", declared)  # of a sharding, or a spec itself
-        if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
-            continue
-        if not _is_compared(transform, leaf, actual.mesh):
-            continue
-        explicit = _compared_axes(transform, actual.mesh)
-        rank = len(aval.shape)
-        if _in_type(actual.spec, explicit, rank) == _in_type(spec, explicit, rank):
-            continue
-        if actual.mesh.empty:  # a tracer without a mesh: the trace around gave it none
-            change = "declare it in the jit around, too"
-        else:
-            change = f"write {actual.spec!r}"
-        text = f"  {name} is {aval.str_short()}, declared {spec!r}: {change}, or pass "
-        yield f"{text}jax.sharding.reshard({name}, {spec!r})"
-
-
-def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
-    """Whether JAX compares the type of an argument with the declared spec, and refuses another one.
-
-    Some arguments it moves to the declared sharding instead.
-
-    Args:
-      transform: says whether JAX gets the declared shardings as an option.
-      leaf: the argument.
-      mesh: the one in its type, which may be empty.
-    """
-    if mesh.empty and not isinstance(leaf, jax.core.Tracer):
-        return False  # an array outside of a trace, on no mesh
-    # `jax.jit` moves what is not committed to devices, if it gets shardings as an option.
-    return is_committed(leaf) or not transform.passes_shardings
-
-
-def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
-    """Returns the Explicit axes over which JAX compares the type of an array with its spec.
-
-    ``mesh`` is the one in the type of the array.
-    """
-    # If JAX gets shardings as an option, it compares on the mesh of the type. If not, the types are
-    # compared on the mesh that applies to the call.
-    if not transform.passes_shardings and transform.context is not None:
-        mesh = transform.context
-    explicit = axes_of_type(mesh, AxisType.Explicit)
-    usable = transform.usable_axes  # the only axes that specs may name, as in `shard_map`
-    return explicit & usable if usable else explicit
-
-
-def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
-    """Returns the part of a spec over Explicit axes, as the type of an array of this rank has it.
-
-    In a form that can be compared: the axes of each dimension, then the unreduced and the reduced
-    axes. For ``P("a", "b")``, the Explicit axis ``a`` and rank 3, these are ``(("a",), (), ()),
-    frozenset(), frozenset()``.
-    """
-    part = keep_axes(spec, explicit)
-    return tuple(map(axes_of, pad_entries(part, rank))), part.unreduced, part.reduced
-
-
-def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that arrays which must stay where they are have their declared shardings."""
-    return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
-
-
-@as_check(
-    "committed-to-another-sharding",
-    "{name}: these references have a sharding other than declared, and a jax.Ref cannot be "
-    "resharded:",
-    "Create them from arrays with the declared sharding, or declare the one they have.",
-)
-def _check_ref_shardings(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each reference that has another sharding than declared."""
-    for ref in _other_shardings(plan, leaves, _is_concrete_ref):
-        yield ref.line()
-
-
-def _other_shardings(
-    plan: Plan, leaves: Arrays, is_wanted: Callable[[Any], bool]
-) -> Iterator[DeclaredArray]:
-    """Yields arrays that have another sharding than declared.
-
-    Those on other devices are left out: `_check_devices` says that, and what to do. A reference is
-    yielded all the same, since it cannot be moved as `_check_devices` advises.
-
-    Args:
-      plan: has the declared shardings.
-      leaves: the arrays of the call, by slot.
-      is_wanted: selects arrays with a ``sharding``.
-    """
-    for slot, declared in passed_shardings(plan).items():
-        leaf = leaves[slot]
-        if not is_wanted(leaf):
-            continue
-        if not _compat.is_ref(leaf) and leaf.sharding.device_set != declared.device_set:
-            continue
-        if not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-            yield DeclaredArray(plan.names[slot], leaf, declared)
-
-
-def passed_shardings(plan: Plan) -> dict[int, Sharding]:
-    """Returns the shardings of inputs that JAX gets as an option, by slot."""
-    if not isinstance(plan.transform, Sharded) or not plan.transform.passes_shardings:
-        return {}
-    return {slot: sharding for slot, sharding in enumerate(plan.shardings) if sharding is not None}
-
-
-@as_check(
-    "numpy-arguments-across-processes",
-    "{name}: NumPy arguments cannot be sharded across processes: each process holds its own copy:",
-    "Make global arrays of them: with nnx_sharding.placement.shard_batches, or "
-    "jax.make_array_from_process_local_data, if each process has its own rows; with "
-    "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
-)
-def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each NumPy array that would be divided among processes."""
-    for slot, sharding in passed_shardings(plan).items():
-        leaf = leaves[slot]
-        is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
-        if isinstance(leaf, np.ndarray) and not is_local:
-            yield f"  {plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
-
-
-@as_check(
-    "different-devices",
-    "{name}: incompatible devices. A program runs on one set of devices in one order, but these "
-    "are on, or declared for, different ones:",
-    "Use one mesh for all; move models with nnx_sharding.place and arrays with jax.device_put, or "
-    "pass on_committed='move'.",
-)
-def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields each tuple of devices with the arguments on it, if there are several."""
-    shardings: list[tuple[Any, str]] = []  # each with the argument or option that has it
-    for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
-        shardings.append((sharding, name))
-        if _is_concrete_ref(leaf) or is_committed(leaf):
-            shardings.append((leaf.sharding, name))
-    shardings += [(spec, plan.transform.out_name) for spec in plan.out_specs]
-    names_on: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # unique names in order
-    for sharding, name in shardings:
-        devices = _compat.device_assignment(sharding)
-        if devices is not None:
-            names_on.setdefault(devices, {})[name] = None
-    if len(names_on) > 1:
-        for devices, names in names_on.items():
-            ids = ", ".join(str(device.id) for device in devices)
-            yield f"  {join_paths([*names])}: {devices[0].platform} {ids}"
-
-
-_CHECKS: Sequence[Check] = (
-    *(_check_axes, _check_deleted, _check_shapes, _check_types, _check_committed),
-    *(_check_ref_shardings, _check_host_arrays, _check_devices, _check_donated_twice),
-)
-
-
-def _is_concrete(leaf: AnyArray) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-
-
-def _is_concrete_ref(leaf: AnyArray) -> bool:
-    return _compat.is_ref(leaf) and not isinstance(leaf, jax.core.Tracer)
+    return first_mistake(plan, leaves, error)
