@@ -52,6 +52,14 @@ class OutputGroup(Exception):
 
     args: tuple[tuple[str, ...], Any]
 
+    @classmethod
+    def unnamed(cls, arrays: Sequence[Any]) -> OutputGroup:
+        """Returns a group without names, for outputs of a function that was traced before.
+
+        The messages of JAX that show the names are about a trace, and that is done.
+        """
+        return cls(("",) * len(arrays), arrays)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each array."""

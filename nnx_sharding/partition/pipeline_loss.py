@@ -370,8 +370,7 @@ class TracedLoss:
         sources = tuple(new_sources.get(slot, old) for slot, old in enumerate(traced.sources))
         # What is written back depends on the sources, so it is computed anew: `update` is unknown.
         outcome = dataclasses.replace(traced, sources=sources, update=None)
-        names = ("",) * len(slots)  # for messages of JAX, which are not about these
-        return OutputGroup(names, (*returned, *state)), outcome
+        return OutputGroup.unnamed((*returned, *state)), outcome
 
 
 def positions_of(lists: Iterable[Arrays]) -> list[range]:

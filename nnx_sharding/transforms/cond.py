@@ -382,8 +382,7 @@ class _Branches:
         for array, source in zip(results, outcome.sources, strict=True):
             if source.group != INPUT:
                 arrays.append(array)
-        # Names of outputs are for messages about the trace of a branch, and that is done.
-        return OutputGroup(("",) * len(arrays), arrays), outcome
+        return OutputGroup.unnamed(arrays), outcome
 
     def _first_traced(self) -> int:
         """Returns the number of the branch with which others are compared.

@@ -213,8 +213,7 @@ class _Call:
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
         self._caller = self._caller._replace(objects=objects)
         self._arrays = []
-        # The names of outputs are for messages about a trace, which is done.
-        groups = [OutputGroup(("",) * len(arrays), arrays) for arrays in results]
+        groups = [OutputGroup.unnamed(arrays) for arrays in results]
         *_, outcome = self._outcomes.values()  # any of them: `_trace` checks that they are equal
         return (*groups, outcome)
 

@@ -460,8 +460,7 @@ class Loop:
                 arrays = [last_values[source] for source in sorted(in_group)]
             else:  # (steps, …) → (…, steps, …)
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
-            # Names of outputs are for messages about a trace, which is done.
-            groups.append(OutputGroup(("",) * len(arrays), arrays))
+            groups.append(OutputGroup.unnamed(arrays))
         return groups
 
     def _carry_slots(self, static: StaticLeaves) -> list[int]:
