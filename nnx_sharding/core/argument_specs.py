@@ -3,16 +3,18 @@
 A *spec* says how an argument is laid out, such as a ``PartitionSpec`` or the axis of a ``vmap``. As
 for ``jax.jit``, the user gives one for all arguments or a tuple with one for each positional
 parameter; or, unlike there, a mapping from the names of parameters. Entries of a tuple are for
-parameters of the function, so a call need not pass all of them. From ``signature.py``:
+parameters of the function, so a call need not pass all of them. A tuple is first turned into such a
+mapping, and each argument then finds its spec by name. From ``signature.py``:
 
     Parameters   of the function. *Static* ones hold no arrays, so they get no spec; *bound* ones,
                  such as ``self``, come first, and the user does not count them. ``positional`` are
                  the names of those that may be passed by position, ``by_keyword`` of those that may
                  be passed by keyword; ``var_positional`` and ``var_keyword`` are those of ``*args``
                  and ``**kwargs``, or None
-    Signature    of one call: ``names`` has the name of each positional argument, ``static`` the
-                 position or name of each static argument; ``dynamic`` and ``dynamic_keywords`` are
-                 the positions and the names of all others
+    Signature    of one call: ``names`` has the name of each positional argument, such as ``x``, or
+                 ``args[0]`` of one in ``*args``; ``static`` the position or name of each static
+                 argument; ``dynamic`` and ``dynamic_keywords`` are the positions and the names of
+                 all others
     ArgTree      something for each dynamic argument: (by position, by keyword)
 """
 
@@ -43,38 +45,31 @@ def align_specs(
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         parameters.check_names(option, specs)
-        args = [
-            _spec_of_positional(specs, parameters, signature, position, option, default)
-            for position in signature.dynamic
-        ]
-        kwargs = {
-            name: _spec_of_keyword(specs, parameters, name, default)
-            for name in signature.dynamic_keywords
-        }
-        return tuple(args), kwargs
+        by_name: Mapping[str, Any] = specs
     # A named tuple of specs is one spec: a prefix of an argument that is such a tuple.
-    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
+    elif isinstance(specs, tuple | list) and not hasattr(specs, "_fields"):
+        by_name = _specs_by_name(specs, parameters, signature, option)
+    else:
         return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
-    by_position = _specs_by_position(specs, parameters, signature, option)
-    # An entry belongs to a parameter, which this call may also have passed by keyword.
-    by_name = {
-        name: by_position.get(position, default)
-        for position, name in enumerate(parameters.positional)
-        if name in parameters.by_keyword
+    args = [
+        _spec_of_positional(by_name, parameters, signature, position, option, default)
+        for position in signature.dynamic
+    ]
+    # An entry of a tuple belongs to a parameter, which this call may have passed by keyword.
+    kwargs = {
+        name: _spec_of_keyword(by_name, parameters, name, default)
+        for name in signature.dynamic_keywords
     }
-    return (
-        tuple(by_position[position] for position in signature.dynamic),
-        {name: by_name.get(name, default) for name in signature.dynamic_keywords},
-    )
+    return tuple(args), kwargs
 
 
-def _specs_by_position(
+def _specs_by_name(
     specs: Sequence[Any], parameters: Parameters, signature: Signature, option: str
-) -> dict[int, Any]:
-    """Returns the spec of each positional parameter, by its position.
+) -> dict[str, Any]:
+    """Returns the spec of each positional parameter, and of each argument in ``*args``, by name.
 
     For ``f(self, n, x, y)`` bound to ``self`` and with a static ``n``, the specs ``(a, b)`` and
-    ``(None, a, b)`` both give ``a`` to position 2 and ``b`` to 3.
+    ``(None, a, b)`` both give ``a`` to ``x`` and ``b`` to ``y``.
 
     Args:
       specs: the user's tuple. Static parameters are left out, or have None.
@@ -111,7 +106,7 @@ def _specs_by_position(
         raise _wrong_number(
             option, len(specs), names[parameters.bound :], static=static_names, missing=missing
         )
-    return by_position
+    return {names[position]: spec for position, spec in by_position.items()}
 
 
 def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
@@ -166,10 +161,9 @@ def _spec_of_positional(
     """Returns the spec of an argument that is passed by position, from specs by name.
 
     Args:
-      specs: the user's mapping from the names of parameters.
+      specs: by the names of parameters; from a tuple, also by those of arguments in ``*args``.
       parameters: those of the function.
-      signature: the names of the arguments of this call, such as ``x``, or that of one in
-        ``*args``.
+      signature: the names of the arguments of this call.
       position: the position of the argument.
       option: the name of the specs in messages.
       default: the spec of arguments that ``specs`` does not mention.
@@ -180,8 +174,9 @@ def _spec_of_positional(
     name = signature.names[position]
     if name in specs or position < len(parameters.positional):
         return specs.get(name, default)
-    # An argument in ``*args``, which ``specs`` has under the name "args": one spec for all, or a
-    # tuple with one for each. If there is no such parameter, Python refuses the call later.
+    # An argument in ``*args``, which a mapping of the user has under the name "args": one spec for
+    # all, or a tuple with one for each. If there is no such parameter, Python refuses the call
+    # later.
     var_specs = specs.get(parameters.var_positional or "", default)
     if not isinstance(var_specs, tuple | list):
         return var_specs
@@ -202,7 +197,7 @@ def _spec_of_keyword(
     """Returns the spec of an argument that is passed by keyword, from specs by name.
 
     Args:
-      specs: the user's mapping from the names of parameters.
+      specs: by the names of parameters.
       parameters: those of the function.
       name: the name of the argument, of a parameter or in ``**kwargs``.
       default: the spec of arguments that ``specs`` does not mention.
