@@ -1,8 +1,9 @@
 """How the walk over a graph describes the attributes of modules and the metadata of Variables.
 
 Most layers of a model have equal ones: the same names, the same functions and sizes. So what
-describes these is made once, and shared by all modules of one *form* (the class, with the names of
-the attributes, and which of them are data) whose static values are the same objects.
+describes these is made once (:class:`Described`), and shared by all Variables whose metadata are
+the same objects, and by all modules of one *form* (the class, with the names of the attributes, and
+which of them are data) whose static values are the same objects.
 
 The functions are parts of a :class:`~.flattener.Flattener`, whose words they use:
 
@@ -22,8 +23,6 @@ The functions are parts of a :class:`~.flattener.Flattener`, whose words they us
 
 from __future__ import annotations
 
-import dataclasses
-import operator
 from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,37 +40,24 @@ if TYPE_CHECKING:  # it calls the functions below
     from .flattener import Flattener
 
 
-class DescribedNode(NamedTuple):
-    """The attributes of a module, for others of its form that have the same static values."""
+class Described(NamedTuple):
+    """What describes the attributes of a module, or the metadata of a Variable, for equal ones.
 
-    form: _compat.NodeForm  # held because its id is the key
-    statics: Sequence[Any]  # the values that have to be the same objects, in the order of keys
-    children: Sequence[Child]  # one for each attribute, in the order of ``form.keys``
-    comparisons: bytes  # how a guard compares each value, in the order of the ``__dict__``
+    Its key has the ids of the values that have to be the same objects, since values need not have a
+    hash: after that of the form for a module, after the names for a Variable.
+    """
 
-
-class DescribedMetadata(NamedTuple):
-    """The metadata of a Variable, for others whose metadata are the same objects."""
-
-    values: Sequence[Any]  # held because their ids are the key
-    children: tuple[tuple[str, Child], ...]  # pairs of name and child, sorted by name
+    held: Sequence[Any]  # what has its id in the key, kept alive so that no other object gets it
+    # Of a module, one child for each attribute, in the order of ``form.keys``. Of a Variable, pairs
+    # of name and child, sorted by name.
+    children: tuple[Any, ...]
     comparisons: bytes  # how a guard compares each value, in the order of the dict
-
-
-@dataclasses.dataclass(eq=False)
-class Described:
-    """What a walk has described so far, for layers that are equal in this."""
-
-    forms: dict[Any, _compat.NodeForm] = dataclasses.field(default_factory=dict)
-    nodes: dict[int, DescribedNode] = dataclasses.field(default_factory=dict)  # by id of the form
-    # By the names, then the ids of the values.
-    metadata: dict[tuple[Any, ...], DescribedMetadata] = dataclasses.field(default_factory=dict)
 
 
 def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntry:
     """Returns the entry of a module; links the objects in it, and adds its own arrays.
 
-    Describes only those attributes anew that may be data, if the last module of this form had the
+    Describes only those attributes anew that may be data, if another module of this form had the
     same static values. Drops the flattener's recorder if a guard cannot read the module.
 
     Args:
@@ -83,15 +69,13 @@ def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntr
     if not flattener.graph and not _compat.is_pytree_type(type(node)):
         raise no_tree(type(node))
     # ``values`` are in the order of ``form.keys``; ``in_dict`` has them in that of ``form.names``.
-    forms, no_tracers = flattener.described.forms, flattener.no_tracers
-    form, values, in_dict = _compat.node_items(node, forms, no_tracers)
+    form, values, in_dict = _compat.node_items(node, flattener.forms, flattener.no_tracers)
     if in_dict is None:
         flattener.recorder = None  # not all content is in the ``__dict__``, which a guard reads
 
-    statics = [*compress(values, form.is_static)]
-    known = flattener.described.nodes.get(_compat.identity(form))
-    if known is not None and not all(map(operator.is_, statics, known.statics)):
-        known = None  # this module has other static values
+    held = [form, *compress(values, form.is_static)]
+    key = (*map(_compat.identity, held),)
+    known = flattener.described.get(key)
 
     positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of ``form.names``
     if flattener.recorder is not None and in_dict is not None:
@@ -106,36 +90,28 @@ def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntr
     for i in to_describe:
         own_position = positions[form.order[i]]
         children[i] = _attribute_child(flattener, values[i], form.is_data[i], own_position)
-    if known is None:
-        _share_static_children(flattener.described, form, statics, children)
+    # A static attribute may be a link to an object. The flattener has to see each link, to tell
+    # which objects are shared, so then each module is described anew.
+    if known is None and all(type(x) is Static for x in compress(children, form.is_static)):
+        comparisons = _static_comparisons(form, children)
+        flattener.described[key] = Described(held, tuple(children), comparisons)
     return NodeEntry(type(node), form.metadata, form.keys, tuple(children))
 
 
-def _share_static_children(
-    described: Described, form: _compat.NodeForm, statics: Sequence[Any], children: Sequence[Child]
-) -> None:
-    """Keeps the children of a module, for others of its form with the same static values.
+def _static_comparisons(form: _compat.NodeForm, children: Sequence[Child]) -> bytes:
+    """Returns how a guard compares the static attributes of a module, in the order of its dict.
 
-    Only the last such module of each form is kept: layers with equal settings mostly come in a row.
+    What may be data, each module records for itself, so it is 0 here.
 
     Args:
-      described: gets them.
       form: the form of the module.
-      statics: its static values.
       children: one for each attribute, in the order of ``form.keys``.
     """
-    # A static attribute may be a link to an object. The flattener has to see each link, to tell
-    # which objects are shared, so then each module is described anew.
-    if not all(type(child) is Static for child in compress(children, form.is_static)):
-        return
-    # A guard compares the static values as these children say; what may be data, each module
-    # records for itself, so it stays 0 here.
-    comparisons = bytearray(len(children))  # in the order of ``form.names``
+    comparisons = bytearray(len(children))
     for i, is_static in enumerate(form.is_static):
         if is_static:
             comparisons[form.order[i]] = comparison_of(children[i])
-    known = DescribedNode(form, statics, children, bytes(comparisons))
-    described.nodes[_compat.identity(form)] = known
+    return bytes(comparisons)
 
 
 def _attribute_child(
@@ -178,8 +154,8 @@ def describe_metadata(
     """
     metadata = _compat.get_metadata(variable)
     names, values = (*metadata,), [*metadata.values()]
-    key = (*names, *map(_compat.identity, values))  # ids, since values need not have a hash
-    known = flattener.described.metadata.get(key)
+    key = (*names, *map(_compat.identity, values))
+    known = flattener.described.get(key)
     # Each Variable is recorded, also one whose metadata are known: a guard reads it, too.
     positions: Sequence[int] = (UNRECORDED,) * len(values)  # in the order of the dict
     if flattener.recorder is not None:
@@ -196,5 +172,5 @@ def describe_metadata(
     # are shared, so such metadata are described anew for each Variable.
     if all(type(child) is Static for child in child_of.values()):
         comparisons = bytes(comparison_of(child_of[name]) for name in names)
-        flattener.described.metadata[key] = DescribedMetadata(values, children, comparisons)
+        flattener.described[key] = Described(values, children, comparisons)
     return children

@@ -23,7 +23,7 @@ data*, which are what a container has besides children and plain keys. Without a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -72,6 +72,7 @@ class Flattener:
       left_out: the ids of modules with arrays in static places, which do not link to them.
       origins: the static objects that the structure keeps alive, by index.
       statics: by the id of each static value that was met, its child and the value.
+      forms: the forms of modules that were met, for ``_compat.node_items``.
       described: what layers with equal attributes or metadata share (``attributes.py``).
       no_tracers: types of attributes that are no tracers, to ask once for each; None within a
         trace, where modules hold tracers.
@@ -108,7 +109,8 @@ class Flattener:
         self.no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
         # With the value, to keep it alive, so that no other object gets its id.
         self.statics: dict[int, tuple[Static | StaticObject, Any]] = {}
-        self.described = Described()
+        self.forms: dict[Any, _compat.NodeForm] = {}
+        self.described: dict[Hashable, Described] = {}
 
     def describe(self, tree: object, statics: Sequence[object], *, is_input: bool) -> Structure:
         """Returns the structure of a tree and static arguments; called once for each walk.
