@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .. import _compat
 from .recording import ALL_UNRECORDED, UNRECORDED
 from .static_equality import Static, content_of
-from .static_parts import StaticKind, forget_cached, has_identity, is_fixed
+from .static_parts import Copying, StaticKind, forget_cached
 from .structure import Child, StaticObject
 
 if TYPE_CHECKING:  # it calls the functions below
@@ -45,7 +45,7 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
         flattener.statics[_compat.identity(value)] = static, value
         return static
     kind, parts = content
-    if not is_fixed(kind):  # it can change
+    if kind.copying is not Copying.FIXED:  # it can change
         return flattener.link_object(value, position)
     child = StaticObject(kind, _children(flattener, value, kind, parts, position))
     # A guard compares the parts of this value in each place where it is. So a recorder has to see
@@ -94,7 +94,7 @@ def describe_static(
         flattener.origins[index] = obj  # so that it can be used again, if it is still unchanged
     kind, parts = content
     identity = None
-    if has_identity(kind.type):  # it is equal only to itself, as one of a class without `__eq__`
+    if kind.copying is Copying.UNIQUE:  # equal only to itself, as one of a class without `__eq__`
         # Equal parts do not make two such objects equal, so a trace is only for this one. A guard
         # then also compares the object itself.
         identity = Static(obj, is_kept_alive)

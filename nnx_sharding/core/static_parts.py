@@ -4,7 +4,7 @@ The *parts* of an object are its *items* as the built-in class that it derives f
 then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind* is everything else:
 its class, the *detail* that the base keeps besides items, and the names of the attributes. A list
 of two strings has the kind ``(list, None, ())`` and the strings as its parts. A kind is hashable.
-An object is *fixed* if it is immutable itself, whatever it holds.
+Whether its objects can change, and whether there can be a copy of one, is its ``copying``.
 
 The table ``_BUILTINS`` says of each base how its objects are opened, made and assigned to. The base
 of a class that derives from none of them (``_base_of``) is ``object``, which has no items.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import collections
+import enum
 import functools
 import itertools
 import pathlib
@@ -28,12 +29,47 @@ import numpy as np
 Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
 
 
+class Copying(enum.Enum):
+    """Whether there can be a copy of a static object, with copies of its parts, and how it is made.
+
+    Members:
+      FIXED: it is immutable itself, whatever it holds, as a tuple is. A copy is made with all of
+        its parts at once.
+      MUTABLE: it can be changed, as a list or an object with an ``__eq__``. A copy is made empty,
+        and then gets its parts.
+      FIXED_WITH_ATTRIBUTES: it is of a subclass of an immutable class, with attributes that can be
+        changed. There is no copy: its class makes objects only with all their items, and what can
+        be changed is made empty first.
+      UNIQUE: it is equal to no other object, even with equal parts, so a copy would not be equal.
+    """
+
+    FIXED = enum.auto()
+    MUTABLE = enum.auto()
+    FIXED_WITH_ATTRIBUTES = enum.auto()
+    UNIQUE = enum.auto()
+
+
 class StaticKind(NamedTuple):
     """Everything about a static object except its parts."""
 
     type: type
     detail: Hashable  # what a built-in class keeps besides items, such as the bytes of an array
     names: tuple[str, ...]  # of its attributes, whose values are the last parts
+
+    @property
+    def copying(self) -> Copying:
+        """Whether objects of this kind can be changed, and copied."""
+        base = _base_of(self.type)
+        builtin = _BUILTINS[base]
+        if builtin.make is not None:
+            return Copying.FIXED_WITH_ATTRIBUTES if self.names else Copying.FIXED
+        if base is not object:  # a list, a dict or the like
+            return Copying.UNIQUE if builtin.is_view else Copying.MUTABLE
+        # Objects of a class without `__eq__` compare by their identity. Those of a class in C may
+        # have content that no attribute shows.
+        equal: Any = self.type.__eq__
+        is_unique = equal is object.__eq__ or has_hidden_state(self.type)
+        return Copying.UNIQUE if is_unique else Copying.MUTABLE
 
 
 class _Builtin(NamedTuple):
@@ -216,30 +252,6 @@ def is_builtin(cls: type) -> bool:
     return _base_of(cls) is not object
 
 
-def is_fixed(kind: StaticKind) -> bool:
-    """Whether objects of this kind are immutable themselves, whatever they hold."""
-    return not kind.names and _BUILTINS[_base_of(kind.type)].make is not None
-
-
-def has_identity(cls: type) -> bool:
-    """Whether two objects of a class with equal parts are different all the same.
-
-    Two views are, such as memoryviews. So are two objects of a class without ``__eq__``, which
-    compare by their identity, and of a class in C with content that no attribute shows.
-    """
-    base = _base_of(cls)
-    if base is not object:  # a list, a dict or the like
-        return _BUILTINS[base].is_view
-    equal: Any = cls.__eq__
-    return equal is object.__eq__ or has_hidden_state(cls)
-
-
-def can_be_made(kind: StaticKind) -> bool:
-    """Whether there can be a copy of an object, with the same parts."""
-    is_fixed_base = _BUILTINS[_base_of(kind.type)].make is not None
-    return not has_identity(kind.type) and not (kind.names and is_fixed_base)
-
-
 def fixed_parts(value: object) -> Sequence[Any] | None:
     """Returns the items of an object that has nothing else, and always the same; else None."""
     base = _base_of(type(value))
@@ -293,7 +305,7 @@ def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Ope
 
     Raises a ``TypeError`` if it has another class, or is immutable.
     """
-    if type(value) is not kind.type or is_fixed(kind):
+    if type(value) is not kind.type or kind.copying is Copying.FIXED:
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
     num_items = len(parts) - len(kind.names)
     # 1. What the object holds as a list, dict or the like; of a plain object, nothing.

@@ -25,7 +25,7 @@ from ..errors import raise_listed
 from ..specs.paths import accessor
 from .flatten import flatten
 from .static_equality import Static
-from .static_parts import can_be_made, is_cache
+from .static_parts import Copying, is_cache
 from .structure import (
     Child,
     Container,
@@ -41,12 +41,15 @@ from .structure import (
 
 def not_copied(structure: Structure) -> frozenset[int]:
     """Returns the indices of static objects that cannot be copied, and of all that these hold."""
-    unique = [
+    starts = [
         index
         for index, entry in enumerate(structure.entries)
-        if isinstance(entry, StaticObject) and not can_be_made(entry.kind)
+        if isinstance(entry, StaticObject) and entry.kind.copying in _WITHOUT_COPY
     ]
-    return _reachable(structure, unique)
+    return _reachable(structure, starts)
+
+
+_WITHOUT_COPY = (Copying.UNIQUE, Copying.FIXED_WITH_ATTRIBUTES)
 
 
 def _reachable(structure: Structure, starts: Iterable[int]) -> frozenset[int]:
