@@ -7,6 +7,8 @@ array. A *guard* (``guard/``) finds it again in a later call without flattening 
 From other modules:
 
     Plan        serves all calls whose arguments have its structure, whatever their arrays
+    Guards      find plans in later calls, and have to forget those that are dropped here: one by
+                ``drop``, all by ``clear``
     Flat        arguments that were flattened: their structure, and their arrays (``leaves``), whose
                 positions are called *slots*
     SortedCall  the arguments of a call by their roles (static, donated), which are its signature
@@ -20,7 +22,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -33,22 +35,12 @@ from .signature import SortedCall
 from .structure import NodeEntry
 from .transform import Transform
 
+if TYPE_CHECKING:  # the rest of the core runs without the guard
+    from .guard.store import Guards
+
 # Limits of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
 MAX_OPTIONS = 64
-
-
-class PlanUser(Protocol):
-    """Finds plans in a faster way, and forgets plans that are dropped."""
-
-    def drop(self, plan: Plan) -> None:
-        """Forgets one plan."""
-
-    def clear(self) -> None:
-        """Forgets all plans."""
-
-
-G = TypeVar("G", bound=PlanUser)
 
 
 def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
@@ -75,13 +67,16 @@ def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
     return call.signature, structure, transform.dependencies(leaves), frozenset(not_jax)
 
 
-class Plans(Generic[G]):
+class Plans:
     """The plans of one function with one set of options; the oldest are dropped beyond a limit.
 
     It takes no lock, because comparing keys and collecting garbage may run the user's code.
+
+    Args:
+      guards: find these plans in later calls.
     """
 
-    def __init__(self, guards: G) -> None:
+    def __init__(self, guards: Guards) -> None:
         self.guards = guards
         self._plans: dict[Hashable, Plan] = {}
 
@@ -127,9 +122,9 @@ class FunctionCache:
             weakref.WeakValueDictionary()
         )
         self.log = log
-        self._plans: dict[Hashable, Plans[Any]] = {}  # by the options of a transform
+        self._plans: dict[Hashable, Plans] = {}  # by the options of a transform
 
-    def plans(self, options: Hashable, guards: G) -> Plans[G]:
+    def plans(self, options: Hashable, guards: Guards) -> Plans:
         """Returns the plans for one set of options.
 
         Args:
