@@ -42,7 +42,7 @@ from .pure import pure_function
 from .rebuild import ArrayAttribute, array_attributes
 from .resolve import NamedSpec, name_variables, resolve
 from .signature import Parameters, Signature, SortedCall
-from .spec_checks import check_mesh, fit_specs
+from .spec_checks import check_axes, fit_specs
 from .static_equality import Static
 from .static_places import check_static_places
 from .structure import RefEntry, Structure, VariableEntry
@@ -64,12 +64,6 @@ class Plan:
 
     It holds no arrays, no modules, and the user's function only weakly: ``fun`` returns it. A final
     spec is in the form that the transform uses: for ``jit`` a sharding on the mesh that applies.
-
-    ``arguments`` are the dynamic ones, each with its parts and the user's specs for these.
-    ``variables`` has the name and the final spec of each Variable, by index. ``names``, ``specs``
-    and ``shardings`` are those of the arrays, by slot; ``placed_slots`` are those that a call moves
-    before it runs. ``traced`` has the pure functions that JAX has traced, ``programs`` what it has
-    made of them.
     """
 
     transform: Transform  # with the mesh that applies
@@ -267,19 +261,11 @@ def make_plan(
     arguments = _arguments(transform, parameters, call, structure)
     # Static values with arrays are refused, as these would become constants of the program.
     check_static_places(structure, named_parts(arguments), signature.static_names)
-    locations = locate(structure, arguments)
-    expressions = slot_names(len(leaves), locations)  # "" for an array without one
-    names = [expression or f"array {slot}" for slot, expression in enumerate(expressions)]
-    # One error lists all arguments that are not arrays, or all specs that do not fit the mesh.
-    if isinstance(transform, Sharded):
-        if error := arguments_not_arrays(names, leaves):
-            raise error
-        check_mesh(transform, locations, flat.objects, leaves)
+    locations, names = _locate_arrays(transform, arguments, flat)
     # 2. One spec for each array, by slot: by the user's filters, by the transform, by its shape.
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     specs = transform.input_specs(resolved.slots, leaves)
-    shapes = [*map(shape_of, leaves)]
-    specs = fit_specs(transform, names, shapes, specs, resolved.on_indivisible)
+    specs = fit_specs(transform, names, [*map(shape_of, leaves)], specs, resolved.on_indivisible)
     # 3. The arrays that a call moves to their shardings before it runs. It can replace the caller's
     # array if that is in a Variable or, with graph updates, an attribute of a module.
     shardings = tuple(map(transform.sharding_of, specs))
@@ -333,6 +319,28 @@ def _arguments(
     names = [signature.names[position] for position in signature.dynamic]
     caller = f"{transform.name}: {option}"  # for messages
     return split_arguments(structure, call.tree, prefixes, names, caller)
+
+
+def _locate_arrays(
+    transform: Transform, arguments: Sequence[Argument], flat: Flat
+) -> tuple[list[NamedLocation], list[str]]:
+    """Returns where the Variables and arrays are in the arguments, and the name of each array.
+
+    Raises one error for all arguments that are not arrays, or for all specs with unknown axes.
+
+    Args:
+      transform: those with shardings take arrays only.
+      arguments: the dynamic arguments, with the user's specs.
+      flat: the same, flattened.
+    """
+    locations = locate(flat.structure, arguments)
+    expressions = slot_names(len(flat.leaves), locations)  # "" for an array without one
+    names = [expression or f"array {slot}" for slot, expression in enumerate(expressions)]
+    if isinstance(transform, Sharded):
+        if error := arguments_not_arrays(names, flat.leaves):
+            raise error
+        check_axes(transform, locations, flat.objects, flat.leaves)
+    return locations, names
 
 
 def _donated_slots(

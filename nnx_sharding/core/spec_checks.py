@@ -32,7 +32,7 @@ from .problems import join_paths
 from .transform import Sharded, Transform
 
 
-def check_mesh(
+def check_axes(
     transform: Sharded, locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
 ) -> None:
     """Raises a ``ValueError`` if specs name axes that the mesh does not have, or one twice.
