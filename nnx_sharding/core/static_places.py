@@ -33,8 +33,7 @@ from .structure import (
     StaticObject,
     Structure,
     VariableEntry,
-    atoms,
-    children_of,
+    links_below,
     parts_of,
 )
 
@@ -46,23 +45,10 @@ def not_copied(structure: Structure) -> frozenset[int]:
         for index, entry in enumerate(structure.entries)
         if isinstance(entry, StaticObject) and entry.kind.copying in _WITHOUT_COPY
     ]
-    return _reachable(structure, starts)
+    return frozenset(links_below(structure, starts))
 
 
 _WITHOUT_COPY = (Copying.UNIQUE, Copying.FIXED_WITH_ATTRIBUTES)
-
-
-def _reachable(structure: Structure, starts: Iterable[int]) -> frozenset[int]:
-    """Returns the indices of some objects and of all that they hold, at any depth."""
-    reached: set[int] = set()
-    pending = [*starts]
-    while pending:
-        index = pending.pop()
-        if index not in reached:  # also ends cycles
-            reached.add(index)
-            parts = atoms(children_of(structure.entries[index]))
-            pending += (part for part in parts if isinstance(part, int))
-    return frozenset(reached)
 
 
 def check_static_places(
@@ -158,7 +144,7 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
 
 def _has_arrays(structure: Structure, index: int) -> bool:
     """Whether an object, or what it holds at any depth, has arrays."""
-    return any(structure.slots[reached] for reached in _reachable(structure, [index]))
+    return any(structure.slots[reached] for reached in links_below(structure, [index]))
 
 
 def _places_below(

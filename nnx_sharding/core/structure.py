@@ -252,7 +252,7 @@ class Structure:
     def shared_objects(self, child: Child) -> set[int]:
         """Returns the modules, Variables and refs in ``child`` with more than one reference."""
         # Flattening has recorded whether it met any object twice; counting takes as long again.
-        counts = count_links(self, child) if self.shares else {}
+        counts = Counter(links_below(self, [child]) if self.shares else ())
         shared = (index for index, count in counts.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
 
@@ -282,8 +282,11 @@ class Structure:
         paths = self.paths_to_objects([((), self.root)], limit=4)
         lines = []
         for index in sorted(duplicates):
-            places = [path_string(path) or "the root" for path in paths[index]]
-            lines.append(f"  {entries[index].type.__name__}: {', '.join(places)}")
+            places = [path_string(path) or "the root" for path in paths.get(index, ())]
+            # No path leads through the data of a pytree node, such as the settings of a registered
+            # class. A reference there is no place in the tree.
+            if len(places) > 1:
+                lines.append(f"  {entries[index].type.__name__}: {', '.join(places)}")
         head = "graph=False does not support shared references. Duplicates, found at paths:"
         raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
 
@@ -307,22 +310,22 @@ class Structure:
         return "\n".join([header, *lines]) + ("\n)" if lines else ")")
 
 
-def count_links(structure: Structure, child: Child) -> Counter[int]:
-    """Counts the references to each object from a child and what is below it, by its index.
+def links_below(structure: Structure, children: Iterable[Child]) -> Iterator[int]:
+    """Yields the index of an object for each reference to it, from children and what is below them.
 
-    If the child itself is an index, that is a reference, too.
+    An index among the children is a reference, too. So a set of these has all objects that can be
+    reached from the children, and a ``Counter`` says which are shared.
     """
-    counts: Counter[int] = Counter()
-    pending = [child]
+    reached: set[int] = set()
+    pending: list[Iterable[Child]] = [children]
     while pending:
-        part = pending.pop()
-        if isinstance(part, int):
-            if part not in counts:  # an object that is met again adds no references of its own
-                pending += children_of(structure.entries[part])
-            counts[part] += 1
-        elif isinstance(part, Container | StaticObject):  # a tuple of settings may hold modules
-            pending += part.children
-    return counts
+        for part in atoms(pending.pop()):
+            if not isinstance(part, int):  # an array or a static value
+                continue
+            yield part
+            if part not in reached:  # an object that is met again adds no references of its own
+                reached.add(part)
+                pending.append(children_of(structure.entries[part]))
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:

@@ -28,7 +28,7 @@ that describes it. A step has arrays in slots before and after it. From other mo
                  ``(*groups, outcome)``
     Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
                  with their slots
-    count_links  the objects that can be reached from a child of a structure, by index
+    links_below  the objects that can be reached from children of a structure, by index
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ..core.outcome import Outcome, OutputGroup, Source
 from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.static_equality import Static
-from ..core.structure import RefEntry, VariableEntry, count_links
+from ..core.structure import RefEntry, VariableEntry, links_below
 from ..core.unflatten import Unflattened
 from ..errors import raise_listed, see
 from ..specs.types import BROADCAST, CARRY
@@ -236,7 +236,7 @@ class Scan(Mapped):
         for argument in plan.graph_arguments:
             for part in argument.parts:  # the objects in its pytree, each with its axis
                 if part.spec is CARRY:
-                    indices.update(count_links(plan.structure, part.child))
+                    indices.update(links_below(plan.structure, [part.child]))
         return frozenset(indices)
 
 
@@ -382,7 +382,7 @@ class Loop:
             # None if he gave none.
             for part in argument.parts:
                 if part.spec in (None, BROADCAST, CARRY):
-                    fixed.update(count_links(structure, part.child))  # all that is reached from it
+                    fixed.update(links_below(structure, [part.child]))
         # What modules sow is collected in Variables that are empty, without slots, before the first
         # step. A step puts arrays there, which are stacked, and the next one gets them empty again.
         for index in captures(structure):
