@@ -235,6 +235,17 @@ class ShardedTest(TestCase):
             [(batch, _)] = padded([np.ones(4)], P("data"), MESH)
             self.assertEqual(batch.dtype, np.float64)
 
+    def test_x64_of_the_iteration(self):
+        """Its setting may change while it goes on; full batches are placed without more checks."""
+        with jax.enable_x64(True):
+            batches = iter(shard_batches([np.ones(4)] * 3, P("data"), MESH, prefetch=0))
+            dtypes = [next(batches).dtype]
+        dtypes += [next(batches).dtype]
+        self.assertFalse(jax.config.jax_enable_x64)
+        with jax.enable_x64(True):
+            dtypes += [next(batches).dtype]
+        self.assertEqual(dtypes, [np.float64] * 3)
+
     def test_masks_and_batches_can_be_donated(self):
         step = jax.jit(lambda x, mask: (x + 1, ~mask), donate_argnums=(0, 1))
         total = 0
@@ -355,6 +366,37 @@ class ErrorTest(TestCase):
         self.check(
             ValueError, ["float64[rows] became float64[rows, 1]"], [np.ones(4), np.ones((4, 1))]
         )
+
+    @parameterized.named_parameters(
+        ("structure", ValueError, "structure", lambda x, y: (x, y)),
+        ("type", TypeError, "text", lambda x, y: ["text", y]),
+        ("dtype", ValueError, "became int32", lambda x, y: [x.astype(np.int32), y]),
+        ("row", ValueError, r"\[rows, 3\]", lambda x, y: [np.ones((8, 3), np.float32), y]),
+        ("rank", ValueError, r"\[rows\]", lambda x, y: [x[:, 0], y]),
+        ("rows", ValueError, "16 rows, more", lambda *pair: [np.repeat(x, 2, 0) for x in pair]),
+        ("rows_of_one", ValueError, "4 rows", lambda x, y: [x[:4], y]),
+        ("fewer_rows", None, "", lambda x, y: [x[:4], y[:4]]),
+        ("number", ValueError, "became", lambda x, y: [np.float32(1), y]),
+        ("subclass", None, "", lambda x, y: [np.ma.masked_array(x, x > 2), y]),
+        ("foreign", None, "", lambda x, y: [Tensor(x), y]),
+        ("jax_array", None, "", lambda x, y: [jnp.asarray(x), y]),
+        ("order_of_bytes", ValueError, "became", lambda x, y: [x.astype(">f4"), y]),
+    )
+    def test_a_batch_that_differs_from_full_ones(self, error, text, change):
+        """After two full batches, which need few checks: an error, or what `device_put` makes."""
+        arrays = [np.arange(16, dtype=np.float32).reshape(8, 2), np.ones((8, 1), np.float32)]
+        batches = [arrays, arrays, change(*arrays), arrays]
+        for prefetch in (0, 2):
+            iterator = iter(shard_batches(batches, P("data"), MESH, prefetch=prefetch))
+            next(iterator), next(iterator)
+            if error is not None:
+                with self.assertRaisesRegex(error, text):
+                    next(iterator)
+                continue
+            for batch in iterator:  # that with fewer rows is dropped
+                for array, host in zip(batch, arrays, strict=True):
+                    np.testing.assert_array_equal(array, host)
+                    self.assertEqual(array.sharding, NamedSharding(MESH, P("data")))
 
     def test_leaves_that_are_not_arrays(self):
         batch = {"a": np.ones(4), "b": "text", "c": np.array(["x"] * 4), "d": object()}
