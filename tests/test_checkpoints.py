@@ -881,6 +881,19 @@ class ChecksumTest(parameterized.TestCase):
         self.assertEqual(checksums([part]), checksums([jnp.asarray(part)]))
         self.assertEqual(checksums([host[:0], jnp.asarray(host[:0])]), [0, 0])
 
+    @parameterized.parameters(1, 5, 2**15, 2**16 + 3)  # up to three chunks
+    def test_as_defined(self, size):
+        """As the docstring of the module defines it, which files of earlier releases need."""
+
+        def hash_of(word):
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+                word = (word ^ word >> shift) * factor % 2**32
+            return word ^ word >> 16
+
+        words = np.random.default_rng(0).integers(0, 2**32, size, np.uint32)
+        expected = sum(hash_of(int(x) ^ i * 0x9E3779B9 % 2**32) for i, x in enumerate(words))
+        self.assertEqual(checksums([words, jnp.asarray(words)]), [expected % 2**32] * 2)
+
     def test_any_bit_matters(self):
         words = np.zeros((5, 3), np.uint32)
         [zero] = checksums([words])
