@@ -263,14 +263,13 @@ def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
       array. Unreduced and reduced axes are left out of the sharding; `load_safetensors` places the
       array with them at last.
     """
+    sharding = None if isinstance(leaf, np.ndarray) else names.present_sharding(leaf)
+    if sharding is None:
+        return _read_region(leaf, parts, tuple((0, size) for size in leaf.shape), misfits)
 
     @functools.cache  # devices may hold the same shard
     def read(bounds: Bounds) -> np.ndarray[Any, Any]:
         return _read_region(leaf, parts, bounds, misfits)
-
-    sharding = None if isinstance(leaf, np.ndarray) else names.present_sharding(leaf)
-    if sharding is None:
-        return read(tuple((0, size) for size in leaf.shape))
 
     def read_shard(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
         return read(bounds_of(index, leaf.shape))

@@ -83,6 +83,8 @@ def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[Tensors]
     become another one while they were opened, they are opened again.
     """
     folder = as_folder(path)
+    if not is_in_bucket(folder):
+        folder = Path(folder)  # `epath` takes up to ten times as long for each operation
     index = folder / INDEX_FILE
     for _ in range(3):
         version = version_of(index)  # also if there is none
