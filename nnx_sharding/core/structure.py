@@ -97,13 +97,14 @@ class Location(NamedTuple):
     slots: tuple[int, ...]  # of its arrays: one, unless a Variable holds a pytree
 
 
-class _Visit(NamedTuple):
-    """A child that a walk has to visit."""
-
-    path: Path
-    child: Child
-    slots: Iterator[int]  # of the object around it: each array outside of other objects takes one
-    variable: int | None  # the index of the Variable around it, if any
+# A child that a walk has to visit. A plain tuple, since a walk makes one for each Variable and
+# module, and a NamedTuple takes four times as long to make.
+_Visit: TypeAlias = tuple[
+    Path,
+    Child,
+    Iterator[int],  # slots of the object around it: each array outside of other objects takes one
+    int | None,  # the index of the Variable around it, if any
+]
 
 
 @jax.tree_util.register_static  # a pytree without leaves, as a GraphDef is
@@ -178,34 +179,43 @@ class Structure:
           slots: the slots of the arrays of ``child`` outside of objects.
         """
         seen: set[int] = set()  # the indices of objects that were met
-        stack = [_Visit((), child, slots, None)]  # no recursion: models may be nested deeply
+        # No recursion: models may be nested deeply.
+        stack: list[_Visit] = [((), child, slots, None)]
         while stack:
             # The arrays that an object holds itself take slots from one iterator, which all visits
             # of its parts share. They are visited in order: from the end of the stack, to which
             # parts are added reversed.
             path, child, slots, variable = stack.pop()
-            parts: Iterable[tuple[Path, Child]] = ()  # what to visit below, by path from here
+            parts: Sequence[tuple[Path, Child]] = ()  # what to visit below, by path from here
             if child is LEAF:  # in a container, a module, or a Variable of arrays and objects
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
-                parts = parts_of(child).items() if child.children else ()
+                parts = [*parts_of(child).items()] if child.children else ()
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry = self.entries[child]
+                if is_leaf_variable(entry):  # nearly all objects, so tried first
+                    yield Location(path, child, self.slots[child])
+                    continue
                 variable, slots = None, iter(self.slots[child])  # for arrays that it holds itself
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
-                    parts = parts_of(entry).items()
+                    pairs = zip(entry.keys, entry.children, strict=True)
+                    # Without static attributes: layers have more of them than of others.
+                    parts = [((key,), part) for key, part in pairs if type(part) is not Static]
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)  # the Variable stands for the ref that is its value
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
                     # Its value is a Variable or module, or a pytree with some, and maybe arrays.
                     variable, parts = child, [((), entry.value)]
-                elif isinstance(entry, VariableEntry | RefEntry):  # nearly all: only arrays
+                elif isinstance(entry, VariableEntry | RefEntry):  # only arrays
                     yield Location(path, child, self.slots[child])
-            below = [(key, part) for key, part in parts if not isinstance(part, Static)]
-            stack += [_Visit(path + key, part, slots, variable) for key, part in reversed(below)]
+            stack += [
+                (path + key, part, slots, variable)
+                for key, part in reversed(parts)
+                if not isinstance(part, Static)
+            ]
 
     def paths(self) -> tuple[Path, ...]:
         """Returns the path to each array, by slot: the first one from the root to the Variable."""
