@@ -43,7 +43,7 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
       specs: the specs of its parameters, by path.
       mesh: the mesh of the specs.
     """
-    modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
+    modules: dict[Path, object] = {}  # by path; filled for the first projection, if there is one
     notes = {}
     for parameter in listing.variables:
         spec = specs[parameter.path]
@@ -51,8 +51,13 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
         # A kernel (inputs, heads, size) has a dimension of heads, which is sharded whole or not.
         if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
             continue
-        name, module = _projection(parameter.path, modules)  # ("k_proj", the attention)
-        if not name or not isinstance(module, nnx.Module):
+        name, module_path = _projection(parameter.path)  # ("k_proj", the path of the attention)
+        if not name:
+            continue
+        if not modules:
+            modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
+        module = modules.get(module_path)
+        if not isinstance(module, nnx.Module):
             continue
         shape, outputs = parameter.shapes[0], dimensions[-1]
         axes = axes_of(pad_entries(spec, len(shape))[outputs])
@@ -68,21 +73,17 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
     return notes
 
 
-def _projection(path: Path, modules: Mapping[Path, object]) -> tuple[str, object]:
-    """Returns the name of a projection to heads, and the module around it; "" for other kernels.
+def _projection(path: Path) -> tuple[str, Path]:
+    """Returns the name of a projection to heads, and the path of the module around it.
 
-    For ``blocks/0/attention/k_proj/kernel`` these are ``k_proj`` and the module at
-    ``blocks/0/attention``.
-
-    Args:
-      path: the path of a kernel.
-      modules: all modules, by path.
+    For the kernel ``blocks/0/attention/k_proj/kernel`` these are ``k_proj`` and
+    ``blocks/0/attention``; for a kernel that is none, the name is "".
     """
     for length in (len(path) - 1, len(path) - 2):  # a parameter ``wk``, or ``k_proj/kernel``
         name = str(path[length]) if length >= 0 else ""
         if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
-            return name, modules.get(path[:length])
-    return "", None
+            return name, path[:length]
+    return "", ()
 
 
 def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from flax import nnx
 
+from .. import _compat
 from ..specs.paths import Path
 from .layers import has_sizes
 from .variables import NamedVariable, Shape
@@ -241,8 +242,8 @@ def rules_of_layer(
 
     Args:
       layer: the module. Anything else that a model holds, such as a list, has no rules.
-      known: the parameters of the model: Variables by ``id``, bare arrays by path. Only Variables
-        are looked up here.
+      known: the parameters of the model: Variables by their identity, bare arrays by path. Only
+        Variables are looked up here.
 
     Returns:
       The rules, and the attributes of the module whose parameters they are for. These are None for
@@ -256,9 +257,9 @@ def rules_of_layer(
         return [], ()
     attributes = vars(layer)
     shapes = {
-        name: known[id(value)].layer_shape
+        name: known[_compat.identity(value)].layer_shape
         for name, value in attributes.items()
-        if isinstance(value, nnx.Param) and id(value) in known
+        if isinstance(value, nnx.Param) and _compat.identity(value) in known
     }
     return [*_rules_of_user_class(type(layer).__name__, attributes, shapes)], [*shapes]
 

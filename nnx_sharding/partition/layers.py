@@ -112,7 +112,7 @@ class LayerDimensions:
     Its private attributes:
 
         _stack_counts   by slot, how many first dimensions of the array are those of a `Stack`
-        _slots          by the id of a Variable, the slots of its arrays
+        _slots          by the id of a Variable, the slots of its arrays; empty without a `Stack`
         _norms          the ids of the Variables of normalization layers
         _resolved       by the id of a known Variable, what was found for it
         _common_axes    by the path of a module, and by class: the axes that transforms may have
@@ -123,11 +123,13 @@ class LayerDimensions:
     def __init__(self, flat: Flat):
         """Compares the shapes of all layers of Flax in a flattened model."""
         self._stack_counts = count_layer_dimensions(flat)
-        self._slots = {
-            id(variable): flat.structure.slots[index]
-            for index, variable in enumerate(flat.objects)
-            if _compat.is_any_variable(variable)
-        }
+        self._slots: dict[int, tuple[int, ...]] = {}
+        if self._stack_counts:
+            self._slots = {
+                _compat.identity(variable): flat.structure.slots[index]
+                for index, variable in enumerate(flat.objects)
+                if _compat.is_any_variable(variable)
+            }
         self._norms: set[int] = set()
         self._common_axes: dict[Path, dict[type, set[_Axes]]] = {}
         self._names = {_COMMON_NAME}
@@ -152,7 +154,7 @@ class LayerDimensions:
 
     def is_norm(self, subject: object) -> bool:
         """Whether a Variable is a parameter or a statistic of a normalization layer."""
-        return id(subject) in self._norms
+        return _compat.identity(subject) in self._norms
 
     def find(self, path: Path, subject: object, slots: Sequence[int], shape: Shape) -> Stacked:
         """Finds the dimensions of layers of a Variable or bare array.
@@ -173,12 +175,15 @@ class LayerDimensions:
         if named:
             return Stacked(tuple(sorted(named.union(in_stack))))
         # 2. A parameter of a layer of Flax, which has been compared with the shape for one layer.
-        if id(subject) in self._resolved:
-            return self._resolved[id(subject)]
+        resolved = self._resolved.get(_compat.identity(subject))
+        if resolved is not None:
+            return resolved
         # 3. The axes that known Variables in the closest module around it have in common. Modules
         # further out say less, as they hold layers that are stacked in different ways.
-        modules_around = [path[:length] for length in reversed(range(len(path)))]
-        closest = next((module for module in modules_around if module in self._common_axes), None)
+        modules_around = (path[:length] for length in reversed(range(len(path))))
+        closest = None
+        if self._common_axes:  # in most models no layer is stacked
+            closest = next((x for x in modules_around if x in self._common_axes), None)
         if closest is not None:
             like_neighbors = self._follow_neighbors(self._common_axes[closest], subject, shape)
             # In a `Stack`, these include its dimensions. Only if there are more of them, those of a
@@ -194,16 +199,17 @@ class LayerDimensions:
         Also fills ``_norms`` with those of normalization layers.
         """
         for index, layer in enumerate(flat.objects):
+            is_norm = isinstance(layer, _NORMS)
             for name, layer_shape in _shapes(layer).items():
                 variable: Any = getattr(layer, name, None)
-                if isinstance(layer, _NORMS):
-                    self._norms.add(id(variable))
+                if is_norm:
+                    self._norms.add(_compat.identity(variable))
                 if not _compat.is_any_variable(variable):
                     continue
                 shape = getattr(variable.get_raw_value(), "shape", None)
                 if shape is None:  # a Variable of None or of a pytree
                     continue
-                slots = self._slots.get(id(variable), ())
+                slots = self._slots.get(_compat.identity(variable), ())
                 # The number of its first dimensions that are those of a `Stack`.
                 stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
                 candidates = _candidates(shape, layer_shape, stack_count)
@@ -245,7 +251,7 @@ class LayerDimensions:
             }
             remaining = named or remaining
         stacked = Stacked.from_candidates(remaining)
-        self._resolved[id(known.variable)] = stacked
+        self._resolved[_compat.identity(known.variable)] = stacked
         if names and not stacked.is_ambiguous:
             self._names.update(names[d] for d in stacked.dimensions)  # None, if it has no name
 

@@ -85,25 +85,44 @@ def optimizer_sharding(
       >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
       P(None, 'model')
     """
-    parameters = None if model is None else variables(model)
-    specs = optimizer_specs(optimizer, sharding, parameters)
+    if not isinstance(sharding, StateSharding):
+        raise TypeError(
+            f"optimizer_sharding: sharding must be a StateSharding, got {show(sharding)}."
+        )
+    states = _states_of(optimizer)
+    if model is None:
+        if not isinstance(optimizer, nnx.ModelAndOptimizer):
+            raise ValueError(
+                "optimizer_sharding: the shapes of the parameters are needed. Pass model=..., "
+                "which may be abstract."
+            )
+        model = optimizer.model
+    parameters = variables(model)
+    parameter_specs: SpecsByPath = {}
+    for parameter in parameters:
+        filter_index, spec = sharding.find(parameter.path, parameter.variable)
+        parameter_specs[parameter.path] = PartitionSpec() if filter_index is None else spec
+    specs = _follow_all(optimizer, states, parameter_specs, parameters)
     return from_paths(specs, by="optimizer_sharding")
 
 
 def optimizer_specs(
-    optimizer: object, sharding: StateSharding, parameters: Sequence[NamedVariable] | None
+    optimizer: object, specs: SpecsByPath, parameters: Sequence[NamedVariable]
 ) -> SpecsByPath:
     """Returns the sharding of each path of an optimizer: that of the parameter it belongs to.
 
     Args:
       optimizer: the optimizer, which may be abstract.
-      sharding: the sharding of the model.
-      parameters: those of the model; None for those of the model that the optimizer holds.
+      specs: the sharding of each parameter, by its path in the model; ``P()`` for others.
+      parameters: those of the model.
     """
-    if not isinstance(sharding, StateSharding):
-        raise TypeError(
-            f"optimizer_sharding: sharding must be a StateSharding, got {show(sharding)}."
-        )
+    states, whole = _states_of(optimizer), PartitionSpec()
+    parameter_specs = {x.path: specs.get(x.path, whole) for x in parameters}
+    return _follow_all(optimizer, states, parameter_specs, parameters)
+
+
+def _states_of(optimizer: object) -> Sequence[NamedVariable]:
+    """Lists the Variables of an optimizer; raises a ``TypeError`` if there are none."""
     # An `optax.GradientTransformation` is easily passed in place of the optimizer with its state.
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     states = [] if is_transformation else variables(optimizer)
@@ -112,20 +131,26 @@ def optimizer_specs(
             f"optimizer_sharding: {type(optimizer).__name__} holds no state. Pass "
             "nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
-    if parameters is None:
-        if not isinstance(optimizer, nnx.ModelAndOptimizer):
-            raise ValueError(
-                "optimizer_sharding: the shapes of the parameters are needed. Pass model=..., "
-                "which may be abstract."
-            )
-        parameters = variables(optimizer.model)
-    parameter_specs: SpecsByPath = {}
-    for parameter in parameters:
-        filter_index, spec = sharding.find(parameter.path, parameter.variable)
-        parameter_specs[parameter.path] = PartitionSpec() if filter_index is None else spec
+    return states
+
+
+def _follow_all(
+    optimizer: object,
+    states: Iterable[NamedVariable],
+    specs: SpecsByPath,
+    parameters: Iterable[NamedVariable],
+) -> SpecsByPath:
+    """Returns the sharding of each state of an optimizer, by its path.
+
+    Args:
+      optimizer: the optimizer.
+      states: its Variables.
+      specs: the sharding of each parameter, by its path in the model.
+      parameters: those of the model.
+    """
     # State without an owner is replicated, on the mesh of the parameters if they all name one.
-    specs = parameter_specs.values()
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs}
+    all_specs = specs.values()
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in all_specs}
     mesh = meshes.pop() if len(meshes) == 1 else None
     whole = PartitionSpec()
     ownerless = whole if mesh is None else NamedSharding(mesh, whole)
@@ -134,7 +159,7 @@ def optimizer_specs(
         if owner is None:
             state_specs[state.path] = ownerless
         else:
-            state_specs[state.path] = _follow(state, owner, parameter_specs[owner.path])
+            state_specs[state.path] = _follow(state, owner, specs[owner.path])
     return state_specs
 
 
@@ -160,21 +185,23 @@ def _with_owners(
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     copy_paths = _paths_of_copies(optimizer)
+    copy_lengths = sorted({len(path) for path in copy_paths})
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
         path = state.path
         length = len(path)
         # How many keys of the path lead to the copy that it is in: the outermost, as the State of
         # a model has no other State in it.
-        copy_length = next((n for n in range(length + 1) if path[:n] in copy_paths), None)
+        copy_length = next((n for n in copy_lengths if path[:n] in copy_paths), None)
         if copy_length is None:
             # Outside of a copy: any end of its path, the longest first. ``model/up/kernel`` of an
             # nnx.ModelAndOptimizer belongs to ``up/kernel``.
-            candidates = [path[n:] for n in range(length + 1)]
+            candidates = (path[n:] for n in range(length + 1))
         else:
             # In a copy: its path from there on, without the last keys if need be. In ``mu``, the
             # state ``up/kernel/0`` also belongs to ``up/kernel``.
-            candidates = [path[copy_length:end] for end in range(length, copy_length - 1, -1)]
+            ends = range(length, copy_length - 1, -1)
+            candidates = (path[copy_length:end] for end in ends)
         owner_path = next((candidate for candidate in candidates if candidate in owners), None)
         yield state, None if owner_path is None else owners[owner_path]
 
@@ -187,9 +214,9 @@ def _paths_of_copies(optimizer: object) -> set[Path]:
     seen = set[int]()  # the ids of modules, as the model that is optimized may refer to itself
 
     def is_leaf(x: object) -> bool:
-        is_seen = id(x) in seen
+        is_seen = _compat.identity(x) in seen
         if _compat.is_node(x):
-            seen.add(id(x))
+            seen.add(_compat.identity(x))
         return is_seen or isinstance(x, nnx.State)
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=is_leaf)
@@ -317,7 +344,7 @@ def with_optimizer(
       remarks: what reports say of the specs of the model.
     """
     if optimizer is not None:
-        state = optimizer_specs(optimizer, from_paths(specs), parameters)
+        state = optimizer_specs(optimizer, specs, parameters)
         specs = union(specs, state)  # an error if both have a path, with different specs
     # The remarks say what has chosen each spec of the model, so the others are the optimizer's.
     return from_paths(specs, activations, remarks, by="optimizer_sharding")

@@ -211,7 +211,7 @@ def zero1(
     parameters = variables(model)
     specs = base_specs("zero1", parameters, base, mesh)
     # The state as its parameters are sharded, and then each large array of it over the axes.
-    state_specs = optimizer_specs(optimizer, from_paths(specs), parameters)
+    state_specs = optimizer_specs(optimizer, specs, parameters)
     state = optimizer_variables(optimizer, parameters)
     if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
         state = [variable for variable in state if variable.path[:1] != ("model",)]

@@ -277,7 +277,7 @@ def _key_of(path: Path, subject: object) -> int | Path:
       path: where it is in the model.
       subject: the Variable or bare array.
     """
-    return id(subject) if _compat.is_any_variable(subject) else path
+    return _compat.identity(subject) if _compat.is_any_variable(subject) else path
 
 
 class _RuledLayer(NamedTuple):

@@ -65,6 +65,8 @@ class NamedVariable(NamedTuple):
     @property
     def shape(self) -> Shape | None:
         """The shape of its arrays; None if they have different ones."""
+        if len(self.shapes) == 1:  # nearly all; strategies ask several times for each
+            return self.shapes[0]
         return self.shapes[0] if self.shapes.count(self.shapes[0]) == len(self.shapes) else None
 
     @property
@@ -77,7 +79,9 @@ class NamedVariable(NamedTuple):
     @property
     def layer_dimensions(self) -> list[int]:
         """The dimensions that are not stacked layers, in their order."""
-        return [d for d in range(len(self.shape or ())) if d not in self.layers.dimensions]
+        stacked = self.layers.dimensions
+        dimensions = range(len(self.shape or ()))
+        return [d for d in dimensions if d not in stacked] if stacked else [*dimensions]
 
     @property
     def layer_size(self) -> int:

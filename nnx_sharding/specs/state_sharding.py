@@ -85,6 +85,7 @@ class StateSharding:
     on_indivisible: OnIndivisible | None
     activations: ActivationSharding | None
     _tests: list[tuple[Predicate, Callable[[str], Any] | None]]
+    _has_patterns: bool
 
     @_compat.api_boundary
     def __init__(
@@ -120,6 +121,7 @@ class StateSharding:
             on_indivisible=on_indivisible,
             activations=activations,
             _tests=list(zip(predicates, searches, strict=True)),
+            _has_patterns=any(search is not None for search in searches),
         )
 
     @property
@@ -159,7 +161,8 @@ class StateSharding:
           path: the keys from the argument to the Variable.
           variable: the Variable, or the array where the argument holds a bare one.
         """
-        path_text = path_string(path)  # ("up", "kernel") -> "up/kernel"
+        # ("up", "kernel") -> "up/kernel", which only patterns read: a strategy makes none.
+        path_text = path_string(path) if self._has_patterns else ""
         for index, (predicate, search) in enumerate(self._tests):
             # A pattern has the `search` of its regular expression; other filters have None.
             matches = predicate(path, variable) if search is None else search(path_text)
