@@ -84,9 +84,9 @@ class _SlotParameter(inspect.Parameter):
     """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
 
     def __init__(self, label: str):
-        super().__init__("_", inspect.Parameter.POSITIONAL_ONLY)
-        # The constructor accepts only identifiers, not paths.
-        self._name = label
+        # Not by the constructor of the base, which accepts only identifiers, not paths.
+        self._name, self._kind = label, inspect.Parameter.POSITIONAL_ONLY
+        self._default = self._annotation = inspect.Parameter.empty
 
 
 class Names(NamedTuple):

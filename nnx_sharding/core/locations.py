@@ -56,9 +56,12 @@ def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLoc
             part_name = accessor(argument.name, part.keys)  # such as ``models[0]``
             # Each Variable and array below the part, once, under its first path.
             for location in structure.walk(part.child, root_slots):
-                paths = dict.fromkeys((location.path, *aliases.get(location.object_index, ())))
+                paths: tuple[Path, ...] = (location.path,)
+                if aliases:  # without duplicates, since the first path is one of them
+                    others = aliases.get(location.object_index, ())
+                    paths = tuple(dict.fromkeys((location.path, *others)))
                 name = accessor(part_name, location.path)
-                locations.append(NamedLocation(argument, part, location, name, tuple(paths)))
+                locations.append(NamedLocation(argument, part, location, name, paths))
     return locations
 
 

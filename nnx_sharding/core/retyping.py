@@ -93,6 +93,8 @@ class LeftAutoAxes:
           after: the graph.
           specs: the declared spec of each of its arrays.
         """
+        if not self._left:  # most functions run no module of a strategy on Auto axes
+            return after
         leaves = [*after.leaves]
         for slot, declared in enumerate(specs):
             left = self._left.get(id(leaves[slot]))
@@ -112,7 +114,7 @@ class LeftAutoAxes:
                 leaves[slot] = retype(left.inside, mesh, keep_axes(spec, explicit))
                 for note in self._notes.get(id(left.typed), ()):
                     note(jax.typeof(leaves[slot]).sharding)
-        return after._replace(leaves=leaves) if self._left else after
+        return after._replace(leaves=leaves)
 
 
 # Of the innermost function of ours that is being traced.

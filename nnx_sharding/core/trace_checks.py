@@ -182,8 +182,10 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
     """
     # Not by `isinstance`, which asks a lazy proxy for the class of its target, and so loads that.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
-    argument_ids = set(map(id, leaves))  # JAX's checkify makes arguments constants as well
-    sharded = [x for x in constants if not x.is_fully_replicated and id(x) not in argument_ids]
+    sharded = [x for x in constants if not x.is_fully_replicated]
+    if sharded:  # JAX's checkify makes arguments constants as well
+        argument_ids = set(map(id, leaves))
+        sharded = [x for x in sharded if id(x) not in argument_ids]
     if not sharded:
         return
     operations = _compat.operations_on_constants()  # by id of the array, the primitives' names
