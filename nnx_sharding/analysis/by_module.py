@@ -225,9 +225,12 @@ class ModuleTable(AsData):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a sentence on the peak, and a row for each module."""
         yield text(self.summary())
+        # Times need the rates of hardware, or a profile: without, a column would have no figure.
+        has_times = any(row.seconds is not None for row in self.rows)
         is_measured = any(row.measured is not None for row in self.rows)
         names = ["module", "at the peak", "mostly"]  # columns of words
-        figures = ["flops", "bytes", "sent", "at least", *(["measured"] if is_measured else [])]
+        figures = ["flops", "bytes", "sent"]
+        figures += [*(["at least"] if has_times else []), *(["measured"] if is_measured else [])]
         lines = []
         for row in self.rows:
             held = row.at_peak or {}  # bytes by use; none if the row holds nothing
@@ -235,7 +238,9 @@ class ModuleTable(AsData):
             mostly = max(held, key=held.__getitem__, default="")
             line = [_pass(row.path, row.backward), bytes_text(size), mostly]
             line += [count_text(row.flops), bytes_text(row.bytes_accessed)]
-            line += [bytes_text(row.bytes_sent), time_text(row.seconds)]
+            line.append(bytes_text(row.bytes_sent))
+            if has_times:
+                line.append(time_text(row.seconds))
             if is_measured:
                 line.append(time_text(row.measured))
             lines.append(line)

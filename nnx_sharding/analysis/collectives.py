@@ -631,9 +631,12 @@ def _with_operation(
     home, named = next(with_name, around[-1])
     names, operands = [named.operation], {*named.operand_names}
     # If the compiler has merged several collectives into one, that has the name of one of them: the
-    # instructions that make its operands have the names of all.
+    # instructions that make its operands have the names of all. The largest comes first, since a
+    # table shows only that one.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:
-        names = [other.operation for other in home.instructions if other.name in operands] + names
+        made = [other for other in home.instructions if other.name in operands]
+        made.sort(key=lambda other: total_bytes(arrays(other.shape)), reverse=True)
+        names = [other.operation for other in made] + names
     joined = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
     if joined == (instruction.operation or ""):
         return instruction

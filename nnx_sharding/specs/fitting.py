@@ -457,13 +457,18 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
 def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     """Returns a text for each of two different shardings, short but with their difference.
 
-    Specs alone are enough if they differ; otherwise the mesh is added, or the kind of memory.
+    Specs alone are enough if they differ on meshes of equal sizes; otherwise the meshes are added,
+    or the kinds of memory.
     """
     text, other_text = describe(sharding), describe(other)
-    if text != other_text:
+    is_named = isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding)
+    if not is_named:
+        return (text, other_text) if text != other_text else (str(sharding), str(other))
+    # Of an array that is on no mesh, the spec says all.
+    are_on_meshes = not (sharding.mesh.empty or other.mesh.empty)
+    have_equal_sizes = sharding.mesh.shape == other.mesh.shape
+    if text != other_text and (have_equal_sizes or not are_on_meshes):
         return text, other_text
-    if not isinstance(sharding, NamedSharding) or not isinstance(other, NamedSharding):
-        return str(sharding), str(other)
     if sharding.mesh == other.mesh:
         return f"{text} in {sharding.memory_kind}", f"{other_text} in {other.memory_kind}"
     mesh, other_mesh = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
