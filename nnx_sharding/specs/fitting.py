@@ -461,8 +461,7 @@ def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     or the kinds of memory.
     """
     text, other_text = describe(sharding), describe(other)
-    is_named = isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding)
-    if not is_named:
+    if not isinstance(sharding, NamedSharding) or not isinstance(other, NamedSharding):
         return (text, other_text) if text != other_text else (str(sharding), str(other))
     # Of an array that is on no mesh, the spec says all.
     are_on_meshes = not (sharding.mesh.empty or other.mesh.empty)
