@@ -312,7 +312,7 @@ class StackedTest(parameterized.TestCase):
 
         (ours, state), grads = nnx_sharding.value_and_grad(loss, has_aux=True)(model, X)
         (theirs, expected), of_eager = nnx_sharding.value_and_grad(eager, has_aux=True)(model, X)
-        assert_same((ours, state["layers"], grads), (theirs, expected, of_eager), rtol=1e-4)
+        assert_same((ours, state["layers"], grads), (theirs, expected, of_eager), rtol=3e-4)
 
     def test_perturbations_of_a_stack(self):
         model = stack(Loud, 3, rngs=nnx.Rngs(0))

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from unittest import mock
 
+import flax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -201,6 +202,12 @@ for before, after in [("a", ""), ("", "a"), ("ab", "ba"), ("b", "a")]:
 """
 
 
+ordered_dicts = pytest.mark.skipif(
+    flax.__version__ == "0.12.8", reason="Flax takes __dict__ for an attribute with data"
+)
+
+
+@ordered_dicts
 @pytest.mark.parametrize("pure", ["", "1"])
 def test_an_ordered_dict_of_attributes(pure):
     environment = {**os.environ, "NNX_SHARDING_PURE_PYTHON": pure}
@@ -208,6 +215,7 @@ def test_an_ordered_dict_of_attributes(pure):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
+@ordered_dicts
 def test_an_ordered_dict_with_its_own_order():
     model = Model()
     model.__dict__ = collections.OrderedDict(model.__dict__)

@@ -130,6 +130,7 @@ def test_compiled(capsys):
     check(capsys, lambda: compiled(model, sharded), ValueError, "x, float32[8,8]: is P('data',)")
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jaxlib crashes, plain jax.jit as well")
 def test_donated(capsys):
     fun, model = as_jit(MESHES["auto"], donate_argnums=0), Model()
     fun(model, X)
@@ -168,5 +169,7 @@ def test_all_frames_on_demand():
             fun(model, X[:7])
     finally:
         jax.config.update("jax_traceback_filtering", before)
-    assert "pytree key path x" in str(caught.value.__cause__)
+    # Older releases say less of the argument.
+    part = "pytree key path x" if jax.__version_info__ >= (0, 11) else "(full shape: (7, 8)"
+    assert part in str(caught.value.__cause__)
     assert any(OURS in frame.filename for frame in traceback.extract_tb(caught.tb))

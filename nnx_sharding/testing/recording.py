@@ -53,6 +53,8 @@ RESULT = "the result"  # the name of what a step returns, next to those of its a
 # The values of a site on each device, in the order of the calls. Keys are the number of the site
 # and whether it is the gradient; a device is named by its indices along the site's Manual axes.
 Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
+# By site, what its callbacks got: an array, and the indices of its device.
+Kept: TypeAlias = "dict[tuple[int, bool], list[tuple[jax.Array, tuple[jax.Array, ...]]]]"
 
 
 class Site(NamedTuple):
@@ -120,7 +122,7 @@ class RecordedStep:
         self._fun = jit(recorded_step, mesh=mesh, **kept)
         self._calls = Calls()  # `jit` sets `FRAME` for all modules only where calls are recorded
         self._sites: list[Site] = []  # filled by the first call, which traces the step
-        self._values: Values = {}  # filled by the callbacks of each call
+        self._kept: Kept = {}  # filled by the callbacks of each call
 
     def __call__(self, args: Any, rounding: Rounding | None = None) -> Outcome:
         """Runs the step, and returns what it computed.
@@ -130,7 +132,7 @@ class RecordedStep:
           rounding: what to change every record by; None to change nothing.
         """
         self._rounding = rounding
-        self._values = defaultdict(lambda: defaultdict(list))  # by site, by device
+        self._kept = defaultdict(list)
         with RECORD(self._calls):
             out = self._fun(*args)
         # Modules and optimizers in the arguments have changed, so their arrays count as well.
@@ -138,7 +140,11 @@ class RecordedStep:
         # Both, because a callback may run after the arrays are ready.
         jax.block_until_ready(arrays)
         jax.effects_barrier()
-        return Outcome(arrays, self._sites, self._values)
+        values: Values = defaultdict(lambda: defaultdict(list))  # by site, by device
+        for site, pairs in self._kept.items():
+            for x, indices in pairs:
+                values[site][tuple(map(int, indices))].append(np.asarray(x))
+        return Outcome(arrays, self._sites, values)
 
     def arrays(
         self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
@@ -253,7 +259,7 @@ class RecordedStep:
     def _record(
         self, x: jax.Array, axes: tuple[Any, ...], number: int, *, is_gradient: bool
     ) -> None:
-        """Adds a callback to the program, which keeps an array of each device in ``_values``.
+        """Adds a callback to the program, which keeps an array of each device in ``_kept``.
 
         Args:
           x: the array.
@@ -264,9 +270,10 @@ class RecordedStep:
         """
 
         def keep(x: Any, *indices: Any) -> None:
-            device = tuple(map(int, indices))
-            # `self._values` is another dict in each call of the step, which this program outlives.
-            self._values[number, is_gradient][device].append(np.array(x))
+            # As they are: JAX may still be copying them. To wait for that here, in a thread of the
+            # program whose other threads wait for each other, can block all of them for ever.
+            # `self._kept` is another dict in each call of the step, which this program outlives.
+            self._kept[number, is_gradient].append((x, indices))
 
         jax.debug.callback(keep, x, *map(jax.lax.axis_index, axes))
 
