@@ -61,9 +61,10 @@ class Release:
         for name in shards:
             _link(draft / name, folder / name)
         for name in old.difference(new):  # so that they are swept if they are not deleted below
-            # Not `_link`, whose rename would take them from the old model while that is needed.
-            with contextlib.suppress(OSError):  # without links, they are not swept
-                os.link(folder / name, draft / name)
+            # Not `_link`, whose rename would take them from the old model while that is needed. An
+            # old file may be a symbolic link, which Python follows by default only from 3.14 on.
+            with contextlib.suppress(OSError, NotImplementedError):  # without, they are not swept
+                os.link(folder / name, draft / name, follow_symlinks=False)
         if shards:  # an index must not be on the disk before the files that it names
             sync(draft, deep=False)  # by which they are swept if there will be no index
             sync(folder, deep=False)
