@@ -781,6 +781,32 @@ def test_caches_that_a_module_makes(columns):
         assert not any(is_gathered(step, **declared) for step in messages)
 
 
+class Pooled(nnx.Module):
+    """Classes of a sequence, and a value for each token of it: both have two dimensions."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs), nnx.Linear(32, 24, rngs=rngs)
+        self.value = nnx.Linear(32, 1, rngs=rngs)
+
+    def classes(self, tokens):
+        return self.head(self.embed(tokens).mean(1))
+
+    def values(self, tokens):
+        return self.value(self.embed(tokens))[..., 0]
+
+
+@pytest.mark.parametrize(("method", "is_gathered"), [("classes", True), ("values", False)])
+def test_outputs_with_fewer_dimensions(method, is_gathered):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    model = nnx.eval_shape(lambda: Pooled(nnx.Rngs(0)))
+    options = {"in_shardings": (tensor_parallel(model, mesh=mesh), P("data")), "mesh": mesh}
+    step = jit(lambda model, tokens: jnp.square(getattr(model, method)(tokens)).sum(), **options)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = step.lower(model, jax.ShapeDtypeStruct((8, 16), jnp.int32)).compile()
+    assert bool(found.collectives().of("all-gather", "model")) == is_gathered
+    assert ["over 'model'" in str(x.message) for x in caught] == [True] * is_gathered
+
+
 class Cache(nnx.Module):
     def __init__(self, keys):
         self.keys = nnx.Cache(keys)

@@ -193,20 +193,24 @@ class WholeOutputs:
 
         _outputs       outputs that are gathered over axes of their columns or heads
         _last_columns  of the layer that ran last: the axes that shard its columns, by their number
+        _last_shape    of the layer that ran last: the shape of its output; None if that is unknown
     """
 
     def __init__(self) -> None:
         """Starts with none."""
         self._outputs: list[_GatheredOutput] = []
         self._last_columns: dict[int, frozenset[AxisName]] = {}
+        self._last_shape: Shape | None = None
 
     def begin_layer(self) -> None:
         """Forgets the columns of earlier layers, as later arrays do not have them."""
         self._last_columns.clear()
+        self._last_shape = None
 
     def end_layer(self, x: jax.Array, spec: PartitionSpec) -> None:
         """Remembers how a layer shards the columns of ``x``, its output."""
         self._last_columns = {x.shape[-1]: frozenset(spec_axes(spec))}
+        self._last_shape = x.shape
 
     def add(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
@@ -225,8 +229,10 @@ class WholeOutputs:
         is_tokens = jnp.issubdtype(first.dtype, jnp.integer)
         rank = first.ndim + 1 if is_tokens else first.ndim
         # An output with fewer dimensions has no columns: a value for each token, (batch, length).
+        # Unless the last layer made it so, as the classes of a pooled sequence, (batch, classes).
+        least = 2 if x.shape == self._last_shape else max(2, rank)
         # One with the dimensions of the input, (batch, features), is the data, or is like them.
-        if x.ndim < max(2, rank) or x.shape == first.shape[: x.ndim]:
+        if x.ndim < least or x.shape == first.shape[: x.ndim]:
             return
         # One with more dimensions may be a cache, (batch, length, heads, features).
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
