@@ -1,10 +1,10 @@
-"""One call of a function with rules: what ``jax.custom_vjp`` and ``jax.custom_jvp`` get of it.
+"""One call of a function with rules: the part that ``jax.custom_vjp`` and ``jax.custom_jvp`` see.
 
 JAX takes functions and rules of arrays; the user's are of modules. The *pure function* of a call
-translates: it takes the *leaves* of the arguments (arrays, numbers, flags; a *slot* is the position
-of one), calls the user's function, and returns *groups* of output arrays, and an *outcome*: what
-was done to objects, and where each array is now. A rule has the same arguments as the function, so
-it is called by the same pure function in its place:
+translates between them. It takes the *leaves* of the arguments (arrays, numbers, flags; a *slot* is
+the position of one), and calls the user's function. It returns *groups* of output arrays, and an
+*outcome*: what was done to objects, and where each array is now. A rule has the same arguments as
+the function, so the pure function can call the rule instead:
 
     JAX asks for    the user's function is called as       JAX gets
     ------------    ------------------------------------   ----------------------------------------
@@ -27,11 +27,15 @@ From other modules:
     Plan          what is known before the trace: ``structure`` (all but the arrays) of the
                   arguments, whose ``root`` is (positional, keywords), and their names
     Caller        the call being traced; the pure function calls ``caller.fun``
-    flatten       a pytree of objects to a ``Flat``: structure, ``leaves`` by slot, and objects
+    flatten       turns a pytree of objects into a ``Flat``: structure, ``leaves`` by slot, objects
     unflatten     makes new objects around leaves; ``root`` is their pytree
     slots_by_path the slots of the arrays in a structure: {(0, 0, "kernel"): (1,)}
     TangentForm   says which arrays of some objects have tangents (``slots``); ``tangents_in`` takes
-                  them out of objects that the user gave, as a list of arrays
+                  the tangents out of objects that the user gave, as a list of arrays
+    replace_slots a copy of a list of leaves with others in some slots
+    check_pair    raises a ``TypeError`` unless a function returned a pair
+    is_traced     whether JAX traces a leaf of the arguments: an array or a number, but no flag
+    without_tangent  zeros of dtype ``float0``, the tangent of a value without derivative
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ GroupArrays: TypeAlias = list[list[Any]]
 
 
 class Rules(FunctionGroup):
-    """A function, then the rules for its derivative (``functions``); called, it is the function."""
+    """A function that is called as usual, and the rules for its derivative (``functions``)."""
 
     __slots__ = ("__name__",)
 
@@ -81,18 +85,19 @@ class Rules(FunctionGroup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Custom(InnerTransform):
-    """What ``custom_vjp`` and ``custom_jvp`` decide."""
+    """The options of ``custom_vjp`` and ``custom_jvp``, and the call that they make of JAX's."""
 
     in_name: str = "nondiff_argnums"
     nondiff: tuple[int, ...]  # the positions of arguments that are not differentiated, sorted
-    # Pairs of the position of another argument and a filter: for what is differentiated in modules.
+    # Each pair has the position of another argument and a filter for what is differentiated in its
+    # modules.
     filters: tuple[tuple[int, Any], ...] = ()
     # Whether cotangents of modules are states: Flax's contract with graph updates.
     has_states: bool = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Returns a function of all leaves that calls ``jax.custom_vjp`` or ``jax.custom_jvp``."""
-        # A new object for each call: it records what the function and its rules do.
+        # Each call makes a new object, because the object records what the function and rules do.
         cls = _CallWithVjp if self.name == "custom_vjp" else _CallWithJvp
         return lambda *leaves: cls(
             transform=self, plan=plan, function=function, leaves=leaves
@@ -110,11 +115,11 @@ class _Call:
       fun: the user's function.
       rules: his rules: forward and backward, or the one for tangents.
       slots: the slots of the arrays that JAX gets, in the order in which it gets them.
-      types: their types, by slot.
-      fixed_leaves: all leaves by slot, with None for what JAX gets. The others are flags, and
-        arrays that are not differentiated.
-      differentiated: the slots of what is differentiated, by path, such as ``(0, "kernel")``. Paths
-        start with the position among the differentiated arguments.
+      types: the types of these arrays, by slot.
+      fixed_leaves: all leaves by slot, with None for the arrays that JAX gets. The rest are flags,
+        and arrays that are not differentiated.
+      differentiated: the slots of what is differentiated, by path, such as ``(0, "kernel")``. A
+        path starts with the position among the differentiated arguments.
 
     ``_caller`` is the call being traced, with the user's objects, and ``_function`` its pure
     function.
@@ -130,15 +135,15 @@ class _Call:
           leaves: the leaves of its arguments, by slot.
         """
         caller = current_caller()
-        assert caller is not None  # a call is made in the trace of one
+        assert caller is not None  # `jax_transform` is used only in the trace of a call
         self.transform, self.plan, self._function, self._caller = transform, plan, function, caller
         self.fun: Function
         self.rules: tuple[Function, ...]
-        self.fun, *rules = caller.fun.functions  # of `Rules`
+        self.fun, *rules = caller.fun.functions  # `caller.fun` is a `Rules`
         self.rules = tuple(rules)
         self.differentiated, nondiff_slots = self._sort_locations()
-        # All arrays and numbers, but no flags. An array that is not differentiated is fixed, unless
-        # an outer transform traces it, as JAX's rules must not capture tracers.
+        # These are all arrays and numbers, but no flags. An array that is not differentiated is
+        # fixed, unless an outer transform traces it, because JAX's rules must not capture tracers.
         self.slots = [
             slot
             for slot, leaf in enumerate(leaves)
@@ -147,7 +152,8 @@ class _Call:
         self._arrays = [leaves[slot] for slot in self.slots]
         self.fixed_leaves = replace_slots(leaves, self.slots, [None] * len(self.slots))
         self.types = {slot: _abstract(leaves[slot]) for slot in self.slots}
-        # What each did when it was last traced, by the user's function or rule.
+        # The keys are the user's function and rules; the values say what each did when it was last
+        # traced.
         self._outcomes: dict[Callable[..., Any], Outcome] = {}
 
     def _sort_locations(self) -> tuple[dict[Path, tuple[int, ...]], set[int]]:
@@ -163,16 +169,16 @@ class _Call:
         predicates = {
             position: to_predicate(filter_) for position, filter_ in self.transform.filters
         }
-        # Where each Variable is, and each array that is in none.
+        # A location is the place of a Variable, or of an array that is in no Variable.
         for location in locations_in(self.plan.structure):
-            # (0, 1, "kernel") is in the argument 1. The 0 is for positional arguments; there are no
+            # (0, 1, "kernel") is in the argument 1. The 0 means positional arguments; there are no
             # keyword arguments.
             _, position, *path = location.path
             if position in nondiff:
                 nondiff_slots.update(location.slots)
                 continue
-            # Filters are for Variables. An array that is in none is differentiated in any case.
-            index = location.object_index  # of the Variable
+            # Filters are for Variables. An array that is in no Variable is always differentiated.
+            index = location.object_index  # the index of the Variable; None for such an array
             if position in predicates and index is not None:
                 variable = self._caller.objects[index]
                 if not predicates[position](self._path_in_module(position, path), variable):
@@ -187,11 +193,11 @@ class _Call:
         In an argument ``[model]``, ``(0, "kernel")`` becomes ``("kernel",)``.
 
         Args:
-          position: that of the argument.
+          position: the position of the argument.
           path: where the Variable is in the argument.
         """
-        # The parts of an argument are the modules and Variables in its pytree. The keys of one lead
-        # to it: (0,) for that in ``[model]``, () for an argument that is a module itself.
+        # The parts of an argument are the modules and Variables in its pytree. The keys of a part
+        # lead to it: (0,) in ``[model]``, () for an argument that is a module itself.
         for part in self.plan.graph_arguments[position].parts:
             depth = len(part.keys)
             if (*path[:depth],) == part.keys:
@@ -199,22 +205,23 @@ class _Call:
         raise AssertionError(path)  # each Variable is in a part
 
     def run(self) -> tuple[Any, ...]:
-        """Calls the function with its rules; returns what the pure function returns.
+        """Calls the function with its rules, and returns what the pure function returns.
 
-        That is: groups of output arrays, and the outcome.
+        The result is groups of output arrays, and the outcome. The call then forgets the user's
+        objects and arrays.
         """
         function_with_rules = self.differentiable()
         # JAX traces the function here or, under differentiation, a rule. `_trace` records the
         # outcome.
         results = function_with_rules(self._arrays)
-        # JAX may keep the rules, and with them this call; it must not keep the user's modules and
-        # arrays alive. Static objects are needed to trace a rule later.
+        # JAX may keep the rules, and with them this call, which must not keep the user's modules
+        # and arrays alive. Static objects stay, because they are needed to trace a rule later.
         statics = {*self.plan.structure.static_indices()}
         objects = [x if i in statics else None for i, x in enumerate(self._caller.objects)]
         self._caller = self._caller._replace(objects=objects)
         self._arrays = []
         groups = [OutputGroup.unnamed(arrays) for arrays in results]
-        *_, outcome = self._outcomes.values()  # any of them: `_trace` checks that they are equal
+        *_, outcome = self._outcomes.values()  # `_trace` has checked that all of them are equal
         return (*groups, outcome)
 
     def differentiable(self) -> Function:
@@ -236,13 +243,13 @@ class _Call:
 
         Args:
           rule: the user's rule, for messages.
-          call_rule: calls it with the arguments of the function. Returns a pair: the output of the
-            rule, and anything else, which is the second result.
+          call_rule: calls the rule with the arguments of the function. Returns a pair: the output
+            of the rule, and anything else, which becomes the second result.
           arrays: the arrays in ``slots``.
         """
         second_results = list[Any]()
 
-        # The pure function returns what belongs to the output alone.
+        # The pure function must return the output alone, so the second result leaves on the side.
         @functools.wraps(rule, updated=())
         def output_of_rule(*args: object) -> Any:
             output, second_result = call_rule(*args)
@@ -263,23 +270,28 @@ class _Call:
 
         Args:
           function_or_rule: what the user wrote, for the record and for messages.
-          called: what the pure function calls with the user's arguments: this, or a wrapper that
-            returns the output alone.
+          called: what the pure function calls with the user's arguments: ``function_or_rule``, or a
+            wrapper that returns the output alone.
           arrays: the arrays in ``slots``.
 
         Returns:
           What was done to objects, and the outputs.
 
         Raises:
-          ValueError: it is not what the function, or another rule, did in an earlier trace.
+          ValueError: the function or rule did not do the same as another one in an earlier trace.
         """
         leaves = replace_slots(self.fixed_leaves, self.slots, arrays)
         with called_by(self._caller._replace(fun=called)):  # the pure function calls this function
             *groups, outcome = self._function(*leaves)
-        for other, known in self._outcomes.items():
-            # Sources too: JAX compares the outputs of rules, but not which inputs were returned.
-            if (known.structure, known.sources) != (outcome.structure, outcome.sources):
-                self._refuse_difference(other, known, function_or_rule, outcome)
+        for earlier_function, earlier_outcome in self._outcomes.items():
+            # Sources count because JAX compares outputs, but not which inputs were returned.
+            if (earlier_outcome.structure, earlier_outcome.sources) != (
+                outcome.structure,
+                outcome.sources,
+            ):
+                self._refuse_difference(
+                    earlier_function, earlier_outcome, function_or_rule, outcome
+                )  # always raises
         self._outcomes[function_or_rule] = outcome
         return outcome, [list(group.arrays) for group in groups]
 
@@ -294,25 +306,25 @@ class _Call:
 
         Args:
           function: the user's function or a rule.
-          outcome: what it did.
-          other_function: another one of these.
-          other_outcome: what that did.
+          outcome: what ``function`` did.
+          other_function: another one of the user's function and rules.
+          other_outcome: what ``other_function`` did.
         """
         name, other_name = name_of(function), name_of(other_function)
         changed, other_changed = _changed_objects(outcome), _changed_objects(other_outcome)
-        variables = self.plan.variables  # names (and specs) of those in the arguments, by index
+        variables = self.plan.variables  # those of the arguments, by index, with names and specs
         lines = []
-        for index in sorted(changed ^ other_changed):  # what only one of them changes
+        for index in sorted(changed ^ other_changed):  # the objects that only one of them changes
             place = variables[index].name if index in variables else "an object"
             lines.append(f"  {place}: changed by {name if index in changed else other_name} only")
         raise_listed(
             ValueError,
             f"{self.transform.name}: {name} and {other_name} have to return the same structure "
             "and to change the same Variables:",
-            # Without lines, both change the same Variables, and the results differ.
+            # Without lines, both change the same Variables, so the results differ.
             lines or ["  the structures that they return or leave differ"],
         )
-        raise AssertionError  # there are lines, so that `raise_listed` raises
+        raise AssertionError  # not reached: the list is not empty, so the call above raises
 
     def nondiff_of(self, args: Sequence[object]) -> list[Any]:
         """Returns the arguments that are not differentiated, which rules get first."""
@@ -332,7 +344,7 @@ def _changed_objects(outcome: Outcome) -> set[int]:
 def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
     """Returns the type of an array, with a sharding only on Explicit axes.
 
-    There it is a part of the type, so that zeros in place of a cotangent have to have it.
+    On Explicit axes the sharding is part of the type, so zeros for a cotangent need it.
     """
     aval: Any = jax.typeof(leaf)
     sharding = None if type_spec(leaf) is None else aval.sharding
@@ -340,13 +352,14 @@ def _abstract(leaf: object) -> jax.ShapeDtypeStruct:
 
 
 class _ForwardPass(NamedTuple):
-    """What the backward rule has to know of the forward rule, besides arrays."""
+    """The facts about a forward rule that the backward rule needs, besides arrays."""
 
-    outcome: Outcome  # what it did to objects
-    arguments: Structure  # the arguments before it
-    # Of (arguments that are not differentiated, residuals), both of which the backward rule gets.
+    outcome: Outcome  # what the forward rule did to objects
+    arguments: Structure  # the arguments before the forward rule
+    # The structure of (arguments that are not differentiated, residuals). The backward rule gets
+    # both.
     residuals: Structure
-    cotangent_form: TangentForm  # of the cotangents that the backward rule returns
+    cotangent_form: TangentForm  # the form of the cotangents that the backward rule returns
 
 
 class _CallWithVjp(_Call):
@@ -356,7 +369,7 @@ class _CallWithVjp(_Call):
         """Makes the function with its rules in the form of ``jax.custom_vjp``."""
         function: Any = jax.custom_vjp(self.outputs)
         # JAX passes the residuals of the forward rule to the backward rule. Here they are the
-        # pullback itself, a function that is a pytree of the arrays that it needs.
+        # pullback itself, a function that is also a pytree of the arrays that it needs.
         function.defvjp(self._forward, lambda pullback, cotangents: pullback(cotangents))
         return function  # type: ignore[no-any-return]
 
@@ -364,38 +377,40 @@ class _CallWithVjp(_Call):
         """Runs the forward rule; ``arrays`` are those in ``slots``.
 
         Returns:
-          The outputs, and the pullback: a function of their cotangents, and for JAX, which keeps
-          it, a pytree of the residual arrays.
+          The outputs, and the pullback: a function of their cotangents. To JAX, which keeps the
+          pullback, it is a pytree of the residual arrays.
         """
         forward_rule, _ = self.rules
 
         def call_rule(*args: Any) -> tuple[Any, tuple[Structure, Flat]]:
-            arguments = flatten((args, {})).structure  # before the rule, which may change them
+            # The rule may change the arguments, so their structure is taken before it.
+            arguments = flatten((args, {})).structure
             pair = forward_rule(*args)
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
             check_pair(f"custom_vjp: {expected}", pair)
             output, residuals = pair
-            # With the arguments that the backward rule gets as well, and that may be traced.
+            # The backward rule gets the arguments that are not differentiated, too. They may be
+            # traced, so they are among the residuals.
             return output, (arguments, flatten((self.nondiff_of(args), residuals)))
 
         outcome, outputs, noted = self.trace_rule(forward_rule, call_rule, arrays)
         arguments, residuals = noted
         forward = _ForwardPass(outcome, arguments, residuals.structure, self._cotangent_form())
-        # JAX has to know the residuals that are arrays, and keeps them; all others are kept here.
+        # JAX has to know the residuals that are arrays, and keeps them. This call keeps the others.
         leaves = residuals.leaves
         slots = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
-        others = replace_slots(leaves, slots, [None] * len(slots))
+        kept_leaves = replace_slots(leaves, slots, [None] * len(slots))
 
         def pullback(arrays: Sequence[object], cotangents: GroupArrays) -> tuple[list[Any]]:
-            return self._backward(forward, replace_slots(others, slots, arrays), cotangents)
+            return self._backward(forward, replace_slots(kept_leaves, slots, arrays), cotangents)
 
-        # The leaves of this pytree are the arrays. JAX gives it to the backward rule with others in
-        # their place, such as tracers.
+        # The leaves of this pytree are the arrays. JAX gives the pytree to the backward rule with
+        # other leaves in their place, such as tracers.
         return outputs, jax.tree_util.Partial(pullback, [leaves[slot] for slot in slots])
 
     def _cotangent_form(self) -> TangentForm:
         """Returns the form of the cotangents of the differentiated arguments."""
-        # Types in place of arrays, so that the form does not keep these alive.
+        # Types stand for the arrays, because the form must not keep the arrays alive.
         types = replace_slots(self.fixed_leaves, self.slots, self.types.values())
         return TangentForm(Flat(self.plan.structure, types, ()), self.differentiated)
 
@@ -410,14 +425,14 @@ class _CallWithVjp(_Call):
           cotangents: the cotangents of the outputs.
 
         Returns:
-          What JAX wants: a tuple with the cotangents of the only argument of its function, the list
-          of arrays in ``self.slots``; None for zeros.
+          A tuple, as JAX wants it: its item is the cotangents of the only argument of JAX's
+          function, the list of arrays in ``self.slots``; None means zeros.
         """
         _, backward_rule = self.rules
         outcome = forward.outcome
-        # First the cotangent of each array after the call, by slot. An array that the call did not
-        # change is no output of JAX's function: its cotangent goes around the rule, which gets
-        # zeros.
+        # The first step finds the cotangent of each array after the call, by slot. An array that
+        # the call did not change is no output of JAX's function: its cotangent goes around the
+        # rule, so the rule gets zeros for it.
         by_slot_after: list[Any] = []
         for group, position in outcome.sources:
             is_unchanged = group == INPUT
@@ -425,11 +440,12 @@ class _CallWithVjp(_Call):
                 self._zero_cotangent(position) if is_unchanged else cotangents[group][position]
             )
             by_slot_after.append(cotangent)
-        # One more, for arrays in the arguments that are none of those after the call.
+        # The last slot is for arrays in the arguments that are not among the arrays after the call.
         by_slot_after.append(None)
         no_slot = len(by_slot_after) - 1
         arguments = _arguments_after(forward.arguments, outcome, no_slot)
-        # Then what the user's rule gets. The forms of both modes are described in `custom_vjp`.
+        # The second step calls the user's rule. `custom_vjp` describes what the rule gets in both
+        # modes.
         nondiff, user_residuals = unflatten(forward.residuals, residuals).root
         options: dict[str, Any] = {}
         if self.transform.has_states:  # with graph updates
@@ -437,13 +453,13 @@ class _CallWithVjp(_Call):
         else:
             g = unflatten(outcome.structure, by_slot_after).root  # in the form of the output
             if "updates_g" in inspect.signature(backward_rule).parameters:
-                # {index: None}: in place of the Variable with that index, `unflatten` puts None.
+                # `existing` has None for each unchanged Variable, so `unflatten` puts None there.
                 unchanged = dict.fromkeys(_unchanged_variables(arguments, outcome))
                 args, _ = unflatten(arguments, by_slot_after, existing=unchanged).root
                 options["updates_g"] = args
         results = backward_rule(*nondiff, user_residuals, g, **options)
-        # Last, from the user's modules and arrays to the arrays that JAX differentiates. None in
-        # place of a module or an array stands for zeros.
+        # The third step takes the arrays that JAX differentiates from the user's modules and
+        # arrays. None in place of a module or an array stands for zeros.
         form = forward.cotangent_form
         name = f"custom_vjp: {name_of(backward_rule)}: cotangents"  # for messages
         input_cotangents = form.tangents_in(name, results, may_omit=True)
@@ -452,7 +468,7 @@ class _CallWithVjp(_Call):
 
     def _zero_cotangent(self, slot: int) -> Any:
         """Returns zeros for the leaf in a slot of the arguments; for integers, of ``float0``."""
-        if slot not in self.types:  # not differentiated, or a flag: zeros of `float0`, too
+        if slot not in self.types:  # a flag, or not differentiated: it has no tangent, either
             return without_tangent(self.fixed_leaves[slot])
         aval = self.types[slot]
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -467,7 +483,7 @@ class _CallWithVjp(_Call):
         Args:
           outcome: what the forward rule did.
           arguments: the arguments after it, as `_arguments_after` returns them.
-          cotangents: by slot after the call; the last one is None, for arrays that the call cannot
+          cotangents: by slot after the call. The last one is None, for arrays that the call cannot
             change.
 
         Returns:
@@ -475,13 +491,13 @@ class _CallWithVjp(_Call):
           have an ``nnx.State`` in place of each module.
         """
         no_slot = len(cotangents) - 1
-        # Variables that hold cotangents, by index. The structure after the call has the same
-        # indices, so a Variable that is in the output and in an argument is one in both states.
+        # These Variables hold cotangents, by index. The structure after the call has the same
+        # indices, so a Variable in the output and in an argument is one Variable in both states.
         variables = unflatten(arguments, cotangents).objects
         args, _ = user_tree(
             arguments,
             cotangents,
-            keep=lambda slots: no_slot not in slots,  # None in place of other arrays
+            keep=lambda slots: no_slot not in slots,  # None stands for what the call cannot change
             objects=variables,
         )
         output = user_tree(outcome.structure, cotangents, objects=variables)
@@ -491,15 +507,15 @@ class _CallWithVjp(_Call):
 def _arguments_after(before: Structure, outcome: Outcome, no_slot: int) -> Structure:
     """Returns the structure of the arguments as a call left them, by slots after the call.
 
-    In the example of this module, ``model.count`` is in slot 1, and ``model.kernel`` in slot 2.
-    ``x``, which the call cannot change, is none of the arrays after it, and gets ``no_slot``.
+    In the example of this module, ``model.count`` is in slot 1, and ``model.kernel`` in slot 2. The
+    call cannot change ``x``, so ``x`` is none of the arrays after it, and gets ``no_slot``.
 
     Args:
       before: the structure of the arguments before the call.
       outcome: what the call did.
       no_slot: the slot for arrays that the call cannot change.
     """
-    after = outcome.structure  # of the output, with the objects of the arguments in its table
+    after = outcome.structure  # the output's, with the objects of the arguments in its table
     entries, slots = [*after.entries], [*after.slots]
     for index, entry in enumerate(before.entries):
         if entries[index] is None:  # a module that could not change, without graph updates
@@ -538,8 +554,8 @@ class _CallWithJvp(_Call):
         [arrays], [array_tangents] = primals, tangents
 
         def call_rule(*args: Any) -> tuple[Any, tuple[Any, Any]]:
-            # The tangents of the arguments, in new objects like these. What JAX does not get has
-            # zeros of `float0`.
+            # The tangents of the arguments are in new objects of the same form. A leaf that JAX
+            # does not get has zeros of `float0`.
             arguments = flatten((args, {}))
             zeros = [without_tangent(x) for x in arguments.leaves]
             leaves = replace_slots(zeros, self.slots, array_tangents)
@@ -559,8 +575,8 @@ class _CallWithJvp(_Call):
     ) -> GroupArrays:
         """Returns the tangent of each output of JAX's function, in the groups of the outputs.
 
-        In the example of this module, ``[[tangent of y, tangent of count]]``: the rule returns the
-        first one, and leaves the second one in the tangents of its arguments.
+        In the example of this module, the result is ``[[tangent of y, tangent of count]]``. The
+        rule returns the first one, and leaves the second one in the tangents of its arguments.
 
         Args:
           outcome: what the rule did to objects.
@@ -569,8 +585,8 @@ class _CallWithJvp(_Call):
           d_args: the tangents of all arguments, as it left them.
         """
         [rule] = self.rules
-        # The arrays after the call, by slot. What the function returns unchanged is no output of
-        # JAX's function: its tangent goes around the rule, and is not asked for here.
+        # The arrays after the call, by slot. An array that the function returns unchanged is no
+        # output of JAX's function: its tangent goes around the rule, so it is None here.
         leaves = [
             None if group == INPUT else outputs[group][position]
             for group, position in outcome.sources
@@ -580,7 +596,8 @@ class _CallWithJvp(_Call):
         name = f"custom_jvp: {name_of(rule)}: tangent"  # for messages
         returned = form.tangents_in(name, d_output)
         by_slot_after = dict(zip(form.slots, returned, strict=True))
-        # What is in the output and in an argument has the tangent that was left in the latter.
+        # An array in the output and in an argument has the tangent that the rule left in the
+        # argument.
         by_slot_after |= self._tangents_left(outcome, d_args)
         # Each output of JAX's function is in one slot after the call.
         by_source = {outcome.sources[slot]: tangent for slot, tangent in by_slot_after.items()}
@@ -588,7 +605,7 @@ class _CallWithJvp(_Call):
         for group, arrays in enumerate(outputs):
             in_group = []
             for position, array in enumerate(arrays):
-                # None for an integer, and for an array that has no place in the tangents.
+                # The tangent is None for an integer, and for an array without a place in them.
                 tangent = by_source.get(Source(group, position))
                 in_group.append(_zero_tangent(array) if tangent is None else tangent)
             tangents.append(in_group)
@@ -601,19 +618,19 @@ class _CallWithJvp(_Call):
           outcome: what the rule did to objects.
           d_args: the tangents of the arguments, as it left them.
         """
-        # Flattened like the arguments, (positional, keywords), and so with the same paths.
-        left = flatten((d_args, {}))
-        left_slots_by_path = slots_by_path(left.structure)
+        # The tangents are flattened like the arguments, (positional, keywords), so paths are equal.
+        flat_d_args = flatten((d_args, {}))
+        d_slots_by_path = slots_by_path(flat_d_args.structure)
         no_slot = len(outcome.sources)  # none of the arrays after the call has this slot
         arguments = _arguments_after(self.plan.structure, outcome, no_slot)
         tangents: dict[int, Any] = {}
         for path, slots in slots_by_path(arguments).items():
-            # A Variable that the rule has added to an argument, or an array to a Variable, may have
-            # none in the tangents.
-            left_slots = left_slots_by_path.get(path, ())
-            for slot, left_slot in zip(slots, left_slots, strict=False):
+            # The tangents may have no place for a Variable that the rule has added to an argument,
+            # or for an array that it has added to a Variable.
+            d_slots = d_slots_by_path.get(path, ())
+            for slot, d_slot in zip(slots, d_slots, strict=False):
                 if slot != no_slot:
-                    tangents[slot] = left.leaves[left_slot]
+                    tangents[slot] = flat_d_args.leaves[d_slot]
         return tangents
 
 

@@ -1,23 +1,26 @@
 """``grad`` and ``value_and_grad`` for functions that take NNX objects.
 
-`argnums` chooses arguments, the *targets*, and `wrt` Variables in them. So a call first finds the
-*slots* (positions among all arrays of the arguments) of what is differentiated
-(:meth:`ValueAndGrad.prepare`), then differentiates at these
-(:meth:`ValueAndGrad.value_and_gradients`), and puts the gradients into the form of the arguments
+`argnums` chooses arguments, the *targets*, and `wrt` Variables in them. A call takes three steps.
+It finds the *slots* (positions among all arrays of the arguments) of the arrays that are
+differentiated (:meth:`ValueAndGrad.prepare`). It differentiates with respect to these arrays
+(:meth:`ValueAndGrad.value_and_gradients`). It puts the gradients into the form of the arguments
 (:meth:`PreparedCall.build_gradient`): a state by path for each module, as in Flax. The *plan* is
-what is known of all calls with arguments of one structure; a *location* is where a Variable or an
-array is in an argument.
-`accumulate_gradients` takes the same three steps, with the second one in a loop.
+what is known of all calls with arguments of one structure. A *location* is the place of a Variable
+or an array in an argument. `accumulate_gradients` takes the same three steps, with the second one
+in a loop.
 
 From other modules:
 
     Argument       an argument by its ``name``, and its ``parts``: the leaves of its pytree, such as
                    modules, each with the ``keys`` that lead to it in the argument
     NamedLocation  a location, with its ``argument`` and its ``part``. ``paths`` are all paths from
-                   the part that lead to it; ``subject`` is what filters get: Variable or array
+                   the part that lead to it; filters get its ``subject``: a Variable or an array
     SortedCall     the arguments of a call: ``tree`` is ``(positional, keywords)``
-    tangent_type   the type that a gradient has; None for integers and the like
-    value_at       what a location has: an array, or a Variable's pytree of arrays
+    tangent_type   the type of an array's gradient; None for integers and other values without one
+    without_tangent  the zeros that take the place of a gradient for a value without one
+    value_at       the content of a location: an array, or a Variable's pytree of arrays
+    pytree_of      the pytree of arrays in a Variable; None if its value is something else
+    to_predicate   makes a function of path and value from a filter; raises for other things
 """
 
 from __future__ import annotations
@@ -62,10 +65,10 @@ def value_and_grad(
 ) -> Any:
     """Makes a function that returns the value of ``f`` and its gradient.
 
-    Modules, optimizers and Variables may be anywhere in the arguments; changes that ``f`` makes
-    to them, such as to BatchNorm statistics and random streams, are made to the caller's own
-    objects. A Variable that several arguments share is one input: its gradient covers all its uses
-    and, as in Flax, is only in the first place.
+    Modules, optimizers and Variables may be anywhere in the arguments. Changes that ``f`` makes to
+    them, such as to BatchNorm statistics and random streams, are made to the caller's own objects.
+    A Variable that several arguments share is one input: its gradient covers all its uses, and is
+    only in the first place, as in Flax.
 
     Args:
       f: the function. It returns a scalar or, with ``has_aux``, a pair of a scalar and anything
@@ -89,7 +92,7 @@ def value_and_grad(
       it is a tuple.
 
     Raises:
-      TypeError: ``argnums`` has something else, or ``wrt`` is not a filter; at a call, ``f``
+      TypeError: ``argnums`` holds something else, or ``wrt`` is not a filter; at a call, ``f``
         returns no scalar, or something that is differentiated is not floating-point or complex.
       ValueError: ``argnums`` counts positions of a bound method; at a call, it names unknown
         arguments, or no Variable matches ``wrt``.
@@ -168,7 +171,7 @@ def _make(
 ) -> Any:
     """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none.
 
-    What depends on the function, such as the names of its parameters, is checked when it is called.
+    The function's properties, such as the names of its parameters, are checked at a call.
 
     Args:
       name: the name of the transform.
@@ -179,7 +182,7 @@ def _make(
       **options: further fields of :class:`_Gradient`.
     """
     if wrt is not None:
-        to_predicate(wrt)  # raises a TypeError for what is not a filter
+        to_predicate(wrt)  # raises a TypeError if it is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     chosen = tuple(
@@ -195,7 +198,7 @@ def _make(
             f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
-    # The default may match nothing: then the gradient is an empty state, as in Flax.
+    # The default may match nothing. Then the gradient is an empty state, as in Flax.
     must_match = wrt is not None and wrt is not nnx.Param
     transform = _Gradient(
         name=name, wrt=chosen, is_single=is_single, must_match=must_match, **options
@@ -203,7 +206,7 @@ def _make(
 
     def decorate(function: Callable[..., object]) -> Any:
         lifted = lift(ValueAndGrad, function, transform, Roles(), *modes)  # no static arguments
-        is_bound_method = bool(lifted._bound)  # the objects that it is bound to
+        is_bound_method = bool(lifted._bound)  # `_bound` has the objects to which it is bound
         if is_bound_method and any(isinstance(key, int) for key in keys):
             raise ValueError(
                 f"{name}: positions do not count the object of a bound method. Name what is "
@@ -216,14 +219,14 @@ def _make(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gradient(Differentiation):
-    """What ``grad`` decides: what it differentiates, and how."""
+    """The options of ``grad``: what it differentiates, and how; and the check of the output."""
 
     in_name: str = "argnums"
     is_reverse: bool = True
-    # Pairs of the position or the name of a differentiated argument, and the filter for the
-    # Variables in it; None for the default of the mode.
+    # Each pair has the position or the name of a differentiated argument, and the filter for the
+    # Variables in it; None is for the default of the mode.
     wrt: tuple[tuple[int | str, Any], ...]
-    must_match: bool  # whether the user chose a filter, so that something has to match it
+    must_match: bool  # whether the user chose a filter, which then has to match something
     is_single: bool  # whether the gradient is of one argument, not a tuple
     returns_value: bool  # whether calls return the value, too
     holomorphic: bool  # as in ``jax.grad``
@@ -232,7 +235,7 @@ class _Gradient(Differentiation):
     def check_output(self, fun_name: str, out: object) -> None:
         """Raises a ``TypeError`` unless the function returns a scalar that has a gradient.
 
-        ``out`` is what it returned, without auxiliary data.
+        ``out`` is the function's result without auxiliary data.
         """
         if not is_array(out) or jnp.shape(out) != ():  # type: ignore[arg-type]
             hint = " Reduce it, for example to its mean." if is_array(out) else ""
@@ -258,7 +261,7 @@ class Target(NamedTuple):
 
     argument: Argument
     value: Any  # what the caller passed for it
-    locations: list[NamedLocation]  # of what is differentiated in it
+    locations: list[NamedLocation]  # the places of what is differentiated in it
     is_state: bool  # whether its gradient has states in place of modules
 
 
@@ -282,12 +285,13 @@ class PreparedCall(NamedTuple):
           arrays: the gradient of each array in ``slots``.
 
         Returns:
-          For each target, a pytree like the argument: with a state in place of each module, or with
-          a new module that holds gradients. A tuple of them, unless there is a single target.
+          A gradient for each target: a pytree like the argument, with a state in place of each
+          module, or with a new module that holds gradients. Unless there is a single target, the result is a
+          tuple of these.
         """
         by_slot = dict(zip(self.slots, arrays, strict=True))
-        # Targets that share a module share its gradients, so all arguments are built together, each
-        # like the argument of that name.
+        # Targets that share a module share its gradients, so all arguments are built together,
+        # each as the argument of that name. Gradients in states do not need them.
         all_in_states = all(target.is_state for target in self.targets)
         arguments = {} if all_in_states else self._arguments_with(by_slot)
         gradients: list[Any] = []
@@ -302,10 +306,10 @@ class PreparedCall(NamedTuple):
         """Returns all arguments by name as new objects, with gradients in place of the arrays.
 
         Args:
-          gradients: those of the arrays, by slot.
+          gradients: the gradients of the arrays, by slot.
         """
         structure, objects = self.flat.structure, self.flat.objects
-        # What is not differentiated becomes zeros of ``float0``.
+        # An array that is not differentiated becomes zeros of ``float0``.
         leaves = [
             gradients.get(slot, without_tangent(x)) for slot, x in enumerate(self.flat.leaves)
         ]
@@ -320,18 +324,18 @@ def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
 
     Args:
       flat: all arguments, flattened.
-      target: the argument, and where in it is what was differentiated.
+      target: the argument, with the locations of what was differentiated in it.
       values: the gradients, by the slots of the arrays.
     """
-    # By the keys that lead to a part of the argument (a module, Variable or array), then by the
-    # path of a Variable in it. The parts are the leaves of the argument, in order.
+    # The first key leads to a part of the argument (a module, Variable or array). The second key is
+    # the path of a Variable in the part. The parts are the leaves of the argument, in order.
     states: dict[Path, dict[Path, Any]] = {part.keys: {} for part in target.argument.parts}
     for named in target.locations:
         location = named.location
         gradient: Any = value_at(flat.structure, location, values)  # type: ignore[arg-type]
         if location.object_index is not None:  # the index of the Variable; None for a bare array
-            # A Variable of the same class and metadata, as optimizers expect it. It is a plain one,
-            # also if the user's own is a hijax value.
+            # Optimizers expect a Variable of the same class and metadata. The gradient's is a plain
+            # one even if the user's own is a hijax value.
             old = _compat.plain_variable(flat.objects[location.object_index])
             variable = _compat.new_variable(type(old), _compat.get_metadata(old))
             _compat.set_value(variable, gradient)
@@ -351,12 +355,13 @@ def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
     ``((model, x), {"y": y})`` → ``{"model": model, "x": x, "y": y}``.
     """
     positional, keywords = tree
-    values = [*positional, *(keywords[key] for key in sorted(keywords))]  # as in `plan.arguments`
+    # The order is that of `plan.arguments`.
+    values = [*positional, *(keywords[key] for key in sorted(keywords))]
     return dict(zip((argument.name for argument in plan.arguments), values, strict=True))
 
 
 class ValueAndGrad(Differentiable[P, R]):
-    """A function that returns the gradient of another one, perhaps after its value."""
+    """A function that returns the gradient of another one, or its value and the gradient."""
 
     _transform: _Gradient
 
@@ -365,8 +370,8 @@ class ValueAndGrad(Differentiable[P, R]):
         """Calls and differentiates the function; its changes are made to the caller's own objects.
 
         Returns:
-          ``(value, gradient)`` for ``value_and_grad``. For ``grad`` the gradient, or with
-          ``has_aux`` a pair of it and the auxiliary data.
+          ``(value, gradient)`` for ``value_and_grad``. For ``grad`` the gradient or, with
+          ``has_aux``, a pair of the gradient and the auxiliary data.
         """
         prepared = self.prepare((*self._bound, *args), kwargs)
         value, arrays = self.value_and_gradients(prepared)
@@ -386,24 +391,28 @@ class ValueAndGrad(Differentiable[P, R]):
           kwargs: the keyword arguments.
         """
         plan, flat = self._find_plan(args, kwargs)
-        # For the values of the arguments by name: the plan may be that of an earlier call.
+        # The call has the values of the arguments by name. The plan cannot have them, because it
+        # may be that of an earlier call.
         call = self._sort(args, kwargs)
         targets = self._targets(plan, call, flat)
-        # A dict, as a set in order: targets that share an array have its slot twice.
-        unique: dict[int, None] = {}
+        # The dict is an ordered set, because targets that share an array have its slot twice.
+        slots: dict[int, None] = {}
         for target in targets:
             for named in target.locations:
-                unique |= dict.fromkeys(named.location.slots)
+                slots |= dict.fromkeys(named.location.slots)
         return PreparedCall(
             plan=plan,
             flat=flat,
             targets=targets,
-            slots=[*unique],
+            slots=[*slots],
             is_single=self._transform.is_single,
         )
 
     def value_and_gradients(self, prepared: PreparedCall) -> tuple[Any, list[Any]]:
-        """Calls and differentiates the function.
+        """Calls and differentiates the function; its changes are made to the caller's own objects.
+
+        Raises:
+          TypeError: an array has no derivative (:meth:`check_types`).
 
         Returns:
           What the function returns, and the gradient of each array that is differentiated.
@@ -420,7 +429,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
             Args:
               function: takes a list of arrays. Returns the arrays of the user's output, without
-                auxiliary data; and all outputs of the program, which are not differentiated.
+                auxiliary data; and all outputs of the program, which JAX does not differentiate.
               arrays: the differentiated arrays, at which it is called.
 
             Returns:
@@ -428,20 +437,21 @@ class ValueAndGrad(Differentiable[P, R]):
             """
 
             def loss(arrays: Sequence[Any]) -> tuple[Any, Any]:
-                [value], outputs = function(arrays)  # `check_output` has let a scalar pass only
+                [value], outputs = function(arrays)  # one, since `check_output` wants a scalar
                 return value, outputs
 
             value_and_gradients = jax.value_and_grad(loss, has_aux=True, **options)
             (_, outputs), gradients = value_and_gradients(arrays)
             return gradients, outputs
 
-        # Calls the user's function once, in `gradients_of`; returns its result and the gradients.
+        # `differentiate` calls the user's function once, in `gradients_of`, and returns its result
+        # and the gradients.
         return self.differentiate(prepared.plan, prepared.flat, prepared.slots, gradients_of)
 
     def check_types(self, prepared: PreparedCall) -> None:
         """Raises a ``TypeError`` for arrays without a derivative, such as integers.
 
-        JAX would find it, too, but it knows neither their paths nor the option ``wrt``.
+        JAX would raise an error, too, but it knows neither their paths nor the option ``wrt``.
         """
         if self._transform.allow_int:
             return
@@ -462,6 +472,9 @@ class ValueAndGrad(Differentiable[P, R]):
     def _targets(self, plan: Plan, call: SortedCall, flat: Flat) -> list[Target]:
         """Returns the arguments that ``argnums`` names, with what is differentiated in each.
 
+        Raises:
+          ValueError: ``argnums`` names unknown arguments, or filters match nothing.
+
         Args:
           plan: the plan of the call, with the names of the arguments.
           call: the values of the arguments.
@@ -470,27 +483,28 @@ class ValueAndGrad(Differentiable[P, R]):
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
         # The user's filter for each argument that is differentiated, or None.
-        chosen = self._chosen_filters(call, arguments)
-        # As in Flax: with graph updates parameters, without them (and so in tree mode) everything.
+        filters_given = self._chosen_filters(call, arguments)
+        # The default is Flax's: parameters with graph updates; everything without graph updates,
+        # which tree mode never has.
         has_updates = self._modes["updates"]
-        default = nnx.Param if has_updates else ...
-        filters = {name: default if x is None else x for name, x in chosen.items()}
-        # What is differentiated in each of these arguments, by its name.
+        default_filter = nnx.Param if has_updates else ...
+        filters = {name: default_filter if x is None else x for name, x in filters_given.items()}
+        # The locations of what is differentiated, by the name of the argument.
         locations = self._differentiated(plan, flat, filters)
         is_empty = not any(named.location.slots for x in locations.values() for named in x)
-        # A gradient without arrays is an error only if the user has asked for some by a filter.
+        # A gradient without arrays is an error only if the user has chosen arrays by a filter.
         if is_empty and self._transform.must_match:
-            self._refuse_empty(flat, filters)
+            self._refuse_empty(flat, filters)  # always raises
         return [
             Target(
                 argument=arguments[name],
                 value=values[name],
                 locations=locations[name],
-                # As in Flax, without graph updates a gradient has the form of the whole argument,
+                # Without graph updates, a gradient has the form of the whole argument, as in Flax,
                 # unless the user gave a filter that says which part.
                 is_state=has_updates or filter_ is not None,
             )
-            for name, filter_ in chosen.items()
+            for name, filter_ in filters_given.items()
         ]
 
     def _chosen_filters(
@@ -498,15 +512,15 @@ class ValueAndGrad(Differentiable[P, R]):
     ) -> dict[str, Any]:
         """Returns the filter that the user gave for each differentiated argument, or None.
 
-        By the name of the argument, in the order of ``argnums``.
-        ``arguments`` has all arguments of the call by name.
+        The keys are the names of the arguments, in the order of ``argnums``. ``arguments`` has all
+        arguments of the call by name.
 
         Raises:
           ValueError: ``argnums`` names an argument twice, or one that the call does not have.
         """
         name, wrt = self._transform.name, self._transform.wrt
         chosen = {self._name_of(argument, call): filter_ for argument, filter_ in wrt}
-        # A name and a position may be the same argument, which shows only in a call.
+        # A name and a position may mean the same argument. Only a call shows it.
         if len(chosen) < len(wrt):
             positions = [argnum for argnum, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
@@ -518,41 +532,43 @@ class ValueAndGrad(Differentiable[P, R]):
         return chosen
 
     def _differentiated(
-        self, plan: Plan, flat: Flat, chosen: Mapping[str, object]
+        self, plan: Plan, flat: Flat, filters: Mapping[str, object]
     ) -> dict[str, list[NamedLocation]]:
         """Finds the Variables and bare arrays that filters choose, by the name of the argument.
 
         Args:
           plan: the plan of the call.
           flat: its arguments.
-          chosen: the filters, by the names of the differentiated arguments.
+          filters: the filters, by the names of the differentiated arguments.
         """
-        locations: dict[str, list[NamedLocation]] = {name: [] for name in chosen}
-        predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
-        taken = set[int]()  # the Variables so far, by index
+        locations: dict[str, list[NamedLocation]] = {name: [] for name in filters}
+        predicates = {argument: to_predicate(filter_) for argument, filter_ in filters.items()}
+        variables_so_far = set[int]()  # the indices of the Variables found so far
         for named in locate(flat.structure, plan.arguments):
-            # The index is that of a Variable; None for a bare array.
+            # The index is None for an array in no Variable.
             path, index, slots = named.location
             predicate = predicates.get(named.argument.name)
             if predicate is None:  # the argument is not differentiated
                 continue
-            if index in taken:  # as in Flax, what is shared has its gradient in the first place
+            if (
+                index in variables_so_far
+            ):  # a shared Variable has its gradient in the first place, as in Flax
                 continue
-            # A Variable whose value is an empty pytree has no arrays, and an empty gradient. One
-            # whose value is something else without arrays, such as a static value, has none.
+            # A Variable whose value is an empty pytree has no arrays, and an empty gradient. A
+            # Variable whose value is no pytree, such as a static value, has no gradient.
             if not slots:
                 entry = None if index is None else flat.structure.entries[index]
                 if pytree_of(entry) is None:
                     continue
-            # Filters choose in modules. An argument, or an item of one, that is itself a Variable
-            # or an array has the empty path, and is chosen by argnums alone.
+            # Filters choose in modules. A Variable or an array that is itself an argument or an
+            # item of one has the empty path, and `argnums` alone chooses it.
             subject = named.subject(flat.objects, flat.leaves)
             is_in_module = path != ()
             if is_in_module and not any(predicate(other, subject) for other in named.paths):
                 continue
             locations[named.argument.name].append(named)
             if index is not None:
-                taken.add(index)
+                variables_so_far.add(index)
         return locations
 
     def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
@@ -560,7 +576,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
         ``chosen`` has the filters by the names of the differentiated arguments.
         """
-        # What there is to choose from: the names of the classes of Variables.
+        # The user can choose from these classes of Variables.
         kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
         filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
         error = ValueError(
@@ -573,16 +589,18 @@ class ValueAndGrad(Differentiable[P, R]):
     def _name_of(self, argnum: int | str, call: SortedCall) -> str:
         """Returns the name of an argument of ``argnums``: a name, or a position among arguments.
 
-        Positions count the arguments of the call, and negative ones from its end. What the function
-        is bound to, such as ``self``, comes first among the names of the signature, but is not
-        counted.
+        Positions count the arguments of the call; negative positions count from its end. A bound
+        object, such as ``self``, comes first among the names of the signature, but is not counted.
+
+        Raises:
+          ValueError: the function has no argument at that position.
         """
         if isinstance(argnum, str):
             return argnum
-        names = call.signature.names  # of the arguments that this call passes by position
+        names = call.signature.names  # the parameters that this call passes by position
         position = argnum + self._implicit if argnum >= 0 else argnum + len(names)
-        # A position after these may be that of a parameter that this call passes by keyword. There
-        # is none for a negative one, which counts from the end of this call in any case.
+        # A position beyond these names may be the position of a parameter that this call passes by
+        # keyword. A negative position counts from the end of the call, so it is none of these.
         if not 0 <= position < len(names):
             names = self._parameters.positional
         if not 0 <= position < len(names):

@@ -1,10 +1,10 @@
-"""Functions that take and return NNX objects: what all transforms make, with or without stages.
+"""Functions that take and return NNX objects: the wrappers that all transforms make of a function.
 
 A call flattens its arguments (``Flat``) into a list of arrays and a *structure*, which describes
-all else, finds the *plan* for the structure (one spec for each array, and so on), and runs a
+all else. It finds the *plan* for the structure (one spec for each array, and so on), and runs a
 *program* of the plan: a function of the arrays, transformed by JAX. A *guard* finds the plan of an
 earlier call with the same objects without flattening. The *fingerprint* of a function is a key for
-its closures, globals and arguments: if it differs, it is traced again.
+its closures, globals and arguments: if it differs, the function is traced again.
 
 This is the hot path of every call: nothing here may depend on the size of the model, apart from
 flattening.
@@ -16,16 +16,19 @@ From other modules:
     Program       the forms of a program: ``top_level``, ``inline`` (in another trace), ``staged``
                   (to trace and lower), and ``traced_each_time``, without a fingerprint
     Outcome       what a trace did to objects; picks the arrays after it from inputs and outputs
-    recorder_of   what notes how arguments are flattened, so that a guard can be made
+    recorder_of   records what flattening reads of the arguments, so that a guard can be made
     Recorder      traces a call once more, when a report asks
     Caller        what a trace needs of its call; ``called_by`` sets it for this thread
-    Observer      is told of traces: logs them, and checks ``max_traces``
+    Observer      notices each trace: logs it, and raises an error beyond ``max_traces``
     guarded       makes a method in C that tries guards first, and the given method if none holds
+    failed        raises an explanation of an error of a call in C, or returns if it knows none
+    explain_memory  raises an error that says what holds the memory if that is full, or returns
     key_traces_by_tags   a context in which JAX uses only traces of modules with the same tags. A
                   tag says what is declared for a module's activations, which changes the trace
     leave_static_cache   discards what ``nnx.cached_partial`` has prepared for a call of `nnx.jit`,
-                  which would stay for the next one
-    as_declared   the arrays of a call, abstract ones in place of those that a call would move
+                  because it would stay for the next call
+    as_declared   the arrays of a call, with an abstract array for each that a call would move
+    unmark_direct lets the next call of a program defer signals again, because it may compile
 """
 
 from __future__ import annotations
@@ -76,17 +79,18 @@ class Modes(NamedTuple):
 
 
 class LiftedFunction(Generic[P, R]):
-    """A function, a transform, and the plans of its calls. As a method it binds to its object.
+    """A function, a transform, and the plans of its calls. A method binds to its object.
 
     Its private attributes:
 
         _fun, _transform   the user's function, and what is to be done with it
         _modes             how graphs are treated: ``graph`` and ``updates``
         _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
-        _origin            of a bound form, the function that was bound; else None
-        _bound             the objects that it is bound to: the first arguments of each call
+        _origin            the function that was bound, if this is a bound form; otherwise None
+        _bound             the objects to which it is bound: the first arguments of each call
         _parameters        the parameters of the function, with their roles (static, donated)
-        _cache, _plans     what all wrappers of the function share; the plans for these options
+        _cache             what all wrappers of the function share: plans and the log of traces
+        _plans             the plans for the options of this wrapper
         _guards            find the plans of earlier calls
     """
 
@@ -121,11 +125,12 @@ class LiftedFunction(Generic[P, R]):
         self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
-        # As in `jax.checkpoint`, negative positions may count from the end of each call.
+        # Negative positions may count from the end of each call, as in `jax.checkpoint`.
         from_call = transform.counts_from_call
         self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
-        # All wrappers of one function share its cache, with its log of traces. Those with equal
-        # options share plans, and the guards that find these: new ones for options that are new.
+        # All wrappers of one function share its cache, with its log of traces. Wrappers with equal
+        # options share plans, and the guards that find the plans. The new guards are used only if
+        # the options are new.
         self._cache = cache_of(fun, make_log=TraceLog)
         options_key = (transform.options_key, roles, graph, updates, implicit)
         self._plans = self._cache.plans(options_key, guards=Guards(transform))
@@ -135,13 +140,13 @@ class LiftedFunction(Generic[P, R]):
         """Binds the function to an object, as a method; the bound form shares plans and guards."""
         if obj is None:
             return self
-        # Without __init__, which would make caches anew at each access to a method.
+        # `__init__` is not called, because it would look up caches at each access to a method.
         cls: Any = type(self)
         bound = cls.__new__(cls)
         bound.__dict__.update(self.__dict__)
         bound._bound = (*self._bound, obj)
         bound._origin = self
-        # For `inspect.signature`, which then leaves out `self`.
+        # `inspect.signature` reads this, so that it leaves out `self`.
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
@@ -149,13 +154,16 @@ class LiftedFunction(Generic[P, R]):
         """Sorts the arguments of a call by their roles: static, donated, other."""
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
-            signature = signature._replace(static=signature.static | {0})  # a class is not an array
+            # The class is static because it is not an array.
+            signature = signature._replace(static=signature.static | {0})
         return self._transform.sort_call(self._parameters, signature, args, kwargs)
 
     def _split(
         self, args: tuple[object, ...], kwargs: dict[str, object], *, record: bool = False
     ) -> tuple[SortedCall, Flat]:
         """Returns the arguments of a call by their roles (static, donated), and flattened.
+
+        Discards what ``nnx.cached_partial`` has prepared for a call of `nnx.jit`.
 
         Args:
           args: the positional arguments, bound objects first.
@@ -165,7 +173,7 @@ class LiftedFunction(Generic[P, R]):
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
         flat = flatten(
-            call.tree,  # all arguments but static ones: ``(positional, keywords)``
+            call.tree,  # all arguments except static ones: ``(positional, keywords)``
             graph=self._modes["graph"],
             statics=call.statics,
             keeps_alive=False,  # plans keep the structure, longer than the user keeps the objects
@@ -174,7 +182,7 @@ class LiftedFunction(Generic[P, R]):
         return call, flat
 
     def _is_classmethod_of(self, owner: type) -> bool:
-        """Whether this is what a classmethod of ``owner`` calls, with ``owner`` as its ``cls``."""
+        """Whether a classmethod of ``owner`` calls this function, with ``owner`` as its ``cls``."""
         unbound: Any = self._origin or self
         name = getattr(self._fun, "__name__", "")
         definitions = (vars(base).get(name) for base in owner.__mro__)
@@ -183,21 +191,21 @@ class LiftedFunction(Generic[P, R]):
     def _find_plan(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Plan, Flat]:
         """Returns the plan for a call, and its flattened arguments.
 
-        A guard knows both if an earlier call had the same objects, unchanged but for their arrays.
+        A guard finds both if an earlier call had the same objects, with no change except in arrays.
         """
-        # In a trace, the objects in the arguments hold its tracers, and no later call is given them
-        # again. So a guard for them would never hold.
+        # In a trace, the objects in the arguments hold its tracers. No later call gets these again,
+        # so a guard for them would never hold.
         is_top_level = _compat.trace_is_clean()
         guards = self._guards
-        known = guards.find(args, kwargs) if is_top_level else None
-        if known is not None:
+        earlier_call = guards.find(args, kwargs) if is_top_level else None
+        if earlier_call is not None:
             _compat.leave_static_cache()  # as `_split` does for all other calls
-            return known
+            return earlier_call
         call, flat = self._split(args, kwargs, record=is_top_level)
         plan, is_new = self._plan(call, flat)
         if is_top_level:
-            # A call with a new plan compiles, which takes far longer than to make a guard at once.
-            # For others, one is made when the same arguments come again.
+            # A call with a new plan compiles. That takes far longer than making a guard, so its
+            # guard is made at once. Other calls make one when the same arguments come again.
             guards.add(plan, flat, args, kwargs, is_new=is_new)
         return plan, flat
 
@@ -216,31 +224,31 @@ class LiftedFunction(Generic[P, R]):
           flat: its arguments, flattened.
         """
         is_top_level = _compat.trace_is_clean()
-        if self._transform.keeps_captures and is_top_level:  # only ``jit`` has this flag
+        if self._transform.keeps_captures and is_top_level:  # true for ``jit`` only
             return NOT_ASKED
         fun = self._fun
         # Transforms of several functions, such as `cond`, put them into one group.
         functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
-        # What is called in the trace has globals and closures, too: static values in the arguments,
-        # such as an activation function, and the user's filters in specs or in a policy of remat.
+        # Static values in the arguments, such as an activation function, and the user's filters in
+        # specs or in a policy of remat are called in the trace, so their globals count as well.
         static_values = plan.reached_from(flat.objects)
         filters = self._transform.traced_filters
         return fingerprint_of([*functions, *static_values, *filters])
 
     def _program(self, plan: Plan, flat: Flat) -> Program:
-        """Returns the program of a plan in which the function was traced with what it reaches."""
+        """Returns the plan's program for what the function can reach now (its fingerprint)."""
         return plan.program_for(self._fingerprint(plan, flat))
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
         """Returns what a call executes, a function of the arrays.
 
-        It depends on where the call is made, in a trace or at top level, and on whether what the
-        function can reach has a fingerprint, which an earlier call may have had.
+        It depends on whether the call is in a trace or at top level, and on the fingerprint of what
+        the function can reach: whether there is one, and whether an earlier call had it.
         """
         fingerprint = self._fingerprint(plan, flat)
-        # Asked first, as `program_for` adds a program for this fingerprint. A function that counts
-        # its calls reaches another number in each of them: each would compile a program that no
-        # later call uses.
+        # This is asked before `program_for`, which adds a program for the fingerprint. A function
+        # that counts its calls reaches another number in each of them, so each call would compile a
+        # program that no later call uses.
         is_changed_since = bool(plan.programs) and fingerprint not in plan.programs
         program = plan.program_for(fingerprint)
         if not _compat.trace_is_clean():
@@ -274,8 +282,8 @@ class LiftedFunction(Generic[P, R]):
     def __eq__(self, other: object) -> bool:
         if self._origin is None or not isinstance(other, LiftedFunction):
             return self is other
-        # Each access to a method makes a new object. Like Python's bound methods, two of them are
-        # equal if they bind one function to one object.
+        # Each access to a method makes a new object, so two of them are equal if they bind one
+        # function to one object, like Python's bound methods.
         return self._origin == other._origin and self._bound[-1] is other._bound[-1]
 
     def __hash__(self) -> int:
@@ -287,14 +295,17 @@ class LiftedFunction(Generic[P, R]):
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Returns the function itself, as for Python's functions; a method of a copied object."""
+        """Returns the function itself, as Python does for functions; a bound form is bound anew.
+
+        The copy of a bound form is bound to a copy of its object.
+        """
         if self._origin is None:
             return self
         new_origin, new_object = copy.deepcopy((self._origin, self._bound[-1]), memo)
         return new_origin.__get__(new_object)
 
     def __reduce__(self) -> Any:
-        """Returns how pickle makes this again: a name, or a function and its arguments.
+        """Returns how pickle makes this object again: a name, or a function and its arguments.
 
         There are three forms:
 
@@ -305,14 +316,14 @@ class LiftedFunction(Generic[P, R]):
         """
         if self._origin is not None:
             return self._origin.__get__, (self._bound[-1],)
-        # Whether this has taken the function's place under its name, as a decorator does.
+        # A decorator puts the wrapper in the function's place, under its name.
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
-            under_name: Any = functools.reduce(getattr, name.split("."), module)
-        except AttributeError:  # of a function in another function, or without a name
-            under_name = None
-        if under_name is self:
+            named_object: Any = functools.reduce(getattr, name.split("."), module)
+        except AttributeError:  # the function is inside another one, or has no name
+            named_object = None
+        if named_object is self:
             return name
         wrap_again = functools.partial(type(self), self._fun, self._transform, **self._options)
         return wrap_again, ()
@@ -321,9 +332,8 @@ class LiftedFunction(Generic[P, R]):
 class Lifted(LiftedFunction[P, R]):
     """A function that takes and returns NNX objects, transformed by JAX.
 
-    Made by :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`; call it like the
-    function itself. As a method of a class it binds to its object; the bound form has all the
-    methods below.
+    :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map` make it. Call it like the function
+    itself. As a method of a class it binds to its object; the bound form has all the methods below.
 
     Most calls never reach Python code of this class: ``__call__`` is in C (`guarded`), and calls
     `_flattened` only if no guard knows the arguments.
@@ -341,7 +351,7 @@ class Lifted(LiftedFunction[P, R]):
     """
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
-        """Adds what functions with stages have: a limit on traces, and what calls in C read.
+        """Wraps a function, with a limit on traces, and the tuple that calls in C read.
 
         Args:
           *args: the positional arguments of :class:`LiftedFunction`.
@@ -354,16 +364,17 @@ class Lifted(LiftedFunction[P, R]):
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, option="max_traces", least=1)
         self._observer = Observer(self._cache.log, self._trace_limit)
-        # What a call in C reads, by position: the guards that held last, the bound objects (one for
-        # a method), the function that JAX may trace, and who is told of that.
+        # The call in C reads this tuple by position: the guards that held last, the bound objects
+        # (one for a method), the function that JAX may trace, and the observer of traces.
         no_bound_objects: tuple[Any, ...] = ()
         self._direct = (self._guards.recent, no_bound_objects, self._fun, self._observer)
         # Trainers count compiled programs by ``jitted_fn._cache_size()`` of what `nnx.jit` returns.
-        # In the __dict__, not a property: `functools.wraps`, as in `nnx.cached_partial`, copies it.
+        # This is in the __dict__, not a property, because `functools.wraps` copies the __dict__,
+        # for example in `nnx.cached_partial`.
         self.jitted_fn = self._plans
 
     def __get__(self, obj: object, objtype: type | None = None) -> Any:
-        """Binds the function to an object, as a method, also for calls in C."""
+        """Binds the function to an object, as a method; calls in C know the object, too."""
         bound = super().__get__(obj, objtype)
         if bound is not self:
             bound._direct = (self._direct[0], bound._bound, *self._direct[2:])
@@ -373,11 +384,11 @@ class Lifted(LiftedFunction[P, R]):
     def _flattened(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function for arguments that the call in C does not know.
 
-        They are flattened, unless a guard knows them here. The function's changes are made to the
-        caller's own objects. Errors of memory are explained at top level only: in a trace nothing
-        runs.
+        The arguments are flattened, unless a guard knows them here. The function's changes are made
+        to the caller's own objects. Errors of memory are explained at top level only, because a
+        trace runs nothing.
         """
-        if self._bound:  # else `args` is passed on as it is, which saves a new tuple
+        if self._bound:  # without bound objects, `args` itself is passed on: no new tuple is made
             args = (*self._bound, *args)  # type: ignore[assignment]
         plan, flat = self._find_plan(args, kwargs)
         execute = self._choose_program(plan, flat)
@@ -387,7 +398,7 @@ class Lifted(LiftedFunction[P, R]):
             except jax.errors.JaxRuntimeError as error:
                 self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
-        # JAX must not use a trace of modules whose activations are sharded in another way.
+        # JAX must not use a trace that was made for other shardings of the modules' activations.
         with key_traces_by_tags(flat.objects):
             return run(plan, flat, execute, self._fun, self._observer, nested=True)  # type: ignore[no-any-return]
 
@@ -397,8 +408,11 @@ class Lifted(LiftedFunction[P, R]):
     def _failed(
         self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
     ) -> None:
-        """Is called for an error of a call in C, with its arrays and the caller's objects."""
-        failed(plan, leaves, error)  # raises an explained error for what `run` explains, too
+        """Explains an error of a call in C: raises another error, or returns if it knows none.
+
+        The call in C passes its arrays and the caller's objects.
+        """
+        failed(plan, leaves, error)  # raises what `run` would raise for this error
         self._explain_memory(plan, leaves, error, objects)
 
     def _explain_memory(
@@ -415,7 +429,7 @@ class Lifted(LiftedFunction[P, R]):
           objects: the caller's objects.
         """
 
-        # Passed as functions: only for an error of memory is the program traced and compiled again.
+        # These are functions because only an error of memory traces and compiles again.
         def make_recorder() -> Recorder:
             return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
 
@@ -453,15 +467,15 @@ class Lifted(LiftedFunction[P, R]):
         """Returns the traced function, and the arrays with which it was traced."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
-        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
+        leaves = as_declared(plan, flat.leaves)  # abstract if a call would move the array
         staged = self._program(plan, flat).staged
         # A program that is marked as direct runs no Python code in calls (``core/call.py``), so
-        # these defer no signals. A call with the types of this trace has to compile, and makes no
-        # trace of its own that would notice it.
+        # these calls defer no signals. A call with the types of this trace has to compile, but
+        # makes no trace of its own that would notice it, so the mark is removed.
         unmark_direct(staged)
         with self._tracing(flat, plan):
             traced = call_with_explained_errors(plan, leaves, staged.trace)
-        # Keeps the function and the objects, to trace once more when a report is asked for.
+        # The recorder keeps the function and the objects, because a report may trace once more.
         recorder = Recorder(self._fun, plan, flat, leaves)
         return Traced(traced, self, plan, call.statics, recorder), leaves
 
@@ -472,28 +486,29 @@ class Lifted(LiftedFunction[P, R]):
         Modules in the output are new, abstract ones. The caller's objects are not changed.
         """
         plan, flat = self._plan_without_running(args, kwargs)
-        leaves = as_declared(plan, flat.leaves)  # abstract where a call would move the array
+        leaves = as_declared(plan, flat.leaves)  # abstract if a call would move the array
         with self._tracing(flat):
             staged = self._program(plan, flat).staged
-            # Types of the output arrays, in groups of one sharding each; and what the call did,
-            # which has no arrays: it is a part of the treedef of JAX's result.
+            # The groups hold the types of the output arrays, one sharding for each group. The
+            # outcome has no arrays, so JAX keeps it in the treedef of its result.
             *groups, outcome = call_with_explained_errors(plan, leaves, staged.eval_shape)
-        # The type of each array after the call, by slot: an output, or an input left unchanged.
+        # An array after the call is an output, or an input left unchanged. Types are by slot.
         types = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, types, flat)
 
     def _jaxpr(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Returns the jaxpr for these arguments, a function of all arrays in them.
 
-        Arrays that the user's function captures are constants of it, as in ``jax.make_jaxpr``; in
-        the jaxpr of a stage, such as ``jit(f).trace(x).jaxpr``, they are inputs.
+        Arrays that the user's function captures are constants of the jaxpr, as in
+        ``jax.make_jaxpr``. In the jaxpr of a stage, such as ``jit(f).trace(x).jaxpr``, they are
+        inputs.
         """
         plan, flat = self._plan_without_running(args, kwargs)
-        # JAX finds a trace by the identity of the function. So this is the function that a call
-        # traces, while what the user's function can reach (the fingerprint) is the same.
+        # JAX finds a trace by the identity of the function, so this has to be the function that a
+        # call traces while the fingerprint of what the user's function can reach is the same.
         pure_function = plan.pure_function(self._fingerprint(plan, flat))
-        # Abstract where a call would move the array to its declared sharding: nothing is moved for
-        # a jaxpr, but its types are those of the call.
+        # An array is abstract if a call would move it to its declared sharding: a jaxpr needs no
+        # array to be moved, but its types are those of the call.
         leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
             return call_with_explained_errors(plan, leaves, jax.make_jaxpr(pure_function))
@@ -519,7 +534,7 @@ class Lifted(LiftedFunction[P, R]):
             fun=self._fun,
             objects=flat.objects,
             observer=self._observer,
-            nested=not _compat.trace_is_clean(),  # whether they are a part of another trace
+            nested=not _compat.trace_is_clean(),  # whether the traces are part of another trace
             plan=plan,
         )
         with key_traces_by_tags(flat.objects), called_by(caller):
@@ -531,16 +546,17 @@ class Lifted(LiftedFunction[P, R]):
         return self._observer.log
 
     def _cache_size(self) -> int:
-        """How many programs are compiled for calls, as trainers ask of what ``jax.jit`` returns."""
+        """Returns how many programs are compiled for calls, for trainers that ask ``jax.jit``."""
         return self._plans._cache_size()
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
 
-        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have recorded.
+        It also forgets what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have
+        recorded.
         """
-        self._plans.clear()  # with their guards
-        self._cache.log.clear()  # of all wrappers of this function: they share one log
+        self._plans.clear()  # clears their guards as well
+        self._cache.log.clear()  # the log of all wrappers of this function
         if self._trace_limit is not None:
             self._trace_limit.reset()
 
@@ -548,9 +564,10 @@ class Lifted(LiftedFunction[P, R]):
 def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> Any:
     """Builds what ``eval_shape`` returns: the output of a call, with types in place of arrays.
 
-    A call would change the caller's objects. Here it must not, so new objects are made for modules
-    and Variables, with types in place of arrays. Two kinds of objects are the caller's own: those
-    that no call can change, and static ones, such as functions, that this call has not changed.
+    A call would change the caller's objects. ``eval_shape`` must not, so it makes new objects
+    for modules and Variables, with types in place of arrays. The output holds the caller's own
+    objects in two cases: objects that no call can change, and static objects, such as functions,
+    that this call has not changed.
 
     Args:
       outcome: what the call did. The objects of the arguments have the same indices in its
@@ -562,7 +579,7 @@ def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> A
     static_indices = {*structure.static_indices()}
     callers_own: dict[int, object] = {}  # by index
     for index, obj in enumerate(flat.objects):
-        # The structure after a call describes only what a call can change: others have None.
+        # The structure after a call has no entry for an object that a call cannot change.
         is_fixed = structure.entries[index] is None
         is_unchanged_static = index in static_indices and index not in outcome.statics
         if is_fixed or is_unchanged_static:
@@ -583,8 +600,10 @@ def lift(
 ) -> Any:
     """Wraps a function in a :class:`LiftedFunction`: the last step of each decorator.
 
-    A bound method of an NNX object becomes a function of that object, bound to it again: so the
-    object is an argument, whose changes are written back.
+    A bound method of an NNX object becomes a function of that object, and is bound to the object
+    again. In this way the object is an argument, whose changes are written back.
+
+    Raises the errors and warnings that ``jax.jit`` has for such a function and options.
 
     Args:
       cls: the class of the wrapper.
@@ -593,17 +612,17 @@ def lift(
       roles: which arguments are static or donated.
       graph: the user's option; None for Flax's global flag.
       graph_updates: likewise.
-      jax_options: options of ``jax.jit`` about which JAX may raise or warn already here.
+      jax_options: options for ``jax.jit``, about which JAX may raise or warn when it decorates.
       **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """
     no_roles = Roles()
     for option in ("static_argnames", "donate_argnames"):
         if names := getattr(roles, option):
             Parameters(fun, no_roles).check_names(f"{transform.name}: {option}", names)
-    # Only for its errors and warnings: JAX knows best what it can transform, with which options.
+    # The call is only for its errors and warnings: JAX knows best which functions it can transform.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))
     unbound, bound = unbind(fun)  # for a method: the function in its class, and the object
-    # As in Flax, the global flags count where a function is decorated, not where it is called.
+    # The global flags count when a function is decorated, not when it is called, as in Flax.
     graph, updates = _compat.graph_mode(graph, graph_updates)
     lifted: Any = cls(
         unbound,
@@ -627,11 +646,11 @@ def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
     # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
-    # A decorated method, such as `model.step` of a class with `@jit def step(self, …)`.
+    # `model.step` is such a function, if its class has `@jit def step(self, …)`.
     if isinstance(fun, LiftedFunction) and fun._origin is not None:
         return fun._origin, fun._bound
-    # A partial of a method, whose object has to become an argument as well. A partial of a plain
-    # function is left as it is: `inspect.signature` and JAX understand it.
+    # The object of a partial of a method has to become an argument as well. A partial of a plain
+    # function is left as it is, because `inspect.signature` and JAX understand it.
     if isinstance(fun, functools.partial):
         method, bound = unbind(fun.func)
         if bound:
@@ -644,20 +663,20 @@ def _unbound_partial(
 ) -> Callable[..., Any]:
     """Returns ``functools.partial(obj.method, *args, **keywords)`` as a function of ``obj`` first.
 
-    Its signature has the object, then the parameters that the partial leaves open.
+    The signature of the function has the object, then the parameters that the partial leaves open.
 
     Args:
       method: the function in the class.
       args: the positional arguments that the partial gives, without the object.
-      keywords: the keyword arguments that it gives, which a call may give again.
+      keywords: the keyword arguments that the partial gives, which a call may give again.
     """
 
     @functools.wraps(method)
     def call_method(self: object, *open_args: object, **open_keywords: object) -> Any:
         return method(self, *args, *open_args, **{**keywords, **open_keywords})
 
-    # Static arguments and specs are found by these names and positions. None stands for the object,
-    # whose parameter comes first.
+    # Static arguments and specs are found by the names and positions in this signature. None stands
+    # for the object, whose parameter comes first.
     open_signature = inspect.signature(functools.partial(method, None, *args, **keywords))
     self_parameter, *_ = inspect.signature(method).parameters.values()
     call_method.__signature__ = open_signature.replace(  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """``scan`` for functions that take and return NNX objects, and the loop that it runs.
 
-JAX's loops know three kinds of arrays: the carry, slices, and what a step captures. A pure function
-has all arrays of its arguments, so the loop sorts them by their axes (:class:`Loop`):
+JAX's loops know three kinds of arrays: the carry, slices, and arrays that a step captures. A pure
+function has all arrays of its arguments, so the loop sorts them by their axes (:class:`Loop`):
 
     array                                   in the loop    after a step
     ------------------------------------    -----------    -----------------------------------
@@ -11,24 +11,29 @@ has all arrays of its arguments, so the loop sorts them by their axes (:class:`L
     other arrays without an axis            carry          itself: a step cannot write to it
     flags and what is not an array          captured       itself
 
-JAX turns a carry that no step changes into a constant, so that nothing is lost by the generosity of
-the third and fourth row. `while_loop` and `fori_loop` are the same loop without slices.
+JAX turns a carry that no step changes into a constant, so the third and fourth row cost nothing for
+arrays that no step writes. `while_loop` and `fori_loop` are the same loop without slices.
 
-The *leaves* of the arguments are arrays, numbers and flags, of which each has a *slot* (its
-position); the objects are in a table, the *structure*, in which each has an *index* and an *entry*
-that describes it. A step has arrays in slots before and after it. From other modules:
+The *leaves* of the arguments are arrays, numbers and flags, each in a *slot* (its position). The
+*structure* is a table of the objects, in which each object has an *index* and an *entry* that
+describes it. A step has arrays in slots before and after it. From other modules:
 
     Plan         what is known before the trace: ``structure`` of the arguments; the axes of leaves,
                  by slot (``specs``), and of the groups of outputs (``out_specs``): an ``Axis``,
-                 ``BROADCAST`` (no axis) or ``CARRY``, whose ``index`` is None for the last two
-    Outcome      what a step did: the ``structure`` after it, and for each slot of that the
-                 ``Source``: group and position of an output; or group ``INPUT``, if it is
-                 unchanged, and its slot before
+                 ``BROADCAST`` (no axis) or ``CARRY``; the ``index`` of the last two is None
+    Outcome      what a step did: the ``structure`` after it, and a ``Source`` for each slot of that
+                 structure. The source of an output is its group and position. The source of an
+                 array that the step left unchanged is the group ``INPUT`` and its slot before
     OutputGroup  arrays with one axis, and their names for JAX's messages; a pure function returns
                  ``(*groups, outcome)``
     Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
                  with their slots
     links_below  the objects that can be reached from children of a structure, by index
+    captures     the objects in which modules collect what they sow, by index
+    reshard_like gives an array the sharding of another one
+    may_keep     whether a step for these static leaves may serve later calls
+    structure_changes, type_changes
+                 yield or return what differs; nothing if all is equal
 """
 
 from __future__ import annotations
@@ -61,8 +66,8 @@ from .in_trace import Function, Inner, StaticLeaves, may_keep, tree_text
 from .lifted import lift, unbind
 from .mapped_axes import Carry, Mapped, axes_specs, captures, is_carry, jax_options
 
-# What a step returns besides the carry: the groups of outputs that are stacked, None for others,
-# and what the step did.
+# A step returns this besides the carry: for each group of outputs the group, or None if it is not
+# stacked; and what the step did.
 StepOutput: TypeAlias = tuple[list[OutputGroup | None], Outcome]
 
 
@@ -83,10 +88,10 @@ def scan(
     """Loops over a function whose arguments and results may be NNX objects.
 
     An argument is the carry, which each step gets from the previous one; or mapped along an axis,
-    so that each step gets its slice; or the same for all steps. What a step writes to a mapped
-    Variable is stacked, and so are new Variables of mapped modules. What it writes to Variables
-    that are not mapped, such as counters and random streams, is read by the next step, as in a
-    Python loop. Variables that no step writes are inputs of the loop and never outputs.
+    so that each step gets its slice; or the same for all steps. The loop stacks what a step writes
+    to a mapped Variable, and new Variables of mapped modules. A value that a step writes to a
+    Variable that is not mapped, such as a counter or a random stream, is read by the next step, as
+    in a Python loop. A Variable that no step writes is an input of the loop and never an output.
 
     Args:
       f: the function.
@@ -129,12 +134,13 @@ def scan(
     The semantics are those of ``jax.lax.scan`` and ``flax.nnx.scan``.
     """
     in_axes = (in_axes,) if is_carry(in_axes) else in_axes
-    # Which argument is the carry: its position, or its name in a mapping; None if there is none,
-    # as when one axis is for all arguments.
+    # `carried` says which argument is the carry: its position, or its name in a mapping. None
+    # means no carry, for example if the user gave one axis for all arguments.
     carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
-    # Which item of the result: its position; None if the carry is all of it, or there is none.
+    # `returned` is the position of the carry in the result; None if the carry is the whole result,
+    # or if there is no carry.
     returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
-    # The same axes in our own types; ``written`` lists all of them.
+    # The specs are the same axes in our own types; their ``written`` lists all axes.
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     returns_carry = returned is not None or is_carry(out_axes)
     if (carried is not None) != returns_carry:
@@ -172,7 +178,7 @@ def _carry_in(axes: Any) -> int | str | None:
     ``(0, Carry)`` → 1, ``{"model": None, "x": Carry}`` → ``"x"``.
 
     Raises:
-      ValueError: there are several.
+      ValueError: several arguments have the axis ``Carry``.
     """
     items = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
     carries = [key for key, axis in items if is_carry(axis)]
@@ -184,9 +190,9 @@ def _carry_in(axes: Any) -> int | str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan(Mapped):
-    """What ``scan`` decides."""
+    """The options of ``scan``, and what they decide: the loop, and checks of the carry."""
 
-    # What to do about a step that changes the structure of what it passes on.
+    # The end of the error about a step that changes the structure of what it passes on.
     remedy: ClassVar[str] = (
         "Give it an axis, so that each step has its own, or make the change outside of the loop."
     )
@@ -195,7 +201,7 @@ class Scan(Mapped):
     name: str = "scan"
     # The position or the name of the argument that is the carry; None without one.
     carried: int | str | None
-    # The position of the carry in what the function returns; None if it is all of it.
+    # The position of the carry in the function's result; None if the carry is the whole result.
     returned: int | None
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:  # noqa: D102
@@ -204,9 +210,10 @@ class Scan(Mapped):
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns the user's function, with a check that its carry has the form of the given one.
 
-        Here, and not on flat arrays, so that the error can name what was returned.
+        The check is here, and not on flat arrays, because its error can name what was returned.
         """
-        # The user's function without names for the mapped axis in the metadata of Variables.
+        # The base class returns the user's function with names for the mapped axis taken out of the
+        # metadata of Variables.
         fun = super().user_function(plan, caller, unflattened)
         fun_name = name_of(caller.fun)
         carried = self.carried
@@ -217,7 +224,7 @@ class Scan(Mapped):
             out = fun(*args, **kwargs)
             given = _argument(caller.fun, carried, args, kwargs)
             # `check_carry` raises an error if the second carry has another form than the first.
-            if self.returned is None:  # all of the result is the carry
+            if self.returned is None:  # the carry is the whole result
                 check_carry(self.name, fun_name, given, out)
             elif isinstance(out, tuple) and len(out) > self.returned:
                 check_carry(self.name, fun_name, given, out[self.returned])
@@ -226,7 +233,7 @@ class Scan(Mapped):
                     f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
                     f"carry (out_axes={self.out_specs}), got {tree_text(out)}."
                 )
-                raise see(error, anchor="carry-of-another-form")  # a section of the docs
+                raise see(error, anchor="carry-of-another-form")  # the anchor is in docs/errors.md
             return out
 
         return with_checked_carry
@@ -246,7 +253,7 @@ def _argument(
     """Returns the carry among the arguments of a call, however it was passed.
 
     Args:
-      fun: the function that is called, for its signature.
+      fun: the function that is called; its signature says where a keyword belongs.
       key: the position or the name of the carry.
       args: the positional arguments of the call.
       kwargs: its keyword arguments.
@@ -257,8 +264,8 @@ def _argument(
     if isinstance(key, int) and key < len(args):
         return args[key]
     signature = inspect.signature(fun)
-    # Passed by keyword, it is the parameter at that position. Others before it may have been left
-    # out, to their defaults.
+    # The signature says the name of the parameter at that position. A count of the arguments
+    # would be wrong, because the call may leave parameters before it to their defaults.
     names = [*signature.parameters]
     name = names[key] if isinstance(key, int) and key < len(names) else key
     arguments = {**signature.bind(*args, **kwargs).arguments, **kwargs}
@@ -272,32 +279,36 @@ def _argument(
 
 
 class _Place(NamedTuple):
-    """Where a carried array is in an object. A step may change its slot, but not this."""
+    """The place of a carried array in an object. A step may change its slot, but not this place."""
 
-    object_index: int  # of the object in the structure
-    position: int  # of the array among those of the object
+    object_index: int  # the index of the object in the structure
+    position: int  # the position among the arrays of the object
 
 
 class Loop:
     """A loop over a pure function, itself a function of the same flat arrays.
 
-    It sorts the slots of the arguments as the table at the top of this file says. Each step calls
-    the pure function with all leaves, and checks that it left the structure and the types as they
-    were: the next step runs the same program. For ``step(model, total, bias, x)`` with the axes
-    ``(None, Carry, None, 0)``, which counts its calls in ``model.count``:
+    The loop sorts the slots of the arguments as the table at the top of this file says. Each step
+    calls the pure function with all leaves, and checks that the function left the structure and the
+    types unchanged, because the next step runs the same program. An example is
+    ``step(model, total, bias, x)`` with the axes ``(None, Carry, None, 0)``, which counts its calls
+    in ``model.count``:
 
         slots       0 model.count   1 model.kernel   2 total   3 bias   4 x
         _mapped     {4: 0}
-        _carried    [2, 0, 1], whose arrays after a step may be in the slots [0, 2, 3]
+        _carried    [2, 0, 1]; after a step, these arrays may be in the slots [0, 2, 3]
         _places     {0: (object 1, position 0), 1: (object 2, position 0)}
         _others     [3]
 
     Attributes:
-      _mapped: the slots with an axis, and that axis (first row of the table).
+      _mapped: the axis of each slot that has one, by slot (first row of the table).
       _carried: the slots of the argument that is the carry, then those in ``_places`` (second and
         third row).
-      _places: where arrays are that a step may write to, in objects that are not mapped, by slot.
-      _others: all other slots; `_can_carry` says in each call what is an array (last two rows).
+      _places: the places of the arrays in objects that are not mapped to which a step may write,
+        by slot.
+      _others: all other slots. `_can_carry` tells in each call which of them hold arrays (last two
+        rows).
+      _has_refs: whether an argument is a `jax.Ref`.
       _group_axes: the axis along which each group of outputs is stacked; None if it is carried.
       _carry_group: the number of the group of outputs that belong to the carry; None without one.
       _fixed_objects: the indices of the objects whose structure no step may change.
@@ -315,32 +326,36 @@ class Loop:
         """
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, plan.structure, plan.names
-        self._signature = plan.signature  # the names of the arguments
+        self._signature = plan.signature  # has the names of the arguments
         self._transform = cast("Scan", plan.transform)
         self._graph_arguments = plan.graph_arguments
         self._group_axes = [axis.index for axis in plan.out_specs]
         self._carry_group = plan.out_specs.index(CARRY) if CARRY in plan.out_specs else None
         self._sort_slots(plan)
         self._fixed_objects = self._find_fixed_objects(plan)
-        # JAX finds the trace of a loop, and at top level its program, by the identity of the step.
-        # So there is one step for each set of static leaves, and later calls use it again.
+        # JAX finds the trace of a loop, and at top level its program, by the identity of the step,
+        # so one step is kept for each set of static leaves, and later calls use it again.
         self._kept_step = functools.lru_cache(maxsize=64)(self._make_step)
 
     def _sort_slots(self, plan: Plan) -> None:
         """Sorts the arrays of the arguments by the rows of the table at the top of this file.
 
-        Sets ``_mapped`` (first row), ``_carried`` (second and third) and ``_others``.
+        Sets ``_mapped`` (first row), ``_carried`` (second and third), ``_places``, ``_others`` and
+        ``_has_refs``.
+
+        Raises:
+          ValueError: a `jax.Ref` is mapped.
         """
         structure, axes = plan.structure, plan.specs
-        refs = structure.slots_of(RefEntry)
-        self._has_refs = bool(refs)  # a step that has captured one is not kept for other calls
+        refs = structure.slots_of(RefEntry)  # the slots of the `jax.Ref`s
+        self._has_refs = bool(refs)  # `__call__` keeps no step that has captured a ref
         self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
             raise ValueError(
                 f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
                 "axis None: the next step then reads what a step writes to it."
             )
-        # A step writes to a ref in place, and the next one reads it, so it need not be carried.
+        # A ref need not be carried, because a step writes to it in place and the next one reads it.
         not_carried = refs | self._mapped.keys()
         self._places = {
             slot: place
@@ -354,10 +369,13 @@ class Loop:
         self._others = [slot for slot in range(len(axes)) if slot not in sorted_slots]
 
     def _writable_places(self, plan: Plan) -> dict[int, _Place]:
-        """Finds the arrays in objects that keep what a step writes to them, by slot.
+        """Finds the arrays in objects that keep what a step writes to them.
 
-        Those of Variables always do. With ``graph_updates=False``, attributes of other modules than
-        those in the carry do not: what a step writes there is lost.
+        A Variable always keeps it. With ``graph_updates=False``, an attribute of a module keeps it
+        only if the module is in the carry; in other modules the loop loses it.
+
+        Returns:
+          The place of each such array, by slot.
         """
         structure = plan.structure
         carried_objects = plan.transform.carried_objects(plan)  # by index
@@ -367,7 +385,7 @@ class Loop:
         ):
             is_variable = isinstance(entry, VariableEntry)
             if is_variable or plan.updates or index in carried_objects:
-                places |= {slot: _Place(index, i) for i, slot in enumerate(slots)}
+                places |= {slot: _Place(index, position) for position, slot in enumerate(slots)}
         return places
 
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
@@ -378,17 +396,19 @@ class Loop:
         structure = plan.structure
         fixed: set[int] = set()
         for argument in plan.graph_arguments:
-            # The modules and Variables in its pytree, each with the axis that the user gave for it:
-            # None if he gave none.
+            # The parts are the modules and Variables in its pytree, each with the axis that the
+            # user gave for it, or None if the user gave none.
             for part in argument.parts:
                 if part.spec in (None, BROADCAST, CARRY):
                     fixed.update(links_below(structure, [part.child]))
-        # What modules sow is collected in Variables that are empty, without slots, before the first
-        # step. A step puts arrays there, which are stacked, and the next one gets them empty again.
+        # Before the first step, the Variables that collect what modules sow are empty, without
+        # slots. A step puts arrays there, which the loop stacks, so the next step gets the
+        # Variables empty again. They may change.
         for index in captures(structure):
             if not structure.slots[index]:
                 fixed.discard(index)
-        # A Variable may be carried, by StateAxes, in a module of which others are mapped.
+        # StateAxes may carry a Variable in a module that has mapped Variables, too. Such a module
+        # is not in `fixed`, so the Variable is added.
         return fixed | {place.object_index for place in self._places.values()}
 
     def __call__(self, *leaves: object) -> tuple[Any, ...]:
@@ -401,8 +421,8 @@ class Loop:
           What the pure function returns: groups of outputs, here with stacked arrays or last
           values, and the outcome of a step.
         """
-        self._check_lengths(leaves)
-        # The step captures what JAX cannot carry, such as flags. In hashable form.
+        self._check_lengths(leaves)  # raises unless all mapped arrays have one length
+        # The step captures leaves that JAX cannot carry, such as flags, in hashable form.
         captured = [slot for slot in self._others if not _can_carry(leaves[slot])]
         static = tuple((slot, Static.of(leaves[slot])) for slot in captured)
         # A kept step that has captured a ref would be used for a later call with another ref.
@@ -412,7 +432,7 @@ class Loop:
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         # To JAX, an `OutputGroup` is a pytree of its arrays.
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
-        # (…, steps, …) → (steps, …), as `jax.lax.scan` takes them.
+        # (…, steps, …) → (steps, …), because `jax.lax.scan` slices the first dimension.
         mapped = [_move_axis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
         last, (stacked, outcome) = self._run(step, carry, mapped, static)
         return (*self._outputs(last, stacked, outcome), outcome)
@@ -426,37 +446,38 @@ class Loop:
           step: the body, of the carry and the slices of one step.
           carry: the first carry.
           mapped: the arrays to slice: (steps, …).
-          static: the leaves that JAX does not trace, which ``step`` has captured. Only a while
-            loop, which overrides this, needs them again: for its condition.
+          static: the leaves that JAX does not trace, which ``step`` has captured. Only the method
+            of a while loop, which overrides this one, needs them: for the condition.
 
         Returns:
           The last carry, and what the steps return, stacked.
         """
-        # `jax.lax.scan`; for a `Stack` that asks for it, one that gathers the parameters of the
-        # next layer while a layer computes.
+        # This is `jax.lax.scan`, unless a `Stack` has asked for prefetching. Then the loop gathers
+        # the parameters of the next layer while a layer computes.
         return prefetching.scan(step, carry, mapped, **self._options)
 
     def _outputs(
         self, last: OutputGroup, stacked: Sequence[OutputGroup | None], outcome: Outcome
     ) -> list[OutputGroup]:
-        """Returns the outputs of the loop, in the groups of the outputs of a step.
+        """Returns the outputs of the loop, in the same groups as the outputs of a step.
 
         Args:
           last: the last carry.
-          stacked: the groups that were stacked; None for those in the carry.
+          stacked: the groups that were stacked; None for a group in the carry.
           outcome: what a step did.
         """
-        # The last values, by where they are among the outputs of a step. What a step does not
-        # change is no output: its source is in the group `INPUT`, which is none of those below.
+        # The last values are found by the source that their array has in a step's outcome. An array
+        # that a step does not change is no output. Its source is in the group `INPUT`, so it is in
+        # none of the groups below.
         sources = [outcome.sources[slot] for slot in self._carried_after(outcome)]
-        # Behind what is in `_carried`, the carry has arrays that no step can change.
+        # The carry ends with arrays that no step can change. They are no outputs.
         last_arrays = last.arrays[: len(self._carried)]
         last_values = dict(zip(sources, last_arrays, strict=True))
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
             if group is None or axis is None:  # carried
                 in_group = [source for source in last_values if source.group == number]
-                # In the order of a step's outputs: by position.
+                # A step's outputs are ordered by position.
                 arrays = [last_values[source] for source in sorted(in_group)]
             else:  # (steps, …) → (…, steps, …)
                 arrays = [_move_axis(array, 0, axis) for array in group.arrays]
@@ -466,8 +487,8 @@ class Loop:
     def _carry_slots(self, static: StaticLeaves) -> list[int]:
         """Returns the slots of the arrays in the carry, in order.
 
-        These are ``_carried``, then all others that are arrays: no step changes these.
-        ``static`` has the leaves that are none.
+        The carry has ``_carried``, then the arrays in ``_others``, which no step changes.
+        ``static`` has the leaves that are not arrays.
         """
         captured = {slot for slot, _ in static}
         return [*self._carried, *(slot for slot in self._others if slot not in captured)]
@@ -478,9 +499,9 @@ class Loop:
         """Returns all leaves for the pure function in one step, by slot.
 
         Args:
-          static: those that JAX does not trace, with their slots.
-          carry: the carry of the step: what is in the slots that `_carry_slots` returns.
-          slices: what is in the slots ``_mapped``.
+          static: the leaves that JAX does not trace, in pairs with their slots.
+          carry: the carry of the step: the arrays in the slots that `_carry_slots` returns.
+          slices: the slices of the arrays in the slots ``_mapped``.
         """
         leaves = {slot: leaf.value for slot, leaf in static}
         leaves |= zip(self._carry_slots(static), carry.arrays, strict=True)
@@ -490,7 +511,9 @@ class Loop:
     def _make_step(self, static: StaticLeaves) -> Function:
         """Makes the body of the loop for JAX: ``(carry, slices) → (next carry, output)``.
 
-        The output has the arrays that are stacked, and the outcome: what the step did to objects.
+        The output has the arrays that are stacked, and the outcome, which says what the step did to
+        objects. The body raises an error if a step changes the structure or the types of what it
+        passes on.
 
         Args:
           static: the leaves that JAX does not trace, such as flags, in pairs with their slots.
@@ -499,33 +522,35 @@ class Loop:
         def step(carry: OutputGroup, slices: Sequence[object]) -> tuple[OutputGroup, StepOutput]:
             leaves = self._leaves(static, carry, slices)
             *groups, outcome = self._function(*leaves)
-            self._check_structure(groups, outcome)  # before its arrays are sought in their places
+            # `_carried_after` is safe because this check raises if an object has changed its form.
+            self._check_structure(groups, outcome)
             arrays = outcome.arrays(leaves, groups)  # by slot after the step
-            new = []
+            new_carry = []
             for slot, slot_after in zip(self._carried, self._carried_after(outcome), strict=True):
                 array = arrays[slot_after]
-                # As elsewhere, a new value in an object has the sharding of the old one.
+                # A new value in an object gets the sharding of the old one, as in all transforms.
                 is_in_object = slot in self._places
-                new.append(reshard_like(array, leaves[slot]) if is_in_object else array)
-            self._check_types(carry.arrays, new)
-            # Behind `_carried`, the carry has arrays that are passed on as they are.
-            new += carry.arrays[len(new) :]
-            # A group without an axis is in the carry, so that it is not stacked.
+                new_carry.append(reshard_like(array, leaves[slot]) if is_in_object else array)
+            self._check_types(carry.arrays, new_carry)
+            # The carry ends with arrays that the step passes on unchanged.
+            new_carry += carry.arrays[len(new_carry) :]
+            # A group without an axis is in the carry, so it is not stacked.
             pairs = zip(groups, self._group_axes, strict=True)
             stacked = [None if axis is None else group for group, axis in pairs]
-            return OutputGroup(carry.names, tuple(new)), (stacked, outcome)
+            return OutputGroup(carry.names, tuple(new_carry)), (stacked, outcome)
 
         return step
 
     def _carried_after(self, outcome: Outcome) -> list[int]:
         """Returns the slots after a step of the arrays in ``_carried``, in the same order."""
         after = outcome.structure
-        # First the arrays outside of objects that the step returned as its carry. The user's
-        # function was checked to return the same pytree, so they come in the order of the given.
+        # The carry begins with the arrays outside of objects that the step returned as its carry.
+        # Their order is that of the given ones, because the user's function was checked to return
+        # the same pytree.
         in_carry = [
             slot for slot in after.root_slots if outcome.sources[slot].group == self._carry_group
         ]
-        # Then those in objects, which have the same indices after the step.
+        # The arrays in objects follow. Objects have the same indices after the step.
         in_objects = [
             after.slots[place.object_index][place.position] for place in self._places.values()
         ]
@@ -533,19 +558,20 @@ class Loop:
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
-        lengths = set[int | None]()  # None if an array does not have its axis
-        # The arrays by their length, in words: {"length 8": ["x(8, 4)"], "no axis 2": ["y(8,)"]}
+        lengths = set[int | None]()  # None: an array does not have its axis
+        # The arrays for each length, in words:
+        # {"length 8": ["x(8, 4)"], "no axis 2": ["y(8,)"]}
         arrays_by_length: dict[str, list[str]] = {}
         for slot, axis in self._mapped.items():
             aval = jax.typeof(leaves[slot])
-            # A value of a hijax type is no array, and has no axes.
+            # A value of a hijax type is no array, so it has no axes.
             shape = aval.shape if hasattr(aval, "dtype") else ()
             length = shape[axis] if -len(shape) <= axis < len(shape) else None
             lengths.add(length)
             words = f"no axis {axis}" if length is None else f"length {length}"
             arrays_by_length.setdefault(words, []).append(f"{self._names[slot]}{shape}")
         if not lengths and self._options["length"] is None:
-            self._refuse_unknown_length()
+            self._refuse_unknown_length()  # always raises
         if length := self._options["length"]:
             lengths.add(length)
             arrays_by_length.setdefault(f"length {length}", []).append("the option length")
@@ -560,11 +586,12 @@ class Loop:
     def _refuse_unknown_length(self) -> NoReturn:
         """Raises an error for a loop without a number of steps.
 
-        If the call lacks an argument, such as the one to map, Python's error about that says more.
+        If the call lacks an argument, such as the one to map, the error is Python's about that,
+        because it says more.
         """
         fun: Any = current_caller().fun  # type: ignore[union-attr]
-        # Would Python call the function with as many arguments and these keywords? Their values do
-        # not matter.
+        # `bind` raises if Python could not call the function with as many arguments and these
+        # keywords. The values do not matter.
         keywords = dict.fromkeys(self._signature.keywords)
         try:
             inspect.signature(fun).bind(*self._signature.names, **keywords)
@@ -580,14 +607,15 @@ class Loop:
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Raises a ``ValueError`` if a step changed objects in more than the values of arrays.
 
-        The next step gets the same objects, and runs the same program.
+        The structure has to stay, because the next step gets the same objects and runs the same
+        program.
 
         Args:
           groups: the outputs of the step.
-          outcome: what it did to objects.
+          outcome: what the step did to objects.
         """
         before, after = self._structure, outcome.structure
-        # The same objects, by index; those that the step made come behind them.
+        # Indices mean the same objects in both; objects that the step made have higher ones.
         changed = [
             index
             for index in sorted(self._fixed_objects)
@@ -595,7 +623,7 @@ class Loop:
         ]
         lines = []
         for place, old, new in structure_changes(self._names_of(changed), before, after):
-            # The texts are equal for another object of the same class.
+            # The two texts are equal if another object of the same class is there now.
             change = "replaced" if old == new else f"{old} before, {new} after it"
             lines.append(f"  {place}: is {change}")
         # A mapped object may change, but an array that a step adds to it must not be carried.
@@ -611,13 +639,13 @@ class Loop:
     def _new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
         """Returns a line for each output of a step that is neither stacked nor in the carry.
 
-        That is an array that it added to a mapped object, and to which StateAxes give no axis.
+        Such an array was added by the step to a mapped object, and StateAxes give it no axis.
 
         Args:
           groups: the outputs of the step.
-          outcome: what it did to objects.
+          outcome: what the step did to objects.
         """
-        # Where the arrays of the carry are among the outputs.
+        # These are the sources of the arrays in the carry.
         carried = {outcome.sources[slot] for slot in self._carried_after(outcome)}
         lines = []
         for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True)):
@@ -654,6 +682,9 @@ def _move_axis(array: Any, source: int, destination: int) -> Any:
 
 
 def _can_carry(leaf: object) -> bool:
-    """Whether JAX can carry a leaf; flags, and ints as sizes or settings, are not traced."""
+    """Whether JAX can carry a leaf.
+
+    Flags and ints are not carried, because functions use them as settings and sizes.
+    """
     is_array = _compat.is_array_like(leaf) and not _compat.is_ref(leaf)
     return is_array and not isinstance(leaf, bool | int)

@@ -1,15 +1,15 @@
 """``shard_map`` for functions and methods that take and return NNX objects.
 
-`jax.shard_map` maps the *pure function*. That takes all arrays of the arguments, and returns groups
-of arrays of one spec each, and an *outcome* without arrays. Specs are `PartitionSpec`s, and every
-array has one; Variables hold shards inside. The *plan* (``core/plan.py``) is what is known of a
-call before the trace. At top level the mapped function is compiled by `jax.jit`, since JAX would
-run it operation by operation; within a trace it becomes part of that.
-Meshes and axes differ between the two, as modules may run with other axis types than the mesh that
-the user gave (:meth:`_ShardMap._inline`).
+`jax.shard_map` maps the *pure function*. The pure function takes all arrays of the arguments, and
+returns groups of arrays of one spec each, and an *outcome* without arrays. Every array has a spec,
+which is a `PartitionSpec`; Variables hold shards inside the function. The *plan*
+(``core/plan.py``) is what is known of a call before the trace. At top level the mapped function is
+compiled by `jax.jit`, because JAX would run it operation by operation. Within a trace it becomes
+part of the trace. The mesh and axis types in a trace may differ from those that the user gave,
+because modules may run with other axis types (:meth:`_ShardMap._inline`).
 
 A map is *manual* over its ``axis_names`` (all axes of the mesh if there are none). Over other axes,
-arrays stay whole for the function, and keep their axis types: on Explicit axes, the type of an
+the function sees whole arrays, and the axes keep their types: on Explicit axes, the type of an
 array says how it is sharded; on Auto axes, the compiler chooses it.
 
 From other modules:
@@ -66,7 +66,7 @@ from .lifted import Lifted, Modes, P, R, lift
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ShardMap(Sharded):
-    """What ``shard_map`` decides."""
+    """The options of ``shard_map``, and what they decide about specs, checks and the program."""
 
     name: str = "shard_map"
     in_name: str = "in_specs"
@@ -122,14 +122,15 @@ class _ShardMap(Sharded):
     def dependencies(self, leaves: Sequence[object]) -> Dependencies:
         dependencies = super().dependencies(leaves)
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        if not self.infers_specs or mesh is None:  # the missing mesh is an error elsewhere
+        # A missing mesh raises an error in `Sharded.in_context` or in JAX.
+        if not self.infers_specs or mesh is None:
             return dependencies
         specs = _specs_in_types(leaves, mesh, self.axis_names)
         return dependencies._replace(specs=tuple(specs))
 
     def in_context(self) -> _ShardMap:
-        # If some axes stay automatic, arrays may be sharded over these, which the specs do not say:
-        # arrays keep the sharding that they have.
+        # If some axes stay automatic, arrays may be sharded over these axes. The specs do not say
+        # how, so arrays keep the sharding that they have.
         new = super().in_context()
         if new.context is None:  # the missing mesh is an error elsewhere
             return new
@@ -164,8 +165,8 @@ class _ShardMap(Sharded):
         """
         if not self.check_vma or self.context is None:
             return
-        mesh = self.context  # within a trace, that of the trace
-        # Axes that are Manual there are those of an outer `shard_map`, which checks them itself.
+        mesh = self.context  # within a trace, the mesh of the trace
+        # Manual axes of that mesh belong to an outer `shard_map`, which checks them itself.
         own_axes = frozenset(mesh.axis_names) - axes_of_type(mesh, AxisType.Manual)
         unproven: dict[AxisName, None] = {}  # the axes of all lines, each once, in order
         lines = []
@@ -177,7 +178,8 @@ class _ShardMap(Sharded):
                 along = ", ".join(map(repr, axes))
                 lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
                 unproven |= dict.fromkeys(axes)
-        # As the user writes it in `jax.lax.pmean`: one name, or a tuple of several.
+        # The message shows the axes as the user writes them in `jax.lax.pmean`: one name, or a
+        # tuple of several.
         reduced = repr(next(iter(unproven)) if len(unproven) == 1 else (*unproven,))
         raise_listed(
             ValueError,
@@ -199,7 +201,7 @@ class _ShardMap(Sharded):
         """Returns a spec for each array.
 
         Args:
-          specs: the user's, with None for an array that he gave none for: that is replicated.
+          specs: the user's specs; None for an array without one, which is replicated.
           leaves: the arrays. If the user gave no ``in_specs`` at all, their types say the specs.
         """
         if self.infers_specs and self.context is not None:  # no mesh is an error elsewhere
@@ -231,7 +233,7 @@ class _ShardMap(Sharded):
           What calls run; see `Program`.
         """
         function = self._with_typed_residuals(function)
-        # Takes ``mesh`` and ``axis_names``; returns the mapped function.
+        # `map_over` takes ``mesh`` and ``axis_names``, and returns the mapped function.
         map_over = functools.partial(
             jax.shard_map,
             function,
@@ -239,23 +241,24 @@ class _ShardMap(Sharded):
             out_specs=(*plan.out_specs, PartitionSpec()),  # the last one for the outcome
             check_vma=self.check_vma,
         )
-        # With the mesh that the user gave. If he gave none, JAX takes the one in context, which
+        # The mesh here is the user's. If the user gave none, JAX takes the one in context, which
         # may have Manual axes in a trace.
         mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
         typed = mapped
         mesh = self.context  # the user's, or the one in context when the plan was made
-        options: dict[str, Any] = {}  # of `jax.jit`
+        options: dict[str, Any] = {}  # for `jax.jit`
         if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in plan.specs)
             typed = _with_types(mapped, inputs)
             is_manual_over_all_axes = self.usable_axes == frozenset(mesh.axis_names)
-            # Otherwise specs do not say how other axes shard the arrays, which may be in any way.
+            # If other axes are left, the specs do not say how these axes shard the arrays, so no
+            # shardings are given to `jax.jit`.
             if is_manual_over_all_axes:
-                # Over Auto axes `jax.shard_map` reshards its inputs itself.
+                # Over Auto axes, `jax.shard_map` reshards its inputs itself.
                 if AxisType.Auto not in mesh.axis_types:
                     options["in_shardings"] = inputs
-                # Moves nothing. But without it, results of a compiled program may have a sharding
-                # of another class; those of `jax.shard_map` have a NamedSharding.
+                # These shardings move nothing. They make the results have a NamedSharding, as those
+                # of `jax.shard_map` do; a compiled program may return another class without them.
                 outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
                 options["out_shardings"] = (*outputs, None)  # None for the outcome
         jitted = jax.jit(typed, **options)
@@ -265,7 +268,8 @@ class _ShardMap(Sharded):
             top_level = jitted
             traced_each_time = compiled_by_content(typed, **options)
         if isinstance(mesh, AbstractMesh):
-            # It has no devices: they have to be those of the arrays, or an error says so.
+            # An abstract mesh has no devices. They have to be those of the arrays; otherwise an
+            # error says so.
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
             traced_each_time = self.needing_devices(mesh, traced_each_time, from_arrays=True)
         return Program(
@@ -278,29 +282,32 @@ class _ShardMap(Sharded):
     def _with_typed_residuals(self, function: Callable[..., object]) -> Callable[..., object]:
         """Returns the function in a form that JAX can differentiate though its axis types change.
 
-        In a map over some axes, others may be Explicit. A module under a strategy runs with these
-        as Auto axes, and saves arrays of Auto axes for its backward pass. `jax.shard_map` gives
-        what is saved the Explicit axes of the map, so that the backward pass of the module, on Auto
-        axes again, refuses it.
+        In a map over some axes, other axes may be Explicit. A module under a strategy runs with
+        these axes as Auto axes, and saves arrays of Auto axes for its backward pass.
+        `jax.shard_map` gives the saved arrays the Explicit axes of the map, so that the backward
+        pass of the module, on Auto axes again, refuses them.
 
         `jax.checkpoint` reads what it has saved with its own types. With `everything_saveable` it
         saves what the function computes, so that no sine or matrix product is computed again. The
         backward pass takes some more additions and products of elements, and what such a module
         saves is gathered over its axes.
         """
-        if self.context is None or not self.axis_names:  # all axes are manual, none is Explicit
+        # No ``axis_names``: all axes are manual, so none is Explicit.
+        if self.context is None or not self.axis_names:
             return function
         explicit = axes_of_type(self.context, AxisType.Explicit) - self.axis_names
         if not explicit:
             return function
 
         def run(*leaves: object) -> Any:
-            # Traced first, since only the operations say whether a module makes the axes Auto.
+            # The function is traced first, because only its operations say whether a module makes
+            # the axes Auto.
             program, results = jax.make_jaxpr(function, return_shape=True)(*leaves)
             call = jaxpr_as_fun(program)
-            if _makes_auto(program, explicit):  # others need not pay for the checkpoint
+            if _makes_auto(program, explicit):  # other programs need not pay for the checkpoint
                 everything = jax.checkpoint_policies.everything_saveable
-                # Hardly anything is computed twice, so the compiler may merge it: `prevent_cse`.
+                # Hardly anything is computed twice, so the compiler may merge equal operations:
+                # `prevent_cse=False`.
                 call = jax.checkpoint(call, policy=everything, prevent_cse=False)
             return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
 
@@ -309,9 +316,10 @@ class _ShardMap(Sharded):
     def _inline(self, map_over: Callable[..., Callable[..., object]]) -> Callable[..., Any]:
         """Returns the mapped function for calls in a trace, whose mesh may have other axis types.
 
-        The user's function may call a module under a strategy, which calls the map: then all axes
-        are Auto that are Explicit in the mesh that the user gave for the map, and JAX refuses a map
-        over a mesh of other types. Without a mesh of the user's, JAX takes that of the trace.
+        The user's function may call a module under a strategy, and the module may call the map.
+        Then all axes are Auto that are Explicit in the mesh that the user gave for the map, and JAX
+        refuses a map over a mesh of other types. Without the user's mesh, JAX takes that of the
+        trace.
 
         Args:
           map_over: ``jax.shard_map`` of the pure function, without a mesh and axis names.
@@ -319,10 +327,11 @@ class _ShardMap(Sharded):
 
         def inline(*leaves: object) -> Any:
             if not self.check_vma:
-                # Within a map that does check, JAX would give wrong gradients: these are an error.
+                # Within an outer map that does check, JAX would give wrong gradients, so computing
+                # gradients raises an error.
                 leaves = refuse_gradients_of_varying(leaves, name=self.name)
-            # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
-            # An empty set stays empty: it means all axes.
+            # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well. An empty
+            # set means all axes, so it stays empty.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
             current = None if mesh is None else mesh_in_trace(mesh)  # with the types of the trace
@@ -353,20 +362,20 @@ def _with_types(
 
     Args:
       mapped: the result of ``jax.shard_map``, a function of all arrays.
-      shardings: one for each array.
+      shardings: the sharding of each array.
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:
-        # The user has placed a committed array. If its type differs from the spec, that is an error
-        # of JAX, and nothing is moved silently.
+        # The user has placed a committed array. If its type differs from the spec, JAX raises an
+        # error, so nothing is moved silently.
         if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
         explicit = explicit_part(sharding)
         is_unsharded = not any(spec_axes(_type_spec(leaf)))
         if explicit is not None and is_unsharded:
             return jax.sharding.reshard(leaf, explicit)
-        # What has axes in its type keeps them for JAX to compare, and only comes to this mesh, if
-        # it is on one with other axis types.
+        # An array with axes in its type keeps them, so that JAX compares them with the spec. It
+        # only comes to this mesh if it is on one with other axis types.
         return type_as(leaf, explicit or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
@@ -382,23 +391,23 @@ def _specs_in_types(
     """Reads the spec of each array from its type, for a call without ``in_specs``.
 
     The type of an array says how Explicit axes shard it: ``float32[8@data,4]`` has the spec
-    ``P("data", None)``. About other axes it says nothing.
+    ``P("data", None)``. The type says nothing about other axes.
 
     Args:
       leaves: the arrays.
       mesh: the mesh of the call.
       axis_names: the axes over which the function is manual; empty for all. The specs have no other
-        ones.
+        axes.
 
     Raises:
-      TypeError: some of these axes are not Explicit.
+      TypeError: some of the manual axes are not Explicit.
     """
     manual_axes = axis_names or frozenset(mesh.axis_names)
     explicit_axes = axes_of_type(mesh, AxisType.Explicit)
-    if others := [axis for axis in manual_axes if axis not in explicit_axes]:
+    if not_explicit := [axis for axis in manual_axes if axis not in explicit_axes]:
         raise TypeError(
             "shard_map without in_specs infers them from the types of the arguments, which "
-            f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
+            f"needs mesh axes of type Explicit; {', '.join(map(str, not_explicit))} of {mesh} are "
             "not. Give in_specs, or make the mesh with AxisType.Explicit."
         )
     return [keep_axes(_type_spec(leaf), manual_axes) for leaf in leaves]
@@ -411,17 +420,17 @@ def _type_spec(leaf: object) -> PartitionSpec:
 
 
 class _Mapped(Lifted[P, R]):
-    """What ``shard_map`` makes: a :class:`Lifted` whose calls are in Python.
+    """The class of what ``shard_map`` returns: a :class:`Lifted` whose calls are in Python.
 
-    A map traces again if what the function can reach has changed, such as a global. The call in C,
-    which ``jit`` has, does not ask that.
+    A map traces again if something that the function can reach has changed, such as a global. The
+    call in C, which ``jit`` has, does not look for such changes.
     """
 
     __call__ = Lifted._flattened
 
 
 class _Options(SharedOptions, total=False):
-    """The options of ``shard_map``."""
+    """The options of ``shard_map`` as keyword arguments, for type checkers."""
 
     out_specs: Required[Any]
     in_specs: Any
@@ -563,11 +572,14 @@ def shard_map(
 def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
     """Whether a traced program computes arrays for which some of these axes are Auto.
 
+    `jax.shard_map` cannot save such an array for a backward pass: see `_with_typed_residuals`.
+
     Args:
-      program: a jaxpr; those in its equations, as of a loop, are searched as well.
+      program: a jaxpr. The jaxprs in its equations, such as the body of a loop, are searched, too.
       explicit: axes that are Explicit around the program.
     """
     for equation in program.eqns:
+        # The sharding in the type of a value that is no array may have no mesh.
         meshes = (getattr(x.aval.sharding, "mesh", None) for x in equation.outvars)
         if any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes):
             return True

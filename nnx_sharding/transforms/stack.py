@@ -1,4 +1,4 @@
-"""``stack``: modules of equal structure as one, with stacked Variables, run in a loop.
+"""``stack``: one module for many of equal structure, with stacked Variables, run in a loop.
 
 A list of L layers is traced and compiled L times. A ``Stack`` holds one layer, whose arrays have a
 leading dimension of size L, and calls it in one ``scan``::
@@ -9,7 +9,8 @@ leading dimension of size L, and calls it in one ``scan``::
     x = stack(x)    =    x, _ = scan(lambda x, layer: layer(x), x, layers)
 
 A Variable that all layers share keeps its shape, and each step of the scan gets it as it is. To
-compute with the arrays, a module is flattened: the *slot* of an array is its position in the list.
+compute with the arrays of a module, the functions here flatten it: the *slot* of an array is its
+position in the list of arrays.
 
 From other modules:
 
@@ -22,7 +23,8 @@ From other modules:
     replace_slots   a copy of a list of arrays with others in some slots
     compute         calls a function of arrays that may be in host memory; the result stays there
     rebuild         writes other arrays into the objects of a `Flat`, all in one step, so that an
-                    error or an interrupt leaves old values or new ones
+                    error or an interrupt leaves all old values or all new ones
+    type_spec       the spec over Explicit axes in the type of an array; None without such axes
 """
 
 from __future__ import annotations
@@ -70,16 +72,16 @@ from .vmap import vmap
 
 
 class Stack(nnx.Module):
-    """Modules of equal structure as one: a list of layers that compiles as a single layer.
+    """One module for many of equal structure: a list of layers that compiles as a single layer.
 
-    Made by :func:`stack`. Each Variable has a leading dimension for the layers. A call runs the
+    :func:`stack` makes it. Each Variable has a leading dimension for the layers. A call runs the
     layers one after the other by ``jax.lax.scan``, so that tracing and compiling take the same time
-    for any number of them. Paths into it have ``layers`` where paths into a list have the index of
-    a layer: ``blocks/layers/up/kernel``.
+    for any number of them. Paths into a stack have ``layers`` where paths into a list have the
+    index of a layer: ``blocks/layers/up/kernel``.
 
-    It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
-    fourth layer; ``blocks[3] = layer`` writes back those that not all layers share.
-    ``list(blocks)`` has all layers as modules of their own; what they share stays shared.
+    A stack is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of
+    the fourth layer. ``blocks[3] = layer`` writes back the values that not all layers share.
+    ``list(blocks)`` has all layers as separate modules; what they share stays shared.
 
     Attributes:
       layers: the module with stacked Variables.
@@ -108,7 +110,7 @@ class Stack(nnx.Module):
         Args:
           layers: one layer, whose arrays have a leading dimension for the layers.
           length: the number of layers.
-          shared: the paths in it of what has no such dimension.
+          shared: the paths in ``layers`` of what has no such dimension.
           unroll: as in :func:`stack`.
           remat: as in :func:`stack`.
           prefetch: as in :func:`stack`.
@@ -117,8 +119,8 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        # Loops are cached by the policy, so it has to be hashable. One of filters is a mapping or
-        # pairs; a name of JAX's policies is a string, which is iterable as well.
+        # JAX's loops are cached by the policy, so it has to be hashable. A policy of filters is a
+        # mapping or pairs. A policy of JAX may be given by its name; a string is iterable, too.
         if isinstance(remat, Iterable) and not isinstance(remat, str):
             pairs = remat.items() if isinstance(remat, Mapping) else remat
             remat = tuple(map(tuple, pairs))
@@ -138,7 +140,7 @@ class Stack(nnx.Module):
         Returns:
           What the last layer returned.
         """
-        axes = layer_axes(self.shared)  # 0, but None for what all layers share
+        axes = layer_axes(self.shared)  # 0, and None for what all layers share
         run = loop_of_calls(axes, self.length, self.unroll, self.remat)
         with self._prefetching():
             return run(self.layers, x, args, kwargs)
@@ -154,11 +156,13 @@ class Stack(nnx.Module):
         Returns:
           The last carry, and all ``y``, stacked.
         """
-        self._note_use()  # a pipeline runs calls of the stack only, not this loop
-        # Of the layers, the carry, and each of `xs`; `step` returns a carry and what is stacked.
+        # A pipeline runs only calls of the stack, not this loop, so it has to be told.
+        self._note_use()
+        # The axes are for the layers, the carry, and each of `xs`; `step` returns a carry and what
+        # the loop stacks.
         in_axes = (layer_axes(self.shared), Carry, *[0] * len(xs))
         out_axes = (Carry, 0)
-        if self.remat is not False:  # True recomputes all but the inputs of a layer
+        if self.remat is not False:  # True: recompute all but the inputs of a layer
             step = recompute_in_backward(step, self.remat)
         run = loop(step, in_axes, out_axes, self.length, self.unroll)
         with self._prefetching():
@@ -167,7 +171,7 @@ class Stack(nnx.Module):
     def _note_use(self) -> None:
         """Tells a strategy that runs whole stacks, such as a pipeline, that layers are used singly.
 
-        Without such a strategy there is nothing to tell.
+        Does nothing if there is no such strategy.
         """
         if (uses := SCHEDULE_USES.get()) is not None:
             uses.take_out(self)
@@ -175,7 +179,7 @@ class Stack(nnx.Module):
     def _prefetching(self) -> AbstractContextManager[None]:
         """Returns a context in which loops gather the parameters of the next layer ahead.
 
-        Those of stacks inside a layer are left out: their own loops gather them.
+        Stacks inside a layer are left out, because their own loops gather their parameters.
         """
         inner = (module for _, module in modules_in(self.layers) if isinstance(module, Stack))
         return prefetching(self.layers, self.prefetch, [stack.layers for stack in inner])
@@ -184,10 +188,13 @@ class Stack(nnx.Module):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one layer as a new module; for a slice, a new ``Stack``."""
+        """Returns one layer as a new module; for a slice, a new ``Stack``.
+
+        Tells a strategy that runs whole stacks (`_note_use`).
+        """
         self._note_use()
-        # `range` checks an index like a list: -1 is the last layer, one beyond an IndexError. For a
-        # slice it returns a range, of which only the length is used.
+        # `range` checks an index like a list: -1 is the last layer, and an index that is too large
+        # raises an IndexError. For a slice it returns a range, of which only the length is used.
         layer_numbers = range(self.length)
         selected = layer_numbers[index if isinstance(index, slice) else operator.index(index)]
         key = selected if isinstance(selected, int) else index
@@ -200,7 +207,7 @@ class Stack(nnx.Module):
         # An array in host memory stays there, and an abstract one stays abstract.
         layers = with_arrays(flat, {slot: _apply(take, flat.leaves[slot]) for slot in slots})
         if isinstance(selected, int):
-            # Logical axes name each dimension; that of the layers is gone.
+            # Logical axes name each dimension, and a single layer has none for the layers.
             name_axis(nnx.spmd.remove_axis, layers, self.shared)
             return layers
         return Stack(
@@ -217,27 +224,27 @@ class Stack(nnx.Module):
         # `range` checks the index like a list: it may be negative, and raises an IndexError.
         number = range(self.length)[operator.index(index)]
         new = flatten_layer(layer)
-        # Against the layer that is there now, as it has no dimension for the layers either.
+        # The new layer is compared with the present one, which has no dimension for layers either.
         old = flatten_layer(self[number])
         _check_equal([old, new], name_of=lambda i: "the layers" if i == 0 else f"[{number}]")
-        # The structure of the layers is that of one of them, so slots in both are the same.
+        # `layers` has the structure of one layer, so slots mean the same in both.
         stacked = flatten_layer(self.layers)
         slots = stacked_slots(stacked, self.shared)  # of the arrays with a dimension for layers
         old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
         new_arrays = [new.leaves[slot] for slot in slots]  # (…)
 
-        # On Explicit axes, JAX refuses an update in a dimension that an axis shards.
+        # Layers are gathered because JAX refuses an update along an axis of Explicit type.
         def with_layer(array: jax.Array, layer: jax.Array) -> jax.Array:
             return _gather_layers(array).at[number].set(layer)
 
         pairs = zip(old_arrays, new_arrays, strict=True)
         arrays = [compute(with_layer, old, new) for old, new in pairs]  # (layers, …)
         # On Explicit axes, each array gets back the sharding from which it was gathered. On Auto
-        # axes it has kept it, and None leaves it so.
+        # axes it has kept its sharding, and None changes nothing.
         shardings = [None if type_spec(x) is None else sharding_of(x) for x in old_arrays]
         leaves = replace_slots(stacked.leaves, slots, apply_shardings(arrays, shardings))
-        # All or none: an error or an interrupt on the way leaves no part of the layer. In Variables
-        # and in attributes of modules.
+        # `rebuild` writes all arrays in one step, of Variables and of attributes of modules, so an
+        # error or an interrupt does not leave a part of the layer.
         rebuild(stacked, leaves, "stack")
 
     def __iter__(self) -> Iterator[Any]:
@@ -276,12 +283,12 @@ def stack(
         split.
 
     Returns:
-      The stack, with copies of the values in the list; what all modules of the list share stays
-      shared, also with what else uses it, such as an embedding. A Variable of a single layer is
-      copied, and no longer tied to what else uses it.
+      The stack, with copies of the values in the list. An object that all modules of the list share
+      stays shared, even with a user outside of the stack, such as an embedding. A Variable of a
+      single layer is copied, and no longer tied to other users of it.
 
     Raises:
-      TypeError: ``layers`` is neither a list of modules nor what makes one, or a list comes with
+      TypeError: ``layers`` is neither a list of modules nor makes one, or a list comes with
         arguments for making layers; or, when the stack is called, a layer returns another
         structure, shape or dtype than it gets.
       ValueError: there are no layers, they differ in more than the values of arrays, or some of
@@ -298,21 +305,21 @@ def stack(
       (2, 4)
     """
     options: dict[str, Any] = {"unroll": unroll, "remat": remat, "prefetch": prefetch}
-    # A module may be callable, too, but makes no layers.
+    # A module makes no layers, though it may be callable.
     if callable(layers) and not isinstance(layers, nnx.Module) and isinstance(length, int):
         if length < 1:
             raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _make_layers(layers, length, args, kwargs)
         return Stack(layer, length, shared, **options)
-    # Otherwise it has to be a list, without a length. A Stack is iterable, but its layers are in
-    # the form of one already.
+    # `layers` must now be a list, without a length. A Stack is iterable, but its layers have the
+    # form of one already.
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
             f"of layers, as in stack(Block, 24, rngs=rngs), got {show(layers)}"
             + ("." if length is None else f" and {length!r}.")
         )
-    if kwargs:  # with which layers would be made
+    if kwargs:  # they are for making layers
         raise TypeError(
             "stack: a list of modules takes no arguments for making layers, got "
             f"{', '.join(kwargs)}."
@@ -347,7 +354,7 @@ def _make_layers(
     def is_stream(x: object) -> bool:
         return isinstance(x, nnx.Rngs | nnx.RngStream)
 
-    # Only the streams are mapped. They are arguments of the mapped function, all others captured.
+    # Only the streams are mapped, so they are arguments. The function captures all else.
     by_position = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
     by_name = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
 
@@ -360,36 +367,39 @@ def _make_layers(
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
     layer = make_all(by_position, by_name)
     flat = flatten_layer(layer)
-    # What has no dimension for layers: the arrays outside of Variables. A place without slots, such
-    # as a Variable that holds an empty pytree, has no arrays at all.
+    # Arrays outside of Variables have no dimension for layers. A location without slots, such as a
+    # Variable that holds an empty pytree, has no arrays, so it is not listed.
     unmapped = [x for x in locations_of(flat) if x.slots and not is_in_variable(flat, x)]
     return layer, [location.path for location in unmapped]
 
 
 def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
-    """Stacks the arrays of existing layers, as `_make_layers` returns them.
+    """Joins existing layers into one with stacked arrays, as `_make_layers` returns it.
 
-    What is the same object in all layers stays as it is.
+    An object that is the same in all layers stays as it is, such as a Variable that all of them
+    use. Equal arrays of different Variables are stacked, because they may differ after a step of
+    training.
 
-    Only what is the same object is shared, as a Variable that several layers use. Equal arrays of
-    different Variables may differ after a step of training.
+    Raises:
+      ValueError: layers differ in more than the values of arrays, or only some share a Variable.
     """
     flats = [flatten_layer(block) for block in blocks]
-    _check_equal(flats, name_of=lambda i: f"layer {i}")  # so slots are the same in all
-    first = flats[0]
-    joined: dict[int, Any] = {}  # by slot, (layers, …)
+    # Raises unless all layers have one structure, so slots mean the same in all of them.
+    _check_equal(flats, name_of=lambda i: f"layer {i}")
+    first_layer = flats[0]
+    stacked_arrays: dict[int, Any] = {}  # by slot, (layers, …)
     shared: list[Path] = []
-    for location in locations_of(first):
-        # A single layer shares nothing: its Variables get the dimension, as with two layers.
+    for location in locations_of(first_layer):
+        # A single layer shares nothing, so its Variables get the dimension, too.
         if location.slots and len(flats) > 1 and _is_same_in_all(location, flats):
             shared.append(location.path)
             continue
         for slot in location.slots:
             arrays = [flat.leaves[slot] for flat in flats]
-            # Layers may be abstract, or offloaded: then their stack is, too.
-            joined[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)
-    _refuse_partly_shared(flats, shared)
-    layer = with_arrays(first, joined)
+            # Layers may be abstract, or offloaded, and their stack is then the same.
+            stacked_arrays[slot] = _apply(lambda *arrays: jnp.stack(arrays), *arrays)
+    _refuse_partly_shared(flats, shared)  # raises only if some layers share a Variable
+    layer = with_arrays(first_layer, stacked_arrays)
     # Logical axes name each dimension, so the new one needs an entry.
     name_axis(nnx.spmd.add_axis, layer, shared)
     return layer, shared
@@ -398,46 +408,50 @@ def _join_layers(blocks: Sequence[nnx.Module]) -> tuple[Any, list[Path]]:
 def _refuse_partly_shared(flats: Sequence[Flat], shared: Collection[Path]) -> None:
     """Raises a ``ValueError`` for Variables that some layers share, but not all at one path.
 
-    Stacked, such a Variable would become one slice for each of these layers, which then train
-    apart. ``shared`` has the paths of what all layers share.
+    In a stack, such a Variable would become one slice for each of these layers, and the slices
+    would train apart. ``shared`` has the paths of what all layers share.
     """
-    places: dict[int, list[str]] = {}  # of each Variable in the layers, by its id
+    expressions: dict[int, list[str]] = {}  # the expressions for each Variable, by its id
     for number, flat in enumerate(flats):
         for location in locations_of(flat):
+            # `shared` lists no empty Variable, so without the test of slots one that all layers
+            # share would be refused here.
             if location.slots and is_in_variable(flat, location) and location.path not in shared:
                 variable = flat.objects[cast(int, location.object_index)]
                 place = accessor(f"layers[{number}]", location.path)
-                places.setdefault(id(variable), []).append(place)
+                expressions.setdefault(id(variable), []).append(place)
     raise_listed(
         ValueError,
         "stack: these Variables are shared by some layers only, and would become separate copies:",
-        [f"  {' is '.join(names)}" for names in places.values() if len(names) > 1],
+        [f"  {' is '.join(names)}" for names in expressions.values() if len(names) > 1],
         "Let all layers share them, make one layer of each group that repeats them, or keep a list "
         "of layers. If they are to be separate, pass a copy (nnx.clone).",
     )
 
 
 def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
-    """Whether all layers have the same Variable, or, outside of Variables, the same arrays.
+    """Whether all layers have the same Variable, or the same arrays if they are in no Variable.
 
     Args:
       location: where the Variable or the arrays are in each layer.
       flats: the layers, of equal structure.
     """
-    first, *others = flats
-    if is_in_variable(first, location):
+    first_layer, *other_layers = flats
+    if is_in_variable(first_layer, location):
         index = cast(int, location.object_index)
-        return all(flat.objects[index] is first.objects[index] for flat in others)
+        return all(flat.objects[index] is first_layer.objects[index] for flat in other_layers)
     return all(
-        flat.leaves[slot] is first.leaves[slot] for flat in others for slot in location.slots
+        flat.leaves[slot] is first_layer.leaves[slot]
+        for flat in other_layers
+        for slot in location.slots
     )
 
 
 def _gather_layers(x: jax.Array) -> jax.Array:
     """Puts all layers of a stacked array on each device, if an Explicit axis shards them.
 
-    Shape and values stay, (layers, …). JAX refuses to index a dimension that an Explicit axis
-    shards; on Auto axes, XLA gathers what it needs.
+    Shape and values stay: (layers, …). The array is gathered because JAX refuses to index a
+    dimension that an Explicit axis shards. On Auto axes, XLA gathers what it needs.
     """
     spec = type_spec(x)  # over Explicit axes; None without any
     if spec is None or spec.partitions[:1] in ((), (None,)):  # no axis shards the layers
@@ -448,7 +462,7 @@ def _gather_layers(x: jax.Array) -> jax.Array:
 
 
 def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Calls a function of arrays, which may be abstract; results stay in the first one's memory."""
+    """Calls a function of arrays or abstract ones; the result stays in the first array's memory."""
     is_abstract = isinstance(arrays[0], jax.ShapeDtypeStruct)
     return jax.eval_shape(function, *arrays) if is_abstract else compute(function, *arrays)
 
@@ -456,12 +470,13 @@ def _apply(function: Callable[..., Any], *arrays: Any) -> Any:
 def count_layer_dimensions(flat: Flat) -> dict[int, int]:
     """Returns how many leading dimensions of each array, by slot, are stacked layers.
 
-    An array of a stack in a stack has two: it is counted once for each of them, as both are in the
-    graph. Arrays outside of stacks are not in the result.
+    The array of a stack in a stack has two such dimensions. It is counted once for each stack,
+    because both are in the graph. Arrays outside of stacks are not in the result.
     """
     structure = flat.structure
     counts = dict[int, int]()  # by slot
-    no_slots = iter(())  # of arrays in no object, for which `walk` asks: below a module is none
+    # `walk` takes slots of arrays outside of objects from here. Below a module there are none.
+    no_slots = iter(())
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
             continue

@@ -1,13 +1,13 @@
 """The stages of lifted functions: what :mod:`nnx_sharding.stages` makes public.
 
-JAX's stages know flat arrays: those of the arguments, of which each has a *slot* (its position),
-and those of the results, in groups of one sharding each. Each class here holds the stage of JAX,
-and translates both into the user's pytrees (:func:`user_tree`). For that it has the *plan*, with
-the `Structure` of the arguments, which describes modules as a treedef describes pytrees, and the
-*outcome*, which says for each array after the call whether it is an output or an argument. A
-*guard* recognizes the arguments of an earlier call, so that they need not be flattened again. Calls
-begin in C (`guarded`), which tries the guards. One that none knows goes on in ``_flattened``, and
-an error of a call in C is given to ``_failed``.
+JAX's stages know flat arrays: the arrays of the arguments, each in a *slot* (its position), and the
+arrays of the results, in groups of one sharding each. Each class here holds the stage of JAX, and
+translates both into the user's pytrees (:func:`user_tree`). For that it has the *plan* and the
+*outcome*. The plan holds the `Structure` of the arguments, which describes modules as a treedef
+describes pytrees. The outcome says for each array after the call whether it is an output or an
+argument. A *guard* recognizes the arguments of an earlier call, so that they need not be flattened
+again. Calls begin in C (`guarded`), which tries the guards. A call whose arguments no guard knows
+continues in ``_flattened``, and an error of a call in C is given to ``_failed``.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
 
@@ -16,10 +16,13 @@ From other modules:
     Caller     what a trace needs of its call; ``called_by`` sets it while JAX traces or compiles
     run        places arrays, runs the program, and writes back what the function changed
     Recorder   traces a call once more, without its arrays, when a report asks: ``traced`` is JAX's
-               trace, ``calls`` the calls of modules in it
-    Outcome    after a trace: the ``structure`` of all objects; which Variables it changed
-               (``values``, ``metadata``, by index); ``arrays(inputs, groups)`` picks the array in
+    Outcome    after a trace: the ``structure`` of all objects; the indices of the Variables that it
+               changed (``values``, ``metadata``); ``arrays(inputs, groups)`` picks the array in
                each slot after the call from inputs and outputs
+    user_tree  is in this module: it puts values by slot into a pytree like the user's
+    raise_explained, raise_mismatch, explain_memory
+               each raises another error that explains the given one, or returns if it knows no
+               explanation; the caller then raises the given error
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from ..errors import message, see
 from ..specs.paths import Path, plain_key
 from .out_of_memory import CompileWith, explain_memory
 
-if TYPE_CHECKING:  # of `analysis`, which no call needs and which takes long to import
+if TYPE_CHECKING:  # `analysis` takes long to import, and no call needs it
     from ..analysis.by_line import LineTable
     from ..analysis.by_module import ModuleTable
     from ..analysis.collectives import Collective, Collectives
@@ -75,9 +78,9 @@ JaxStage: TypeAlias = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compil
 
 
 class Stage:
-    """What all stages have in common.
+    """The parts that all stages have in common.
 
-    Methods and attributes that are not listed here, such as ``cost_analysis()``, are those of JAX's
+    A method or attribute that is not listed here, such as ``cost_analysis()``, is the one of JAX's
     stage.
 
     Its private attributes:
@@ -93,7 +96,7 @@ class Stage:
 
     def __init__(
         self,
-        stage: Any,  # a `JaxStage`; each subclass says which
+        stage: Any,  # a `JaxStage`: each subclass declares the class of its own
         lifted: Lifted[..., Any],
         plan: Plan,
         statics: tuple[object, ...],
@@ -113,14 +116,14 @@ class Stage:
         self._plan = plan
         self._statics = statics
         self._recorder = recorder
-        # Guards ask a transform on what else a plan depends, such as the mesh in context, and what
-        # to execute. This one depends on nothing: the plan of a stage is fixed.
+        # Guards ask a transform what else a plan depends on, such as the mesh in context, and what
+        # to execute. The plan of a stage is fixed, so this transform depends on nothing.
         depends_on_nothing = Transform(name="stage", in_name="")
         self._guards = Guards(depends_on_nothing, execute=lambda _: _compat.direct_form(stage))
-        # What a call in C reads, by position: guards, bound objects, and two for traces, which a
-        # stage makes no more: the user's function, and who is told of traces.
+        # The call in C reads this tuple by position: guards, bound objects, the user's function,
+        # and the observer of traces. The last two are None, because a stage traces no more.
         # The user may leave out static arguments, which only Python code adds (`_with_statics`), so
-        # a stage with some has no guards for C.
+        # a stage with static arguments has no guards for C.
         guards_for_c = [] if statics else self._guards.recent
         function = observer = None
         self._direct = (guards_for_c, lifted._bound, function, observer)
@@ -147,7 +150,7 @@ class Stage:
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
-        """Which leaves of ``in_tree`` are donated."""
+        """The positions of the donated leaves in ``in_tree``."""
         infos = jax.tree_util.tree_leaves(self.args_info)
         return tuple(i for i, info in enumerate(infos) if info.donated)
 
@@ -173,29 +176,31 @@ class Stage:
         """
         before, outcome = self._plan.structure, self._outcome
         *groups, _outcome = self._stage.out_info
-        # The shape and dtype in each slot after the call: of an output, or None in place of an
-        # input, which the call leaves unchanged.
+        # Each slot after the call has the shape and dtype of an output, or None if it holds an
+        # input, because the call leaves an input unchanged.
         unchanged = [None] * before.num_leaves
-        infos = outcome.arrays(unchanged, groups)
-        written: dict[int, Any] = {}  # by slot before the call
+        infos_after = outcome.arrays(unchanged, groups)
+        new_infos: dict[int, Any] = {}  # by slot before the call
         for index in (*outcome.values, *outcome.metadata):  # the changed Variables
             # Nearly every Variable holds one array before and after. A pytree in one may have more
             # or fewer leaves after the call; then the first ones are paired.
             slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
-            written |= {old: infos[new] for old, new in slots if infos[new] is not None}
+            new_infos |= {
+                old: infos_after[new] for old, new in slots if infos_after[new] is not None
+            }
 
         def is_written(slots: tuple[int, ...]) -> bool:
             """Whether a Variable with arrays in these slots, or one of its arrays, is shown."""
-            return not written.keys().isdisjoint(slots)
+            return not new_infos.keys().isdisjoint(slots)
 
-        values = [written.get(slot) for slot in range(before.num_leaves)]
+        values = [new_infos.get(slot) for slot in range(before.num_leaves)]
         return user_tree(before, values, keep=is_written)
 
     def activations(self) -> ActivationTable:
-        """Lists how what modules return is sharded, in the order in which they return it.
+        """Lists how the outputs of modules are sharded, in the order in which modules return them.
 
-        A module that is called several times with equal results has one row. Calling this for the
-        first time traces the function once more. Under ``shard_map`` there are none.
+        A module that is called several times with equal results has one row. The first call of this
+        method traces the function once more. Under ``shard_map`` the table has no rows.
         """
         from ..analysis.parameters import ActivationTable, activation_row
 
@@ -211,7 +216,7 @@ class Stage:
             )
             for call in self._recorder.calls
         )
-        # Without duplicates, as from a loop that is traced twice.
+        # A dict drops duplicates, which appear if a loop is traced twice.
         return ActivationTable(dict.fromkeys(rows))
 
     def _make_next(self, cls: type[S], stage: JaxStage) -> S:
@@ -243,18 +248,20 @@ class Stage:
             call, flat = self._lifted._split(args, kwargs)
             self._check_structure(done, call, flat)
             return run(plan, flat, stage)
-        known = self._guards.find(args, kwargs)  # if an earlier call had the same objects
-        if known is not None:
-            _, flat = known  # the plan of a stage is always the same
+        # None unless an earlier call had the same objects.
+        earlier_call = self._guards.find(args, kwargs)
+        if earlier_call is not None:
+            _, flat = earlier_call  # the plan of a stage is always the same
         else:
             call, flat = self._lifted._split(args, kwargs, record=True)
             self._check_structure(done, call, flat)
-            # Who makes a stage calls it again, so a guard is made at once, as for a new plan.
+            # A user who makes a stage calls it again, so its guard is made at once.
             self._guards.add(plan, flat, args, kwargs, is_new=True)
         try:
-            # The form in C is faster, but takes arrays only, no tracers.
+            # The form in C is faster, but takes no tracers. Calls with tracers return above.
             return run(plan, flat, _compat.direct_form(stage))
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+            # Raises another error if it can explain this one; otherwise it returns.
             self._raise_explained(plan, flat.leaves, error)
             raise
 
@@ -268,8 +275,8 @@ class Stage:
     ) -> None:
         """Explains an error that a program has raised in a guarded call, which is in C.
 
-        Like `_run`, it raises another error that explains it. If it returns, there is no
-        explanation, and the call in C raises the error as it is.
+        Like `_run`, it raises another error that explains it. If it returns, it knows no
+        explanation, and the call in C raises the given error.
 
         Args:
           plan: the plan of the call.
@@ -277,13 +284,14 @@ class Stage:
           error: what JAX raised.
           objects: the caller's objects. Only functions that trace (`Lifted._failed`) need them.
         """
-        failed(plan, leaves, error)  # for what `run` explains of any program
-        self._raise_explained(plan, leaves, error)  # for what is particular to a stage
+        failed(plan, leaves, error)  # raises an explanation that holds for any program
+        self._raise_explained(plan, leaves, error)  # raises an explanation particular to a stage
 
     def _raise_explained(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
-        """Raises an error that names the arguments that differ from those of the stage, if some do.
+        """Raises an error that names the arguments that differ from those of the stage, if any do.
 
-        Returns if none do. `Compiled` extends this: a program may also be too large for the memory.
+        Returns if none do. `Compiled` extends this, because its program may also be too large for
+        the memory.
 
         Args:
           plan: the plan of the call.
@@ -299,16 +307,16 @@ class Stage:
 
         A stage was made for certain static arguments, so callers need not pass them again, as in
         JAX: a stage of ``f(x, mode, y)`` with a static ``mode`` takes ``(x, mode, y)`` and
-        ``(x, y)``. Of several static ones by position, all are passed or none: with some of them,
-        the number of arguments would not say which.
+        ``(x, y)``. The user passes all static arguments that are given by position, or none: with
+        some of them, the number of arguments would not say which are missing.
         """
         signature, bound = self._plan.signature, self._lifted._bound
-        # By how they were passed when the stage was made: the position, bound objects included, or
-        # the name.
+        # The keys say how the stage's static arguments were passed: a position, which counts bound
+        # objects, or a name.
         by_key = dict(zip(signature.static_keys, self._statics, strict=True))
         keywords = {key: value for key, value in by_key.items() if isinstance(key, str)}
         by_position = {key: value for key, value in by_key.items() if isinstance(key, int)}
-        # A bound object, as the class of a classmethod, may be static, and is always there.
+        # A bound object, such as the class of a classmethod, may be static. `args` always has it.
         positions = [position for position in sorted(by_position) if position >= len(bound)]
         args = (*bound, *args)
         num_positional = len(signature.names)  # when the stage was made, with bound objects
@@ -327,14 +335,14 @@ class Stage:
           flat: the same, flattened.
         """
         plan = self._plan
-        before = (plan.signature, plan.structure)
-        after = (call.signature, flat.structure)
-        if before == after:
+        stage_form = (plan.signature, plan.structure)
+        call_form = (call.signature, flat.structure)
+        if stage_form == call_form:
             return
-        changes = differences(before, after)  # one text for each
+        changes = differences(stage_form, call_form)  # one text for each difference
         if plan.signature != call.signature:
             old_form, new_form = arguments_of(plan.signature), arguments_of(call.signature)
-            # First, since all other differences may follow from it.
+            # The form comes first, because all other differences may follow from it.
             changes.insert(0, f"arguments {old_form} → {new_form}")
         head = f"{plan.fun_name} was {done} for other arguments than it is called with now:"
         text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
@@ -343,7 +351,7 @@ class Stage:
     def _inputs(self, per_argument: Any) -> Any:
         """Puts what JAX reports for each argument array into the form of the user's arguments.
 
-        ``per_argument`` is a pair of JAX: all arrays are positional arguments, none are keywords.
+        ``per_argument`` is a pair of JAX: the arrays, which are all positional, and no keywords.
         """
         return user_tree(self._plan.structure, per_argument[0])
 
@@ -355,7 +363,7 @@ class Stage:
             where a group has one item for each of its arrays. An item may be anything.
           per_argument: what is reported for its arguments: ``(positional, …)``, with one item for
             each array. An array that a call returns unchanged is not an output of JAX's program, so
-            the result has this item for it.
+            the result has the argument's item for it.
         """
         *groups, _outcome = per_output
         by_slot, *_keywords = per_argument
@@ -395,7 +403,7 @@ class Traced(Stage):
     def by_line(self) -> LineTable:
         """Lists the types of the values that each line of the user's code makes.
 
-        Specs are over Explicit axes; on Auto axes the compiler chooses, so that
+        Specs are over Explicit axes. On Auto axes the compiler chooses the shardings, so
         :meth:`Compiled.by_line` has them. The first call traces the function once more.
 
         Returns:
@@ -438,17 +446,17 @@ class Traced(Stage):
                 "If this comes from jax.export.export: it takes functions of arrays only; use "
                 "nnx_sharding.export.export in the same way."
             )
-        # Shapes are all that the explanation of an error needs; the arrays may be gone.
+        # The explanation of an error needs only shapes, and the arrays may be gone.
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options: Any = {"lowering_platforms": lowering_platforms}
 
         with self._attribute_reports():  # JAX reports how long it takes
             try:
                 lowered = self._stage.lower(**options)
-            except TypeError:  # of an operation: arguments of wrong types could not be traced
+            except TypeError:  # raised by an operation, since wrong types fail before, in the trace
                 raise
             except Exception as error:
-                raise_explained(self._plan, leaves, error)
+                raise_explained(self._plan, leaves, error)  # returns if it knows no explanation
                 raise
         return self._make_next(Lowered, lowered)
 
@@ -489,7 +497,7 @@ class Lowered(Stage):
         """
         devices = {} if device_assignment is None else {"device_assignment": device_assignment}
 
-        # Kept for reports, which compile once more with further options of XLA.
+        # The compiled function keeps this for reports, which compile again with other options.
         def compile_with(stage: Any, further_options: Mapping[str, Any]) -> Any:
             options = {**(compiler_options or {}), **further_options}
             with progress(f"compile {self._plan.fun_name}"), self._attribute_reports():
@@ -498,8 +506,9 @@ class Lowered(Stage):
         try:
             program = compile_with(self._stage, {})
         except jax.errors.JaxRuntimeError as error:
-            # Raises another error if the program does not fit into memory, for which it asks for
-            # the recorder. A function, because calls have to make one first.
+            # `explain_memory` raises another error if the program does not fit into memory. Only
+            # then does it ask for the recorder. A function gives it, because a call, which shares
+            # this interface, has to make a recorder first.
             explain_memory(error, self._plan, lambda: self._recorder, compile_with)
             raise
         return self._compiled_to(program, compile_with)
@@ -534,7 +543,7 @@ class Compiled(Stage):
 
     @_compat.api_boundary
     def _flattened(self, *args: object, **kwargs: object) -> Any:
-        """Runs the program where the call in C cannot: it flattens the arguments in Python.
+        """Runs the program if the call in C cannot: it flattens the arguments in Python.
 
         Static arguments may be given, or left out.
 
@@ -542,13 +551,14 @@ class Compiled(Stage):
           TypeError: structure, statics, shapes or dtypes differ from those that were lowered.
           ValueError: arrays are committed to other shardings than those that were lowered.
         """
-        return self._run("compiled", args, kwargs)  # "was compiled for other arguments"
+        return self._run("compiled", args, kwargs)  # the message says "was compiled for other …"
 
     __call__ = guarded(_flattened)
 
     def _raise_explained(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
         """Raises an error for other arguments, or for a program that does not fit into memory."""
         super()._raise_explained(plan, leaves, error)
+        # Raises if the program does not fit into memory; otherwise it returns.
         explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 
     @staticmethod
@@ -578,7 +588,7 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _figures(self) -> Figures:
-        # Imported on first use: calls need nothing of `analysis`.
+        # The import is here because calls need nothing of `analysis`, which takes long to import.
         from .figures import Figures
 
         return Figures(self)
@@ -598,7 +608,7 @@ class Compiled(Stage):
     def memory(self) -> Memory | None:
         """Returns the memory that the program takes on one device; None if unavailable.
 
-        Printing it says what holds the peak, and compiles like :meth:`by_module` for this.
+        Printing it says what holds the peak. For that it compiles like :meth:`by_module`.
         """
         return self._figures.memory
 
@@ -678,10 +688,10 @@ class Compiled(Stage):
         return self._figures.collectives
 
     def activations(self) -> ActivationTable:
-        """Lists how what modules return is sharded, as for a trace, with what the compiler chose.
+        """Lists how the outputs of modules are sharded, as for a trace, and by the compiler.
 
-        That is shown as inferred. If there is such a row, the first call compiles like
-        :meth:`by_module`, to read it from the program before it is partitioned.
+        A sharding that the compiler chose is shown as inferred. If there is such a row, the first
+        call compiles like :meth:`by_module`, to read it from the program before it is partitioned.
         """
         return self._figures.activations(compile_again=True)
 
@@ -749,8 +759,8 @@ class Compiled(Stage):
     ) -> ProgramReport:
         """Collects all of this in one object, which can be printed, saved as JSON and compared.
 
-        The first call traces the function once more, for the activations. The report is kept for
-        further calls.
+        The first call traces the function once more, for the activations. Further calls use the
+        same report.
 
         Args:
           name: the name in the report; None for the name of the function.
@@ -762,7 +772,7 @@ class Compiled(Stage):
         Returns:
           The report.
         """
-        report = self._figures.report  # computed when it is first asked for
+        report = self._figures.report  # a cached property
         if hardware is not None:
             report = report.with_roofline(hardware)
         if by_module:
@@ -785,12 +795,15 @@ class Compiled(Stage):
         inputs = [*self._stage.input_shardings[0], *self._plan.shardings]
         try:
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
-        except ValueError:  # JAX counts refs as outputs, and then finds too many
+        except ValueError:  # JAX counts refs as outputs, and so finds too many outputs
             return inputs
 
 
 def _shape_of(aval: Any) -> Any:
-    """Returns the shape and dtype of an aval; itself for a hijax Variable, which has none."""
+    """Returns the shape and dtype of an aval; the aval itself if it is of a hijax Variable.
+
+    The type of a hijax Variable has neither a shape nor a dtype.
+    """
     try:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
@@ -810,13 +823,13 @@ def user_tree(
 
     Args:
       structure: describes what the user passed or got. Its root is a tree of containers (lists,
-        tuples and dicts), with a mark (`LEAF`) for each array, a description of each static value,
-        and for each object its index.
+        tuples and dicts), whose leaves are a mark (`LEAF`) for each array, a description of each
+        static value, and the index of each object.
       values: a value for each slot.
-      keep: whether to keep what belongs to these slots; in place of the rest there is None, or
-        nothing in a state.
-      objects: the Variables to put into states, by index in the structure; without them, states
-        have the values.
+      keep: whether to keep the values in these slots. A value that is not kept becomes None, or is
+        left out of a state.
+      objects: the Variables to put into states, by index in the structure; None to put the values
+        there.
     """
     # The slots of the arrays outside of objects, in the order of the tree: each `LEAF` takes one.
     root_slots = iter(structure.root_slots)
@@ -839,7 +852,7 @@ def user_tree(
             if not keep(location.slots):
                 continue
             path = tuple(map(plain_key, location.path))
-            index = location.object_index  # of a Variable; None for an array in a module itself
+            index = location.object_index  # the Variable's; None for an array in a module itself
             if objects is None or index is None:
                 state[path] = value_at(structure, location, values)
             else:
