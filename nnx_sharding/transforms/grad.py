@@ -286,8 +286,8 @@ class PreparedCall(NamedTuple):
 
         Returns:
           A gradient for each target: a pytree like the argument, with a state in place of each
-          module, or with a new module that holds gradients. Unless there is a single target, the result is a
-          tuple of these.
+          module, or with a new module that holds gradients. Unless there is a
+          single target, the result is a tuple of these.
         """
         by_slot = dict(zip(self.slots, arrays, strict=True))
         # Targets that share a module share its gradients, so all arguments are built together,

@@ -19,7 +19,6 @@ From other modules:
     Outcome    after a trace: the ``structure`` of all objects; the indices of the Variables that it
                changed (``values``, ``metadata``); ``arrays(inputs, groups)`` picks the array in
                each slot after the call from inputs and outputs
-    user_tree  is in this module: it puts values by slot into a pytree like the user's
     raise_explained, raise_mismatch, explain_memory
                each raises another error that explains the given one, or returns if it knows no
                explanation; the caller then raises the given error
