@@ -1,23 +1,25 @@
 """``custom_vjp`` and ``custom_jvp``: functions of NNX objects with the user's derivatives.
 
-Both return a wrapper of the user's function, to which he gives the rules later (``defvjp``,
-``defjvp``). A call goes the way of all transforms: flatten the arguments, find the *plan* for their
-structure, run its program and write back what changed. Only the function of the call is special: it
-brings its rules along (:class:`~.custom_rules.Rules`), which take and return modules like itself.
-What JAX gets of them is in ``custom_rules.py``.
+Both return a wrapper of the user's function, to which the user gives the rules later (``defvjp``,
+``defjvp``). A call takes the steps of all transforms: flatten the arguments, find the *plan* for
+their structure, run its program and write back what changed. Only the function of the call is
+special, because it has its rules with it (:class:`~.custom_rules.Rules`), which take and return
+modules, too. ``custom_rules.py`` makes functions and rules of arrays from them, for JAX.
 
-An argument in ``nondiff_argnums`` is not differentiated. In others, the arrays outside of modules
-are, and all Variables, or those that a filter chooses (``nnx.DiffState``).
+An argument in ``nondiff_argnums`` is not differentiated. In other arguments, all arrays outside of
+modules are differentiated, and all Variables, or the Variables that a filter chooses
+(``nnx.DiffState``).
 
 From other modules:
 
-    Inner            the base of functions that become part of a surrounding trace: `_find_plan` has
-                     the plan of a call and its flattened arguments, `_run` runs the call
+    Inner            the base of functions that become part of a surrounding trace: `_find_plan`
+                     returns the plan of a call and its flattened arguments, `_run` runs the call
     Custom           the transform: which arguments are differentiated, and how
     lift             makes a wrapper of a class for a function and a transform
     Modes            the user's options ``graph`` and ``graph_updates``
-    fingerprint_of   the key of what functions can reach (closures, globals): if it is the same, a
-                     trace is used again
+    fingerprint_of   the key of what functions can reach (closures, globals): a trace is used again
+                     for an equal key
+    unbind           splits a bound method into its function and the objects that it is bound to
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def custom_vjp(
 ) -> Any:
     """Gives a function a reverse-mode derivative of your own.
 
-    The result is called like ``fun``, and has ``defvjp(fwd, bwd)``. What ``fun`` or ``fwd`` changes
-    in its arguments is changed for the caller.
+    The result is called like ``fun``, and has ``defvjp(fwd, bwd)``. Changes that ``fun`` or ``fwd``
+    makes to its arguments are made to the caller's objects.
 
     ``fwd`` returns the output and residuals. ``bwd`` gets the residuals and cotangents, ``g``, and
     returns a tuple with a cotangent for each differentiated argument. With graph updates, modules
@@ -63,7 +65,7 @@ def custom_vjp(
         bwd(residuals, output_g) → (module or array, ...)
         bwd(residuals, output_g, *, updates_g) → (module or array, ...)
 
-    If ``bwd`` has a parameter ``updates_g``, that is a tuple of all arguments, with cotangents in
+    If ``bwd`` has a parameter ``updates_g``, it gets a tuple of all arguments, with cotangents in
     the Variables that the call changed, and None in place of other Variables and of arrays.
 
     Args:
@@ -148,7 +150,7 @@ def custom_jvp(
     return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, Modes(graph, graph_updates))
 
 
-@_compat.api_boundary  # also where a decorator calls it
+@_compat.api_boundary  # a decorator calls this, too, without `custom_vjp` around it
 def _make(
     cls: type[_CustomFunction[..., Any]],
     name: str,
@@ -162,11 +164,15 @@ def _make(
       cls: the class of the wrapper.
       name: the name of the transform.
       fun: the user's function; None for a decorator.
-      nondiff_argnums: as the user gave it: the positions of arguments that are not differentiated,
-        and an ``nnx.DiffState`` for each argument in which a filter chooses what is.
+      nondiff_argnums: the user's option: the positions of arguments that are not differentiated,
+        and an ``nnx.DiffState`` for each argument in which a filter chooses Variables.
       modes: how the user wants graphs to be treated.
+
+    Raises:
+      TypeError: the positions are not different ints from 0.
+      ValueError: a filter is given where none is possible, or ``fun`` is a bound method.
     """
-    if fun is None:  # as in `@custom_vjp(graph_updates=False)`
+    if fun is None:  # the user writes, for example, `@custom_vjp(graph_updates=False)`
         return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)
     graph, updates = _compat.graph_mode(*modes)
     filters = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
@@ -177,8 +183,8 @@ def _make(
         raise TypeError(
             f"{name}: nondiff_argnums must be different positions from 0, got {positions}."
         )
-    # As in Flax, rules of `custom_vjp` get and return states for modules if graphs are updated.
-    # Only those can leave out a Variable that a filter has not chosen.
+    # Rules of `custom_vjp` get and return states for modules if graphs are updated, as in Flax.
+    # Only a state can leave out a Variable that a filter has not chosen.
     has_states = updates and name == "custom_vjp"
     if filters and not has_states:
         problem = f"{name}: nondiff_argnums holds an nnx.DiffState, which"
@@ -188,7 +194,7 @@ def _make(
             f"{problem} needs graph=True and graph_updates=True. Without them, leave it out: bwd "
             "returns zeros for what is not differentiated."
         )
-    _, bound = unbind(fun)  # the objects that a method is bound to
+    _, bound = unbind(fun)  # the objects to which a method is bound
     if bound:  # it would be unclear whether positions and rules count the object
         raise ValueError(
             f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
@@ -213,10 +219,10 @@ class _CustomFunction(Inner[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; its changes are made to the caller's own objects."""
         plan, flat = self._find_plan(self._positional_arguments(args, kwargs), {})
-        # The trace calls this in place of the function, and takes the rules from it.
+        # The trace calls this object instead of the function, and takes the rules from it.
         with_rules = Rules(self._fun, *self._rules)
-        # A plan keeps a program for each key, so that a trace is used again only if the function
-        # and its rules are those of then, and can reach the same values.
+        # A plan keeps a program for each key, so a trace is used again only if the function and its
+        # rules are the same, and can reach the same values.
         key = fingerprint_of([*with_rules.functions, *plan.reached_from(flat.objects)])
         execute = plan.program_for(key).inline
         return self._run(plan, flat, execute, fun=with_rules)  # type: ignore[no-any-return]
@@ -224,9 +230,9 @@ class _CustomFunction(Inner[P, R]):
     def _positional_arguments(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[Any, ...]:
-        """Returns all arguments of a call by position, as rules get them, with the defaults.
+        """Returns all arguments of a call by position, with defaults, because rules get them so.
 
-        Of a method, the object is the first one.
+        The object of a method is the first argument.
 
         Raises:
           TypeError: the function has no rules yet, or an argument can only be passed by keyword.
@@ -254,36 +260,36 @@ class _CustomFunction(Inner[P, R]):
 
 
 class CustomVjp(_CustomFunction[P, R]):
-    """What :func:`custom_vjp` makes."""
+    """The class of what :func:`custom_vjp` returns."""
 
     def defvjp(self, fwd: Callable[..., object], bwd: Callable[..., object]) -> None:
         """Gives the function its rules.
 
         Args:
-          fwd: is called with the arguments of the function in its place, where it is
+          fwd: is called with the arguments of the function, instead of the function, if a call is
             differentiated. Returns the output, and residuals for ``bwd``: any pytree of modules,
             arrays and other values. It changes the same Variables as the function.
           bwd: is called with the arguments in ``nondiff_argnums``, the residuals and the cotangent
             of the output. Returns a tuple with the cotangent of each other argument, or None for
             zeros.
 
-        There is no ``symbolic_zeros``: cotangents are arrays, since Variables cannot hold others.
+        There is no ``symbolic_zeros``: cotangents are arrays, because Variables cannot hold others.
         """
         self._rules = fwd, bwd
 
 
 class CustomJvp(_CustomFunction[P, R]):
-    """What :func:`custom_jvp` makes."""
+    """The class of what :func:`custom_jvp` returns."""
 
     def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
-        """Gives the function its rule, and returns that: it can be a decorator.
+        """Gives the function its rule, and returns the rule, so that this can be a decorator.
 
         Args:
-          rule: is called with the arguments in ``nondiff_argnums``, a tuple of all others, and a
-            tuple of their tangents, in which modules have tangents in place of their arrays.
-            Returns the output and its tangent. It may change Variables in the arguments, as the
-            function does. The tangent of the new value is then what the Variable has in the tangent
-            of the argument when the rule returns, so the rule changes that as well.
+          rule: is called with the arguments in ``nondiff_argnums``, a tuple of all other arguments,
+            and a tuple of their tangents. In the tangents, modules have tangents in place of their
+            arrays. Returns the output and its tangent. The rule may change Variables in the
+            arguments, as the function does. Then it also changes the Variable in the tangents,
+            whose value when the rule returns is the tangent of the new value.
 
         Returns:
           The rule.
@@ -291,5 +297,5 @@ class CustomJvp(_CustomFunction[P, R]):
         There is no ``symbolic_zeros``, as for :func:`custom_vjp`, and no ``defjvps``: rules for
         single arguments could not say what becomes of the tangents of changed Variables.
         """
-        self._rules = (rule,)  # a tuple of one, where `defvjp` has two
+        self._rules = (rule,)  # a tuple of one rule; `defvjp` sets two
         return rule

@@ -285,13 +285,12 @@ class _Call:
             *groups, outcome = self._function(*leaves)
         for earlier_function, earlier_outcome in self._outcomes.items():
             # Sources count because JAX compares outputs, but not which inputs were returned.
-            if (earlier_outcome.structure, earlier_outcome.sources) != (
-                outcome.structure,
-                outcome.sources,
-            ):
+            is_same_structure = earlier_outcome.structure == outcome.structure
+            if not is_same_structure or earlier_outcome.sources != outcome.sources:
+                # This always raises.
                 self._refuse_difference(
                     earlier_function, earlier_outcome, function_or_rule, outcome
-                )  # always raises
+                )
         self._outcomes[function_or_rule] = outcome
         return outcome, [list(group.arrays) for group in groups]
 

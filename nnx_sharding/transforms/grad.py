@@ -550,9 +550,8 @@ class ValueAndGrad(Differentiable[P, R]):
             predicate = predicates.get(named.argument.name)
             if predicate is None:  # the argument is not differentiated
                 continue
-            if (
-                index in variables_so_far
-            ):  # a shared Variable has its gradient in the first place, as in Flax
+            # A shared Variable has its gradient in the first place, as in Flax.
+            if index in variables_so_far:
                 continue
             # A Variable whose value is an empty pytree has no arrays, and an empty gradient. A
             # Variable whose value is no pytree, such as a static value, has no gradient.

@@ -1,31 +1,33 @@
 """Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
 
 The *specs* of these transforms are axes: ``Axis(0)`` for the first dimension, ``BROADCAST`` (an
-``Axis`` with the index None) for what is not mapped, or ``CARRY``. They are found like shardings,
-by prefixes of the arguments and by filters for the Variables of modules (:class:`StateAxes`), and
-results are grouped by them.
+``Axis`` with the index None) for arrays that are not mapped, or ``CARRY``. They are found like
+shardings, by prefixes of the arguments and by filters for the Variables of modules
+(:class:`StateAxes`), and results are grouped by them.
 
-A *mapped* array or Variable has one more dimension outside of the function than inside, where it is
-one element (of ``vmap``) or slice (of ``scan``). The results of all elements are *stacked*: they
-get a dimension when they leave the function. What a function writes to a Variable has the axis of
-the Variable; new Variables of a mapped module have that of the module. What modules ``sow`` while
-they run is *captured*: it is in Variables that ``nnx.capture`` has made in them, empty at first. It
-differs between the elements also where the module is the same for all, so it is stacked then, too.
+A *mapped* array or Variable has one more dimension outside of the function than inside. Inside it
+is one element (of ``vmap``) or slice (of ``scan``). The results of all elements are *stacked*: they
+get a dimension when they leave the function. A value that a function writes to a Variable has the
+axis of the Variable; a new Variable of a mapped module has the axis of the module. Values that
+modules ``sow`` while they run are *captured*: they are in Variables that ``nnx.capture`` has made
+in the modules, empty at first. They differ between the elements even if the module is the same for
+all, so they are stacked in this case, too.
 
-All objects of the arguments are in a table (the *structure*), in which each has an *index*; the
-*slot* of an array is its position in the list of all arrays. A *plan* has the axes of all arrays,
-by slot, and of all Variables (``variables``), by index, with their names; *unflattened* has the
-objects as they are in the trace.
+All objects of the arguments are in a table (the *structure*), each at an *index*; the *slot* of an
+array is its position in the list of all arrays. A *plan* has the axes of all arrays, by slot, and
+of all Variables (``variables``), by index, with their names; *unflattened* has the objects as they
+are in the trace.
 
 From other modules:
 
-    Specs            what the user wrote, a prefix of the arguments, as a ``tree`` of axes
-    PathFunction     what ``nnx.prefix`` returns: known axes by path, and a function for other paths
+    Specs            a prefix of the arguments that the user gave, as a ``tree`` of axes
+    PathFunction     the result of ``nnx.prefix``: known axes by path, a function for other paths
     Caller           the call that is being traced; ``fun`` is the user's function
     Flat             flattened objects: their structure, ``leaves`` (arrays by slot) and ``objects``
     InnerTransform   the base: becomes part of a surrounding trace
     locate           finds the Variables and arrays in some arguments, each with the user's spec
-    resolve          finds the final spec of each of these
+    resolve          finds the final spec of each of these Variables and arrays
+    atoms            the leaves of a container in a structure: indices of objects, and other values
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class StateAxes(StateSharding):
 
     Args:
       filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
-        filter that matches a Variable decides. Or an ``nnx.State`` with axes as leaves. An axis is
-        a dimension, None for one that is not mapped, or for ``scan``
+        filter that matches a Variable decides. An ``nnx.State`` with axes as leaves may be given
+        instead. An axis is a dimension, None if the Variable is not mapped, or for ``scan``
         :class:`~nnx_sharding.Carry`.
 
     Raises:
@@ -97,10 +99,10 @@ class StateAxes(StateSharding):
 def _axis(place: str, x: object) -> Axis | StateSharding:
     """Reads one entry of a prefix of axes: ``0`` → ``Axis(0)``, ``Carry`` → ``CARRY``.
 
-    ``place`` is the expression for it, for messages, such as ``in_axes[1]``.
+    ``place`` is the expression for the entry, for messages, such as ``in_axes[1]``.
 
     Raises:
-      TypeError: it is no axis.
+      TypeError: the entry is no axis.
     """
     if isinstance(x, Axis | StateSharding):
         return x
@@ -108,14 +110,14 @@ def _axis(place: str, x: object) -> Axis | StateSharding:
         return Axis(x)
     if is_carry(x):
         return CARRY
-    if isinstance(x, nnx.StateAxes):  # Flax's own; ours reads each of its axes by this function
+    if isinstance(x, nnx.StateAxes):  # Flax's class; ours reads each of its axes by `_axis`
         return StateAxes(zip(x.filters, x.axes, strict=True))
-    prefix = _compat.prefix_state(x)  # None for all but what `nnx.prefix` returns
+    prefix = _compat.prefix_state(x)  # None unless `nnx.prefix` has returned ``x``
     if prefix is not None:
-        # It has a pytree of known axes, of which None is one, and a function of path and value for
-        # all other paths.
-        known = leaves_by_path(prefix.specs, is_leaf=lambda axis: axis is None)
-        axes = {path: _axis(place, axis) for path, axis in known.items()}
+        # A prefix has a pytree of known axes, in which None is an axis, and a function of path and
+        # value for all other paths.
+        known_axes = leaves_by_path(prefix.specs, is_leaf=lambda axis: axis is None)
+        axes = {path: _axis(place, axis) for path, axis in known_axes.items()}
         return PathFunction(_AxisOf(place, prefix.function), axes)
     raise TypeError(
         f"{place}: expected an axis, got {show(x)}. An axis is a dimension, None for what is not "
@@ -132,11 +134,11 @@ def is_carry(x: object) -> bool:
 class _AxisOf:
     """The function of path and value in what ``nnx.prefix`` returns, with our own axes.
 
-    A class, so that two prefixes of equal functions are equal specs.
+    It is a class because two prefixes of equal functions have to be equal specs.
     """
 
     place: str  # the expression for the prefix, for messages
-    function: Callable[[Path, Any], Any]  # of a path and a value; returns an axis as Flax has it
+    function: Callable[[Path, Any], Any]  # takes a path and a value; returns an axis of Flax
 
     def __call__(self, path: Path, value: object) -> Axis | StateSharding:
         return _axis(self.place, self.function(path, value))
@@ -145,14 +147,16 @@ class _AxisOf:
 def axes_specs(option: str, prefix: object) -> Specs:
     """Reads a prefix of axes as specs: ``(0, None)`` → ``Specs((Axis(0), Axis(None)))``.
 
-    Args:
       option: the name of the option, for messages.
-      prefix: what the user gave for it, such as ``(0, None)``.
+      prefix: the value that the user gave, such as ``(0, None)``.
+
+    Raises:
+      TypeError: an entry is no axis.
     """
 
     def is_leaf(x: object) -> bool:
-        """Whether JAX would take something apart (or leave it out) that ``_axis`` reads whole."""
-        return x is None or _compat.prefix_state(x) is not None  # what `nnx.prefix` returns
+        """Whether ``_axis`` reads something whole that JAX would take apart or leave out."""
+        return x is None or _compat.prefix_state(x) is not None  # not None: from `nnx.prefix`
 
     leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf)
     axes = []
@@ -164,7 +168,10 @@ def axes_specs(option: str, prefix: object) -> Specs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mapped(InnerTransform):
-    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them."""
+    """The decisions of ``vmap`` and ``scan``: the axes of arrays, and the metadata that names them.
+
+    Captured arrays and checks of results are here, too.
+    """
 
     # Results need a group for each axis that they may have. What a function captures is stacked
     # along the first dimension, even if the user has written no such axis.
@@ -174,7 +181,7 @@ class Mapped(InnerTransform):
     # The user's `transform_metadata`, as pairs: what Flax adds to the metadata of Variables for a
     # mapped axis, such as (nnx.PARTITION_NAME, "layers").
     metadata: tuple[tuple[Any, Any], ...] = ()
-    options: tuple[tuple[str, Static], ...] = ()  # those of JAX's own transform
+    options: tuple[tuple[str, Static], ...] = ()  # the options of JAX's own transform
 
     def spec_of(self, spec: Axis | None) -> Axis:  # noqa: D102
         return BROADCAST if spec is None else spec
@@ -187,12 +194,12 @@ class Mapped(InnerTransform):
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Axis]:
         """Returns the axes of captured arrays that are stacked though their module is not mapped.
 
-        In a mapped module, they have the axis of the module, as all that is new in it. Others get
-        the first one, as the results of modules do by default.
+        In a mapped module, a captured array has the axis of the module, like everything new in it.
+        In other modules it gets the first axis, the default for results.
 
         Args:
           plan: the plan of the call.
-          after: the objects after the call, flattened; those of the arguments have the same index.
+          after: the objects after the call, flattened. Objects of the arguments keep their index.
 
         Returns:
           An axis for each such array, by its slot after the call.
@@ -201,8 +208,8 @@ class Mapped(InnerTransform):
         for index in captures(plan.structure):
             if is_mapped(plan.variables[index].spec):
                 continue
-            # A value from an earlier call has no dimension for the elements, nor has what takes its
-            # place. A Variable that was empty has no axis yet.
+            # A value from an earlier call has no dimension for the elements, and neither has the
+            # value that replaces it. Only a Variable that was empty has no axis yet.
             was_empty = not plan.structure.slots[index]
             for slot in after.structure.slots[index]:
                 if was_empty and self.stacks_captured(after.leaves[slot]):
@@ -210,9 +217,9 @@ class Mapped(InnerTransform):
         return specs
 
     def stacks_captured(self, array: object) -> bool:
-        """Whether an array is stacked that was captured in a module that is not mapped.
+        """Whether ``scan`` or ``vmap`` stacks an array captured in a module that is not mapped.
 
-        It is in a Variable that was empty before the call.
+        The array is in a Variable that was empty before the call.
         """
         return True
 
@@ -225,16 +232,16 @@ class Mapped(InnerTransform):
           fun_name: the name of the user's function.
           names: the expression for each result, such as ``output[0].kernel``.
           leaves: the arrays in the trace.
-          specs: the axis of each: of ``out_axes`` or, for what is in a module of the arguments, of
-            ``in_axes`` (the options ``out_name`` and ``in_name``).
+          specs: the axis of each result: from ``out_axes`` or, for a result in a module of the
+            arguments, from ``in_axes`` (the options ``out_name`` and ``in_name``).
         """
         lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             axis = spec.index
-            if axis is None or _compat.is_ref(leaf):  # refs are updated in place, and never stacked
+            if axis is None or _compat.is_ref(leaf):  # a ref is updated in place, and never stacked
                 continue
-            ndim = getattr(jax.typeof(leaf), "ndim", None)  # None for a hijax type: never stacked
-            # Stacked, it has ndim + 1 dimensions: 0 to ndim, or from -1 to -(ndim + 1).
+            ndim = getattr(jax.typeof(leaf), "ndim", None)  # None: a hijax type, which has no axes
+            # The stacked array has ndim + 1 dimensions: 0 to ndim, or -1 to -(ndim + 1).
             if ndim is None or not -(ndim + 1) <= axis <= ndim:
                 lines.append(f"  {name}, {type_text(leaf)}: axis {axis}")
         raise_listed(
@@ -250,13 +257,13 @@ class Mapped(InnerTransform):
         """Returns the user's function, during which Variables have no name for the mapped axis.
 
         The logical axes of a Variable (its metadata) name each dimension: ``("layers", "embed")``
-        outside of the function, and ``("embed",)`` inside, where the mapped dimension is not there.
+        outside of the function, and ``("embed",)`` inside, because the mapped dimension is gone.
         """
         fun = super().user_function(plan, caller, unflattened)
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
-        # The mapped Variables of the arguments as they are in the trace, each with its axis.
+        # These are the mapped Variables of the arguments in the trace, each with its axis.
         mapped = [
             (unflattened.objects[index], axis.index)
             for index, (_, axis) in plan.variables.items()
@@ -267,7 +274,7 @@ class Mapped(InnerTransform):
             change_names(nnx.spmd.remove_axis, mapped, settings)
             try:
                 out = fun(*args, **kwargs)
-                # What the function made is stacked when it leaves, and needs the name then.
+                # New Variables are stacked when they leave the function, so they need the name.
                 new = self._new_variables(out, plan, unflattened)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
@@ -293,16 +300,16 @@ class Mapped(InnerTransform):
         num_old_objects = len(unflattened.objects)
         flat = flatten(out, first_objects=unflattened.objects)
         option = f"{self.name}: {self.out_name}"  # for messages
-        # The output, in the parts that `out_axes` has an axis or filters for.
+        # The output is taken in the parts for which `out_axes` has an axis or filters.
         output = split_argument("output", self.out_specs.tree, out, flat.structure.root, option)
-        # Finds the axis of each Variable, by index. A new one that is attached to an argument has
-        # the axis that `in_axes` gives there, any other one that of `out_axes`.
+        # `resolve` finds the axis of each Variable, by index. A new Variable that is attached to an
+        # argument has the axis that `in_axes` gives there; any other has the axis of `out_axes`.
         resolved = resolve(
             locate(flat.structure, [*plan.graph_arguments, output]),
             flat.objects,
             flat.leaves,
             self.spec_of,
-            # The Variables of the arguments have their axes, and filters are not asked about them.
+            # The Variables of the arguments have their axes already, so filters are not asked.
             decided=plan.variables,
             decided_arguments={argument.name for argument in plan.graph_arguments},
         )
@@ -321,21 +328,21 @@ def is_mapped(axis: Axis | None) -> bool:
 def captures(structure: Structure) -> set[int]:
     """Returns the indices of the Variables in which ``nnx.capture`` collects what modules sow.
 
-    Each module has an attribute for them, a nested container, whose name is Flax's. Perturbations,
-    which are there as well, are left out.
+    Each module has an attribute for them, a nested container, whose name is Flax's. Perturbations
+    are in the container, too, but not in the result.
     """
     indices: set[int] = set()
     for entry in structure.entries:
         if not isinstance(entry, NodeEntry) or _compat.CAPTURES not in entry.keys:
             continue
         captured = entry.children[entry.keys.index(_compat.CAPTURES)]
-        # What is in the container: indices of Variables, and values that are no objects.
+        # The atoms of the container are indices of Variables, and values that are no objects.
         for index in atoms([captured]):
             if not isinstance(index, int):
                 continue
             variable_type = getattr(structure.entries[index], "type", object)
-            # A perturbation is an input as well, so that in a module that is not mapped it is the
-            # same for all elements, as a parameter is.
+            # A perturbation is also an input, so in a module that is not mapped it is the same for
+            # all elements, like a parameter.
             if not issubclass(variable_type, nnx.Perturbation):
                 indices.add(index)
     return indices
@@ -348,18 +355,18 @@ def change_names(
 
     Args:
       change: ``nnx.spmd.add_axis`` or ``remove_axis``.
-      mapped: Variables, each with its axis. Their arrays are those of one element, in the trace:
-        without the mapped dimension, whether its name is added or removed.
+      mapped: Variables, each with its axis. Their arrays are those of one element, in the trace.
+        They have no mapped dimension, whether its name is added or removed.
       settings: Flax's ``transform_metadata``, with the name of the axis.
     """
     for variable, axis in mapped:
-        # A ref that is in no Variable has no metadata.
+        # A ref outside of Variables has no metadata, so it is skipped.
         arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
         # Flax keeps the logical axes as `out_sharding`. It adds no name to empty ones, but would
-        # try to remove one from them.
+        # try to remove one from them, so Variables with empty ones are skipped.
         if not arrays or variable.get_metadata().get("out_sharding") == ():
             continue
-        # Flax counts from the front: axis -1 of an array that has 3 dimensions outside is 2.
+        # The axis is counted from the front: -1 becomes 2 if the array has 3 dimensions outside.
         ndim_outside = jnp.ndim(arrays[0]) + 1
         change(variable, axis % ndim_outside, settings)
 

@@ -2,23 +2,25 @@
 
 A program that was compiled for calls does not say this: its operations have no names of modules,
 and JAX reports only sums of its memory. So the function is traced again, with the path of each
-module in the names of the operations in it, and compiled again with XLA's option `xla_dump_to`, for
-the files in which the compiler lists where it puts each array. XLA writes them before it checks
-whether the program fits into memory, so they also explain an error that it does not.
+module in the names of its operations, and compiled again with XLA's option `xla_dump_to`. With that
+option the compiler writes files that list where it puts each array. XLA writes them before it
+checks whether the program fits into memory, so they also explain an error that it does not fit.
 
-Imports all of `analysis`; calls never need this file (`out_of_memory.py` and `figures.py` import it
-on demand).
+This file imports all of `analysis`. Calls never need it: `out_of_memory.py` and `figures.py` import
+it on demand.
 
 From other modules:
 
-    Recorder   traces a function once more, without its arrays (``traced``), and notes each call of
-               a module (``calls``)
+    Recorder   traces a function once more, without its arrays (``traced``), and records each call
+               of a module (``calls``)
     Plan       what is known of a call: ``names`` of the arrays of its arguments, by slot (their
-               position), and the ``structure`` of its objects: for each, by index, the slots of
-               the arrays that it holds itself
+               position), and the ``structure`` of its objects; its ``slots`` are, for each object
+               by index, the slots of the arrays that the object holds itself
     Module     a program read from HLO text; ``homes`` has the computation of each instruction, by
                the name of the instruction
-    Measured   the seconds of instructions, and the program that these are of
+    Measured   the seconds of instructions, and the program that has these instructions
+    parse      reads a `Module` from text
+    read_buffers  reads from a folder where the compiler puts arrays; None without such files
 """
 
 from __future__ import annotations
@@ -52,20 +54,21 @@ class DumpedProgram(NamedTuple):
 
     module: Module  # the program for one device
     buffers: Buffers | None  # where it puts each array; None if the compiler does not write this
-    required: int | None  # bytes that have to be free for a call
-    paths: frozenset[str]  # of the modules that were called
+    required: int | None  # bytes that have to be free for a call; None if the compiler failed
+    paths: frozenset[str]  # the paths of the modules that were called
     # The program before it is partitioned, with the sharding of each value; None if the compiler
     # does not write it.
     whole: Module | None
-    infos: Sequence[jax.stages.ArgInfo]  # of the argument arrays, by slot
-    # Of the argument arrays, None for an unused one; None for all if the compiler failed.
+    infos: Sequence[jax.stages.ArgInfo]  # type and donation of each argument array, by slot
+    # The sharding of each argument array; None for an array that is not used. The field is None if
+    # the compiler failed.
     shardings: Sequence[Sharding | None] | None
 
     def compiled_program(self, rows: Sequence[ParameterRow], mesh: Mesh | None) -> CompiledProgram:
-        """Returns what tables of memory and cost are made of, without the hardware.
+        """Returns the facts from which tables of memory and cost are made, without the hardware.
 
         Args:
-          rows: the argument arrays.
+          rows: a row for each argument array.
           mesh: the mesh for which it was compiled; None for one device.
         """
         return CompiledProgram(
@@ -73,19 +76,20 @@ class DumpedProgram(NamedTuple):
             buffers=self.buffers,
             required=self.required,
             executed=None if self.module.unread else executed_work(self.module),
-            # Found in this program, because the one for calls has other names of operations.
+            # The collectives are read from this program, because its operations have other names
+            # than those of the program for calls.
             collectives=collectives_of(self.module, mesh, rows),
             mesh=None if mesh is None else MeshDescription.of(mesh),
         )
 
     def measured(self, seconds: Mapping[str, float]) -> Measured:
-        """Joins times that were measured for the program for calls to this one.
+        """Joins times that were measured for calls with the modules of this program.
 
-        Both were compiled from the same operations, so that their instructions have the same names;
-        those of this program know their modules as well.
+        Both programs were compiled from the same operations, so their instructions have the same
+        names. Only the instructions of this program also name their modules.
 
         Args:
-          seconds: by the name of the instruction, such as ``fusion.3``.
+          seconds: the time of each instruction, by its name, such as ``fusion.3``.
 
         Raises:
           ValueError: the compiler made other instructions this time.
@@ -109,17 +113,20 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
 
     Args:
       recorder: traces the function of a call, with its types.
-      compile_with: compiles what was lowered, as for the call, with more options.
+      compile_with: compiles a lowered function as for the call, with further options.
+
+    Raises:
+      JaxRuntimeError: the compiler fails for another reason, or before it writes the program.
     """
     lowered = recorder.traced.lower()
     with tempfile.TemporaryDirectory() as dump_to:
         folder = Path(dump_to)
         # Both stay None if the program does not fit into memory.
         required = None  # bytes
-        shardings = None  # of its inputs
+        shardings = None  # the shardings of its inputs
         try:
-            # A program that JAX finds in its persistent cache is not compiled, and writes nothing.
-            # What the compiler warns of, it has written when it compiled the program for calls.
+            # JAX's cache is off, because a program that is found there is not compiled, so nothing
+            # is written. Warnings are off, because the compilation for calls has shown them.
             with _compat.without_cache(lowered), _compat.without_compiler_warnings():
                 options = {"xla_dump_to": dump_to, "xla_dump_hlo_pass_re": _SHARDING_PASSES}
                 program = compile_with(lowered, options)
@@ -133,9 +140,9 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
             if not _compat.is_out_of_memory(error) or not written:
                 raise
             text = written[0].read_text()
-        # The program before it is partitioned, with the sharding of each value: what the last pass
-        # wrote that chooses these, if any did. A compiler has those of GSPMD, of Shardy, or both,
-        # and then those of Shardy come last.
+        # The program before it is partitioned, with the sharding of each value, is in the file that
+        # the last pass wrote that chooses shardings. A compiler has the passes of GSPMD, of Shardy,
+        # or of both. With both, the files of Shardy come last. No file means no such pass ran.
         sharded = [path for glob in _AFTER_SHARDING for path in sorted(folder.glob(glob))]
         infos, _keywords = lowered.args_info
         return DumpedProgram(
@@ -149,8 +156,8 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
         )
 
 
-# The passes that choose the sharding of each value, those of Shardy and of GSPMD: a regular
-# expression for XLA, and the files that it writes after them.
+# The passes of Shardy and of GSPMD that choose the sharding of each value: a regular expression for
+# XLA, and the names of the files that XLA writes after them.
 _SHARDING_PASSES = "shardy-xla|sharding-propagation"
 _AFTER_SHARDING = "*.after_sharding-propagation*.txt", "*.after_shardy-xla*.txt"
 
@@ -165,12 +172,12 @@ def argument_rows(
 
     Args:
       plan: the plan of the call.
-      infos: type of each array, and whether it is donated.
-      actual: the sharding of each in the program; None for an array that it does not use.
+      infos: the type of each array, and whether it is donated.
+      actual: the sharding of each array in the program; None for an array that it does not use.
       declared: the sharding that the user declared; shown for unused arrays.
     """
-    # By slot: the columns that describe the Variable that holds the array, such as its class. They
-    # are empty for an array that a module holds itself, or that is in no object.
+    # For each slot, these columns describe the Variable that holds the array, such as its class.
+    # They are empty for an array that a module holds itself, or that is in no object.
     of_variables: list[dict[str, Any]] = [{}] * len(infos)
     for index, slots in enumerate(plan.structure.slots):
         for slot in slots:

@@ -1,7 +1,8 @@
 """Loops over layers in which the parameters of the next layer are gathered while one computes.
 
-The loop carries the gathered parameters of its layer, and gathers those of the next one from the
-shards: an operation of the same iteration that does not depend on it, which the compiler overlaps.
+The loop carries the gathered parameters of its layer, and gathers the parameters of the next layer
+from their shards. That gather is an operation of the same iteration which does not depend on the
+layer's computation, so the compiler overlaps both.
 
     forward, layer l             backward, layer l
     ------------------------     ------------------------------------------
@@ -9,24 +10,27 @@ shards: an operation of the same iteration that does not depend on it, which the
     compute with those of l      cotangents of l, from its residuals and parameters
     keep the residuals           reduce-scatter the gradients of the parameters
 
-Differentiated as it is, the loop would keep all gathered parameters for the backward pass. So it
-has a rule of its own, which gathers them again, in a loop of the same form that runs from the last
-layer to the first. JAX shows this form in ``tests/overlap_test.py``.
+If JAX differentiated the loop, the loop would keep all gathered parameters for the backward pass.
+So it has a rule of its own, which gathers the parameters again, in a loop of the same form that
+runs from the last layer to the first. JAX shows this form in ``tests/overlap_test.py``.
 
 A *shard* is a parameter as it is kept, (layers, …) for the loop. The *pullback* of a layer takes
-its cotangents from outputs to inputs. It is rebuilt in the backward pass from *residuals*, the
-arrays that the forward pass keeps. Parameters are *ready* once they are gathered; the *rest* are
-slices that need not be. From other modules:
+its cotangents from outputs to inputs. The backward pass rebuilds it from *residuals*, the arrays
+that the forward pass keeps. Parameters are *ready* once they are gathered; the *rest* are slices
+that need no gathering. From other modules:
 
-    Tag         what a strategy left on a module: for each of its parameters ``VariableSpecs``: its
-                ``shape``, the spec ``outside``, with which it is kept, and ``inside``, while the
-                module runs
+    Tag         what a strategy left on a module: ``VariableSpecs`` for each of its parameters, with
+                its ``shape``, the spec ``outside``, with which it is kept, and the spec
+                ``inside``, with which it is used while the module runs
     PREFETCHED  the names of parameters that a module does not gather itself while it runs: a
-                context of JAX, with a ``value``, that is set by calling it in a ``with``
+                context of JAX, with a ``value``, which ``with PREFETCHED(value):`` sets
+    spec_of_slice
+                the spec without the dimensions of loops that run around this one
     replace_slots
                 a copy of a list of arrays with others in some positions
     apply_shardings
                 gives each array a sharding, so that the compiler gathers or scatters it
+    is_inexact  whether an array has a derivative: floating-point or complex numbers
 """
 
 from __future__ import annotations
@@ -56,15 +60,16 @@ from .tangents import is_inexact
 
 
 class Gather(NamedTuple):
-    """How the parameter of one layer is sharded: as it is kept, and where it is used."""
+    """How one parameter of a layer is sharded: as it is kept, and as it is used."""
 
-    name: tuple[str, Path, Path]  # for `PREFETCHED`: argument and path of its module, path in that
+    # The name for `PREFETCHED`: argument and path of the module, and the path in the module.
+    name: tuple[str, Path, Path]
     stacked: jax.Array  # the parameter of all layers: (layers, …)
-    shard: NamedSharding  # of one layer, as it is kept
-    whole: NamedSharding  # of one layer, where it is used
+    shard: NamedSharding  # the sharding with which one layer's parameter is kept
+    whole: NamedSharding  # the sharding with which one layer's parameter is used
 
 
-# The parameters that loops gather ahead, by the identity of the stacked array.
+# The parameters that loops gather ahead, by the `id` of the stacked array. `prefetching` sets it.
 _GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("_GATHERS", default=None)
 
 
@@ -75,8 +80,8 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
     Args:
       layers: the module with stacked Variables.
       ahead: how many layers ahead the stack asks for, 0 or 1. A strategy may ask as well.
-      others: modules in it that have a loop of their own, such as an inner ``Stack``. That gathers
-        their parameters, layer by layer; this loop would gather all of them at once.
+      others: modules in ``layers`` that have a loop of their own, such as an inner ``Stack``. Their
+        loop gathers their parameters, layer by layer; this loop would gather all of them at once.
     """
     excluded = {id(inner) for module in others for _, inner in modules_in(module)}
     gathers = dict[int, Gather]()
@@ -84,11 +89,11 @@ def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterato
         tag = _compat.tag_of(module)
         if tag is None or id(module) in excluded:
             continue
-        # The stack may ask, or one of the strategies, which are the sources of the tag.
+        # The stack may ask for it, or a strategy. The sources of a tag are its strategies.
         is_wanted = ahead > 0 or any(source.prefetch > 0 for source in tag.sources)
         if is_wanted:
-            # By identity: `scan` below gets the same tracers among its stacked arrays. Each
-            # `Gather` holds its tracer, so that no other object gets its id.
+            # The key is the `id`, because `scan` below gets the same tracers among its stacked
+            # arrays. Each `Gather` holds its tracer, so no other object gets its id.
             gathers |= {id(gather.stacked): gather for gather in _gathers_of(module, tag)}
     token = _GATHERS.set(gathers)
     try:
@@ -101,7 +106,8 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
     """Yields the parameters of a module that its strategy gathers, and that are not whole yet."""
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
-        # What is no tracer is an array of a module that the function captures: a constant.
+        # A value that is not a tracer belongs to a module that the function captures, so it is a
+        # constant of the loop.
         if path not in tag.specs or not isinstance(value, jax.core.Tracer):
             continue
         specs = tag.specs[path]
@@ -123,37 +129,42 @@ def _sharding_of_layer(
 ) -> NamedSharding:
     """Returns the sharding of one layer's parameter in a loop.
 
-    In a stack of 2 stacks of 4 layers, a kernel is (2, 4, in, out) as the user has it, with the
-    spec ``P(None, None, "data", None)``. In the inner loop it is (4, in, out), and that of a layer
-    (in, out), with ``P("data", None)``.
+    For example, the user has a stack of 2 stacks of 4 layers. A kernel is (2, 4, in, out), with the
+    spec ``P(None, None, "data", None)``. In the inner loop it is (4, in, out), and the kernel of
+    one layer is (in, out), with ``P("data", None)``.
 
     Args:
       mesh: the mesh of the trace.
       spec: the spec of the Variable as the user has it.
-      shape: its shape there.
+      shape: the shape of the Variable as the user has it.
       stacked_shape: the shape of the parameter of all layers of this loop: (layers, …).
     """
-    # Without the dimensions of loops around this one, which are found by the shapes.
+    # This leaves out the dimensions of loops around this one; it infers them from the shapes.
     entries = spec_of_slice(spec, shape, stacked_shape).partitions
-    return NamedSharding(mesh, PartitionSpec(*entries[1:]))  # without the dimension of the layers
+    # The first dimension of the rest is that of the layers.
+    return NamedSharding(mesh, PartitionSpec(*entries[1:]))
 
 
 def scan(
     step: Callable[..., Any], carry: Any, stacked: Arrays, *, unroll: int | bool, **options: Any
 ) -> tuple[Any, Any]:
-    """Runs ``jax.lax.scan``, which gathers ahead what :func:`prefetching` names.
+    """Runs ``jax.lax.scan``, and gathers the parameters ahead that :func:`prefetching` has chosen.
 
     Args:
       step: ``(carry, slices) → (carry, results)``, as for ``jax.lax.scan``.
       carry: the first carry.
       stacked: a list of arrays, (layers, …).
       unroll: how many layers one iteration runs, as for ``jax.lax.scan``.
-      **options: its other options. Loops with parameters to gather are those of a ``Stack``, which
-        gives none of them but the number of layers.
+      **options: the other options of ``jax.lax.scan``. A loop with parameters to gather ignores
+        them: it is the loop of a ``Stack``, whose only option is the number of layers.
     """
-    known = _GATHERS.get() or {}  # as `prefetching` has set it
-    gathers = {i: known[id(x)] for i, x in enumerate(stacked) if id(x) in known}
-    if not gathers:  # outside of `prefetching`, or the loop of another function within it
+    gathers_by_id = _GATHERS.get() or {}  # what `prefetching` has chosen, by `id`
+    gathers = {
+        position: gathers_by_id[id(x)]
+        for position, x in enumerate(stacked)
+        if id(x) in gathers_by_id
+    }
+    if not gathers:  # not within `prefetching`, or the loop is of another function within it
         return jax.lax.scan(step, carry, stacked, unroll=unroll, **options)
     loop = _Loop(step, carry, stacked, gathers, unroll)
     return loop.results()
@@ -162,27 +173,28 @@ def scan(
 class _Inputs(NamedTuple):
     """The arrays that one layer computes with."""
 
-    constants: Arrays  # what is captured, and what is carried but no step changes
-    carry: Arrays  # what steps change
+    constants: Arrays  # arrays that are captured, and arrays of the carry that no step changes
+    carry: Arrays  # arrays of the carry that steps change
     ready: Arrays  # the gathered parameters of the layer
-    rest: Arrays  # slices of everything else
+    rest: Arrays  # the layer's slices of all other stacked arrays
 
 
-# Of arrays that the backward pass has of a layer, and cotangents; see `_differentiated_step`.
+# A pullback takes a list of arrays and the cotangents of the layer's outputs. Its arrays are the
+# inputs that the backward pass has again, then the residuals; see `_differentiated_step`.
 _PullBack: TypeAlias = Callable[[Arrays, object], _Inputs]
 
 
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
 
-    The step is a jaxpr of flat arrays, traced once, which takes the whole carry, then ``ready`` and
-    ``rest`` of `_Inputs`. The arguments of the loop are the lists of `_Inputs`, but of all layers:
+    The step is traced once, to a jaxpr of flat arrays: the whole carry, then ``ready`` and ``rest``
+    of `_Inputs`. The arguments of the loop are four lists like those of `_Inputs`, for all layers:
     ``constants``, the first ``carry``, ``shards`` (the parameters before they are gathered,
     (layers, …)), and ``rest`` (layers, …).
 
-    Many arrays of a carry, such as a mask, never change. They are constants here: ``_is_changed``
-    says for each array of the carry whether steps change it, and ``carry`` in `_Inputs` and in the
-    arguments has only those.
+    Many arrays of a carry, such as a mask, never change. They are constants here. ``_is_changed``
+    says for each array of the carry whether steps change it, and the ``carry`` in `_Inputs` and in
+    the arguments has only the arrays that steps change.
     """
 
     def __init__(
@@ -199,7 +211,7 @@ class _Loop:
           step: takes the carry and the slices of one layer, as the body of ``jax.lax.scan``.
           carry: the carry of the first layer.
           stacked: arrays of all layers, (layers, …).
-          gathers: what to gather, by the position in ``stacked``.
+          gathers: what to gather, by the position of the stacked array in ``stacked``.
           unroll: how many layers one iteration runs, as in ``jax.lax.scan``.
         """
         self._gathers = [*gathers.values()]
@@ -209,7 +221,7 @@ class _Loop:
         rest = [x for i, x in enumerate(stacked) if i not in gathers]
         initial, treedef = jax.tree.flatten(carry)
 
-        # The step as a function of flat lists: puts gathered and other slices in their order.
+        # This is the step as a function of flat lists. It puts all slices into their order.
         def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> Any:
             parameters = dict(zip(gathers, ready, strict=True))
             others = iter(rest)
@@ -217,17 +229,17 @@ class _Loop:
             return step(jax.tree.unflatten(treedef, carry), slices)
 
         first_layer = initial, self._gather(shards, layer=0), _slice_layer(rest, 0)
-        # While the step is traced, its modules do not gather these themselves; nor what a loop
-        # around this one has gathered.
+        # While the step is traced, its modules must not gather these parameters themselves. The
+        # value that a loop around this one has set is kept.
         names = frozenset(gather.name for gather in self._gathers)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
             self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first_layer)
-        self._out_treedef = jax.tree.structure(out)  # of (carry, results)
+        self._out_treedef = jax.tree.structure(out)  # the structure of (carry, results)
         self._num_carried = len(initial)
 
-        # A step that returns what it gets has the same variable of the jaxpr as input and output.
-        # As a constant, such an array is not copied in each iteration, and its cotangents are sums
-        # over the layers, not carried.
+        # If a step returns an array of its carry unchanged, that array is one variable of the jaxpr
+        # as input and output. It becomes a constant, because a constant is not copied in each
+        # iteration, and its cotangents are summed over the layers, not carried.
         carry_in = self._jaxpr.jaxpr.invars[: len(initial)]
         carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
         pairs = zip(carry_in, carry_out, strict=True)
@@ -235,20 +247,20 @@ class _Loop:
         pairs_of_first = [*zip(initial, self._is_changed, strict=True)]
         changed = [x for x, is_changed in pairs_of_first if is_changed]
         unchanged = [x for x, is_changed in pairs_of_first if not is_changed]
-        constants = [*self._jaxpr.consts, *unchanged]  # `_step` takes them apart again
+        constants = [*self._jaxpr.consts, *unchanged]  # `_step` separates the two again
         self._arguments = constants, changed, shards, rest
         self._initial = initial  # the whole first carry, flat
 
     def results(self) -> tuple[Any, Any]:
-        """Runs the loop; returns the last carry, and what the steps return, stacked."""
+        """Runs the loop; returns the last carry, and the stacked results of the steps."""
 
         @jax.custom_vjp
         def run(*arguments: Arrays) -> Any:
             outputs, _ = self._run(*arguments, keep=False)
             return outputs
 
-        # What the forward rule returns besides the outputs, JAX gives to the backward rule. It has
-        # to be a pytree of arrays: a `jax.tree_util.Partial`, which is a function as well.
+        # The backward rule gets the second result of the forward rule. JAX wants a pytree of arrays
+        # there; a `jax.tree_util.Partial` is that, and a function as well.
         def forward(*arguments: Arrays) -> tuple[Any, Callable[..., Any]]:
             outputs, backward_pass = self._run(*arguments, keep=True)
             return outputs, backward_pass
@@ -258,7 +270,7 @@ class _Loop:
 
         run.defvjp(forward, backward)
         last, results = run(*self._arguments)
-        # Put together the whole carry: what steps change, and what has been a constant.
+        # The whole carry has the arrays that steps change, and the constant ones.
         new = iter(last)
         pairs = zip(self._initial, self._is_changed, strict=True)
         final_carry = [next(new) if is_changed else x for x, is_changed in pairs]
@@ -273,15 +285,15 @@ class _Loop:
         """Runs the jaxpr of one layer.
 
         Returns:
-          What is carried to the next layer and changed, and what is stacked.
+          The arrays that steps change in the carry for the next layer, and the layer's results.
         """
-        # The constants are what the jaxpr captures, then what is carried unchanged.
+        # The constants are the arrays that the jaxpr captures, then the unchanged carry.
         num_captured = len(self._jaxpr.consts)
         captured = inputs.constants[:num_captured]
         unchanged = iter(inputs.constants[num_captured:])
         changed = iter(inputs.carry)
         carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
-        # What it captures is passed to it here, or it would have no cotangents.
+        # The captured arrays are given to the jaxpr here. Otherwise they would have no cotangents.
         step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
         out = step(*carry, *inputs.ready, *inputs.rest)  # the arguments of `flat_step`
         next_carry, results = out[: self._num_carried], out[self._num_carried :]
@@ -294,24 +306,25 @@ class _Loop:
         """Runs the loop forward.
 
         Args:
-          constants: what is captured, and what is carried but no step changes.
-          carry: the first carry, as far as steps change it.
+          constants: arrays that are captured, and arrays of the carry that no step changes.
+          carry: the arrays of the first carry that steps change.
           shards: the parameters to gather: (layers, …).
           rest: all other stacked arrays: (layers, …).
           keep: whether to keep residuals, to differentiate the loop.
 
         Returns:
-          ``((last carry, stacked results), backward)``: the latter is a function of the cotangents
-          of the former, and a pytree of what it needs; None without ``keep``. The last carry has
-          only what steps change.
+          A pair. Its first item is ``(last carry, stacked results)``, with only the arrays that
+          steps change in the carry. Its second item is the backward pass: a function of the
+          cotangents of the first item, and a pytree of the arrays that it needs. Without ``keep``,
+          the second item is None.
         """
-        # Filled when `jax.lax.scan` traces the body, as a function is no array that it could
-        # return. There is one for each trace of the body, and all do the same.
+        # The trace of the body fills this list, because `jax.lax.scan` can only return arrays.
+        # There is one pullback for each trace of the body, and all of them do the same.
         pullbacks: list[_PullBack] = []
 
         def body(state: tuple[Any, Any], layer: Any) -> Any:
             carry, ready = state
-            # The last layer gathers itself again, as all iterations are one program.
+            # The last layer gathers itself again, because all iterations run one program.
             upcoming = self._gather(shards, jnp.minimum(layer + 1, self._length - 1))
             inputs = _Inputs(constants, carry, ready, _slice_layer(rest, layer))
             if not keep:
@@ -326,7 +339,7 @@ class _Loop:
         (last, _), (results, residuals) = jax.lax.scan(body, first, layers, unroll=self._unroll)
         if not keep:
             return (last, results), None
-        # Arrays are arguments of the Partial, and so the leaves of this pytree.
+        # The arrays are arguments of the Partial, and so its leaves.
         backward = functools.partial(self._backward, pullbacks[-1])
         kept = constants, shards, rest, residuals
         return (last, results), jax.tree_util.Partial(backward, *kept)
@@ -336,18 +349,18 @@ class _Loop:
     ) -> tuple[list[Any], list[Any], list[Any], _PullBack]:
         """Runs one layer, and makes its pullback by ``jax.vjp``.
 
-        That is a function and also a pytree, of the arrays that it has kept. All layers have the
-        same operations, so that the pullback of each has the same treedef, and the backward pass
-        can rebuild it. Arrays that it has anyway, as it reads or gathers the inputs of the layer
-        again, are not kept.
+        The pullback is a function and also a pytree of the arrays that it has kept. All layers have
+        the same operations, so their pullbacks have the same treedef, and the backward pass can
+        rebuild them. Inputs of the layer are not kept, because the backward pass reads or gathers
+        them again.
 
         Returns:
-          What is carried to the next layer and changed, what is stacked, and the residuals, all
-          lists of arrays; and a function for the backward pass, the same for all layers.
+          Three lists of arrays: what the layer changes in the carry, its results, and the
+          residuals; and the function that pulls cotangents back, which is the same for all layers.
         """
         leaves, treedef = jax.tree.flatten(inputs)
         # Only arrays of floating-point or complex numbers have cotangents. All outputs are also
-        # auxiliary data, since the loop carries and stacks integers, too.
+        # auxiliary data, because the loop carries and stacks integers, too.
         slots = [slot for slot, x in enumerate(leaves) if is_inexact(x)]
         num_leaves = len(leaves)
 
@@ -359,13 +372,14 @@ class _Loop:
         inexact = [leaves[slot] for slot in slots]
         _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
         arrays, pullback_treedef = jax.tree.flatten(pullback)
-        # The backward pass has these again, then the residuals. By the identity of the tracer: a
-        # pullback that needs an input holds the same one. The carry is gone by then.
+        # The backward pass has these arrays again, and then the residuals. They are found by the
+        # identity of the tracer, because a pullback that needs an input holds the same tracer. The
+        # carry is not among them, because the backward pass no longer has it.
         again = [*inputs.constants, *inputs.ready, *inputs.rest]
         position_of = {id(x): position for position, x in enumerate(again)}
         residuals = list[Any]()
         for x in arrays:
-            if id(x) not in position_of:  # each is kept once
+            if id(x) not in position_of:  # no array is kept twice
                 position_of[id(x)] = len(again) + len(residuals)
                 residuals.append(x)
         positions = [position_of[id(x)] for x in arrays]
@@ -374,8 +388,8 @@ class _Loop:
             """Returns the cotangents of the inputs of a layer, with None for integers.
 
             Args:
-              again: the constants, and what is ready, the rest and the residuals of the layer.
-              cotangents: of what the layer carries and changes, and of its results.
+              again: the constants, then ``ready``, ``rest`` and the residuals of the layer.
+              cotangents: for the arrays that the layer changes in the carry, and for its results.
             """
             pullback = jax.tree.unflatten(pullback_treedef, [again[i] for i in positions])
             by_slot = dict(zip(slots, pullback(cotangents), strict=True))
@@ -399,40 +413,41 @@ class _Loop:
         Args:
           pull_back: returns the cotangents of the inputs of a layer.
           constants: as in :meth:`_run`.
-          shards: likewise, (layers, …).
-          rest: likewise, (layers, …).
-          residuals: what was kept: (layers, …).
-          cotangents: a pair: those of the last carry, and those of the results, (layers, …).
+          shards: as in :meth:`_run`, (layers, …).
+          rest: as in :meth:`_run`, (layers, …).
+          residuals: the arrays that the forward pass has kept: (layers, …).
+          cotangents: a pair, for the last carry and for the results, (layers, …).
 
         Returns:
           The cotangents of the arguments of the loop: constants, first carry, shards, rest.
         """
 
         def body(state: Any, inputs: Any) -> Any:
-            d_constants, d_carry, ready = state  # ``ready``: the whole parameters of this layer
+            d_constants, d_carry, ready = state  # ``ready``: the gathered parameters of this layer
             layer, layer_residuals, d_results = inputs
-            # Gathered while this layer computes. The first layer gathers itself again.
+            # This gather runs while the layer computes. The first layer gathers itself again.
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
             again = [*constants, *ready, *_slice_layer(rest, layer), *layer_residuals]
             d_inputs = pull_back(again, (d_carry, d_results))
             # All layers use the constants, so their cotangents add up. None is no leaf for
-            # `tree.map`, and is at the same places in both.
+            # `tree.map`, and both lists have it at the same places.
             d_constants = jax.tree.map(jnp.add, d_constants, d_inputs.constants)
-            # From a gradient of whole parameters to shards: the sum over devices is a
-            # reduce-scatter.
+            # The sharding of shards on gradients of whole parameters makes the compiler sum over
+            # devices by a reduce-scatter.
             d_shards = apply_shardings(d_inputs.ready, [x.shard for x in self._gathers])
-            d_carry = [x for x in d_inputs.carry if x is not None]  # inexact ones, as it came
+            d_carry = [x for x in d_inputs.carry if x is not None]  # the form of ``state``
             return (d_constants, d_carry, upcoming), (d_shards, d_inputs.rest)
 
         d_carry_out, d_results_out = cotangents
-        d_last, d_results = _inexact(d_carry_out), _inexact(d_results_out)  # as pullbacks take them
+        # Pullbacks take cotangents of inexact arrays only.
+        d_last, d_results = _inexact(d_carry_out), _inexact(d_results_out)
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
         first = zeros, d_last, self._gather(shards, self._length - 1)
         inputs = jnp.arange(self._length), residuals, d_results  # (layers, …)
         (d_constants, d_carry, _), (d_shards, d_rest) = jax.lax.scan(
             body, first, inputs, reverse=True, unroll=self._unroll
         )
-        # The loop carried cotangents of inexact arrays only; JAX wants a place for each array.
+        # The loop carried cotangents of inexact arrays only, but JAX wants an item for each array.
         d_inexact = iter(d_carry)
         d_first = [next(d_inexact) if is_inexact(x) else None for x in d_carry_out]
         return d_constants, d_first, d_shards, d_rest

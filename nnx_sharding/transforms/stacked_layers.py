@@ -1,22 +1,25 @@
-"""Layers as flat lists of arrays: what a ``Stack`` and a pipeline of one are made of.
+"""Layers as flat lists of arrays, for ``Stack`` and for a pipeline of one.
 
-The layers of a stack are one module, whose arrays have a leading dimension for the layers, apart
-from those that all layers share. Both a ``Stack`` and a pipeline take arrays out of that module by
+The layers of a stack are one module, whose arrays have a leading dimension for the layers, except
+for arrays that all layers share. Both a ``Stack`` and a pipeline take arrays out of that module by
 slot, compute with them, and build another module around the results::
 
     flat = flatten_layer(layers)                      # structure, objects, arrays by slot
-    slots = stacked_slots(flat, shared)               # of arrays with a dimension for layers
+    slots = stacked_slots(flat, shared)               # the arrays with a dimension for layers
     first = with_arrays(flat, {slot: flat.leaves[slot][0] for slot in slots})
     name_axis(nnx.spmd.remove_axis, first, shared)    # in metadata, too
 
 From other modules:
 
     Flat        a flattened layer: ``structure``, ``leaves`` (arrays by slot) and ``objects``. Slots
-                and objects are numbered; the structure has an entry for each object, and its slots
-    Location    where arrays are: their ``path`` and ``slots``, and the index of the Variable
-                (``object_index``); None for an array outside of Variables
+                and objects are numbered. The structure has an entry for each object, and its slots
+    Location    the place of some arrays: their ``path`` and ``slots``, and the index of the
+                Variable (``object_index``), which is None for an array outside of Variables
     StateAxes   the axis of each Variable, by filters
     accessor    an expression for a path: ``("layer", ("up", "kernel"))`` → ``layer.up.kernel``
+    memory_of   the memory of an array; None for the device's own
+    type_changes  a line for each array that another shape or dtype replaces
+    differences   a text for each difference of two calls
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from .mapped_axes import Carry, StateAxes, change_names
 from .remat import Policy, remat
 from .scan import scan
 
-# In the logical axes of Variables, the dimension of the layers is None: it is not sharded.
+# The dimension of the layers is not sharded, so its name in the logical axes of Variables is None.
 _METADATA = {nnx.PARTITION_NAME: None}
 # Options of transforms of layers. Layers may share Variables, whatever the global mode of Flax is.
 LAYER_OPTIONS: Mapping[str, Any] = {
@@ -61,14 +64,14 @@ def flatten_layer(layer: nnx.Module) -> Flat:
 
 
 def locations_of(flat: Flat) -> list[Location]:
-    """Returns where the arrays of a flattened layer are; paths start at the layer."""
+    """Returns the locations of the arrays of a flattened layer; paths start at the layer."""
     arguments = cast(Container, flat.structure.root)
     # The walk takes slots of arrays outside of objects from an iterator. A layer has none.
     return [*flat.structure.walk(arguments.children[0], iter(()))]
 
 
 def is_in_variable(flat: Flat, location: Location) -> bool:
-    """Whether the array of a location is the value of a Variable."""
+    """Whether the array at a location is the value of a Variable, or a part of its value."""
     index = location.object_index
     return index is not None and isinstance(flat.structure.entries[index], VariableEntry)
 
@@ -79,7 +82,10 @@ def stacked_slots(flat: Flat, shared: Collection[Path]) -> list[int]:
 
 
 def layer_axes(shared: Collection[Path]) -> StateAxes:
-    """Returns the axes of ``vmap`` and ``scan`` over layers: the first, but of what is shared."""
+    """Returns the axes of ``vmap`` and ``scan`` over layers: None for what is shared, 0 for others.
+
+    ``shared`` has the paths of what all layers share.
+    """
     return StateAxes({Paths(shared): None, ...: 0})
 
 
@@ -87,21 +93,21 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
     """Returns a new layer with other arrays in some slots.
 
     A Variable that keeps its arrays stays the same object, shared with the given layer. Modules are
-    always new: a change of an attribute of one must not change the other.
+    always new, because a change of an attribute of one must not change the other.
 
     Args:
       flat: the given layer.
       new: the other arrays, by slot.
     """
-    unchanged = {}  # Variables, by index
+    unchanged = {}  # the Variables that stay the same objects, by index
     for index, slots in enumerate(flat.structure.slots):
         is_variable = isinstance(flat.structure.entries[index], VariableEntry)
         has_no_new_array = new.keys().isdisjoint(slots)
-        if is_variable and slots and has_no_new_array:  # one without arrays is copied
+        if is_variable and slots and has_no_new_array:  # a Variable without arrays is copied
             unchanged[index] = flat.objects[index]
     leaves = replace_slots(flat.leaves, new, new.values())
     rebuilt = unflatten(flat.structure, leaves, existing=unchanged, share=True)
-    (layer,), _keywords = rebuilt.root  # as `flatten_layer` has flattened it
+    (layer,), _keywords = rebuilt.root  # the form that `flatten_layer` has flattened
     return layer
 
 
@@ -116,7 +122,7 @@ def name_axis(change: Callable[..., Any], layer: nnx.Module, shared: Collection[
     flat = flatten_layer(layer)
     stacked = (x.object_index for x in locations_of(flat) if x.path not in shared)
     variables = [flat.objects[index] for index in stacked if index is not None]
-    # Of each, the first dimension is that of the layers.
+    # The first dimension of each Variable is that of the layers.
     change_names(change, [(variable, 0) for variable in variables], _METADATA)
 
 
@@ -132,26 +138,29 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
 
 
 def _differences(first: Flat, other: Flat) -> Iterator[str]:
-    """Yields a text for each difference of two layers: in structure, or else in types of arrays."""
+    """Yields a text for each difference of two layers: in structure, or otherwise in array types.
+
+    A type does not count the memory of an array.
+    """
     if other.structure != first.structure:
         # `differences` compares calls: the signature and the structure of the arguments of each.
-        # Here these are calls of a function with one parameter, ``layer``, as texts name it.
+        # Both calls here are of a function with one parameter, which the texts name ``layer``.
         signature = Signature(
             names=("layer",), keywords=(), static=frozenset(), donated=frozenset()
         )
         yield from differences((signature, first.structure), (signature, other.structure))
         return
     for location in locations_of(other):
-        for slot in location.slots:  # the same in both, as their structures are equal
+        for slot in location.slots:  # the same slots in both, because their structures are equal
             old, new = _type_text(first.leaves[slot]), _type_text(other.leaves[slot])
             if old != new:
                 yield f"{accessor('layer', location.path)}: {old} → {new}"
 
 
 def _type_text(x: AnyArray) -> str:
-    """Returns the type of an array, as ``float32[2,4]``, whatever memory it is in.
+    """Returns the type of an array, such as ``float32[2,4]``, without the memory that it is in.
 
-    A layer that is offloaded to the host has the type of one on the device.
+    A layer that is offloaded to the host has the same type as one on the device.
     """
     array_type = jax.typeof(x)
     if memory_of(x):
@@ -159,8 +168,8 @@ def _type_text(x: AnyArray) -> str:
     return str(array_type.str_short())
 
 
-# JAX finds what it has traced before by the function, so equal options have to give the same one.
-# By type as well: ``unroll=True`` unrolls all layers, ``unroll=1`` none.
+# The cache is needed because JAX finds a trace by the function, so equal options have to give the
+# same loop. It is typed because ``unroll=True`` unrolls all layers, but ``unroll=1`` none.
 @functools.lru_cache(maxsize=256, typed=True)
 def loop_of_calls(
     axes: StateAxes, length: int, unroll: int | bool, policy: Policy | bool
@@ -175,8 +184,8 @@ def loop_of_calls(
         but its inputs, False for no recomputation.
     """
     step = call_layer if policy is False else _recomputed_call(policy)
-    # The arguments of a step: a slice of the layers, the carried ``x``, and args and kwargs, which
-    # are the same in all steps. It returns the next ``x`` alone.
+    # A step gets a slice of the layers, the carried ``x``, and ``args`` and ``kwargs``, which are
+    # the same in all steps. It returns the next ``x`` alone.
     in_axes, out_axes = (axes, Carry, None, None), Carry
     return loop(step, in_axes, out_axes, length, unroll)
 
@@ -192,7 +201,7 @@ def loop(
     Args:
       step: the function of each layer.
       in_axes: the axes of its arguments, as for ``scan``.
-      out_axes: those of its results.
+      out_axes: the axes of its results.
       length: the number of layers.
       unroll: how many layers one iteration of the loop runs.
     """
@@ -205,20 +214,21 @@ def loop(
 def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls one layer of a loop, and checks that the next layer can take what it returns.
 
-    ``x`` is what the layer before has returned; ``args`` and ``kwargs`` are the same for all.
+    ``x`` is the result of the layer before; ``args`` and ``kwargs`` are the same for all layers.
 
     Raises:
-      TypeError: it returns another structure, shape or dtype than ``x``. ``scan`` would say so,
-        too, but of its carry, not of the layer.
+      TypeError: the layer returns another structure, shape or dtype than ``x``. The error of
+        ``scan`` would be about its carry, not about the layer.
     """
     out = layer(x, *args, **kwargs)
     is_leaf = _compat.is_graph_object
     given, treedef_before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
     returned, treedef_after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
-    names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
-    lines = type_changes(names, (leaf for _, leaf in given), returned)  # one for each such array
     if treedef_before != treedef_after:  # type: ignore[operator]
         lines = [f"  x: {tree_text(x)} → {tree_text(out)}"]
+    else:  # a line for each array whose type has changed
+        names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
+        lines = type_changes(names, (leaf for _, leaf in given), returned)
     raise_listed(
         TypeError,
         f"stack: a layer has to return what the next one gets, but {type(layer).__name__} returns "
@@ -233,8 +243,8 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     """Returns :func:`call_layer` under ``remat``, in which ints stay Python numbers.
 
-    ``remat`` traces ints that are not static, but layers may use them as shapes. So they are taken
-    out of the other arguments, and captured. Flags, which are ints for Python, go the same way.
+    ``remat`` traces ints that are not static, but layers may use them as shapes. So ints are taken
+    out of the arguments, and captured. Flags are captured, too, because they are ints for Python.
 
     Args:
       policy: as for :func:`recompute_in_backward`.
@@ -245,14 +255,14 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
         ints = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, int)}
         num_leaves = len(leaves)
 
-        def call_with_ints(layer: object, x: object, others: Iterable[object]) -> Any:
-            rest = iter(others)
-            leaves = [ints[i] if i in ints else next(rest) for i in range(num_leaves)]
+        def call_with_ints(layer: object, x: object, not_ints: Iterable[object]) -> Any:
+            next_not_int = iter(not_ints)
+            leaves = [ints[i] if i in ints else next(next_not_int) for i in range(num_leaves)]
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return call_layer(layer, x, args, kwargs)
 
-        others = [leaf for i, leaf in enumerate(leaves) if i not in ints]
-        return recompute_in_backward(call_with_ints, policy)(layer, x, others)
+        not_ints = [leaf for i, leaf in enumerate(leaves) if i not in ints]
+        return recompute_in_backward(call_with_ints, policy)(layer, x, not_ints)
 
     return call
 
@@ -263,10 +273,11 @@ def recompute_in_backward(
     """Returns a function of a layer whose backward pass computes it again.
 
     Args:
-      step: the function, in a loop over layers.
-      policy: what is kept anyway, as for ``remat``; True for nothing.
+      step: the function, which is the step of a loop over layers.
+      policy: what the backward pass keeps anyway, as for ``remat``; True for nothing.
     """
-    # Loops keep the compiler from merging both computations, so that `remat` need not.
-    chosen = None if policy is True else policy
-    made: Callable[..., Any] = remat(step, policy=chosen, prevent_cse=False)
-    return made
+    # `prevent_cse` is off because a loop already keeps the compiler from merging the forward pass
+    # with its recomputation.
+    remat_policy = None if policy is True else policy
+    recomputed: Callable[..., Any] = remat(step, policy=remat_policy, prevent_cse=False)
+    return recomputed

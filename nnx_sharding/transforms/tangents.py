@@ -1,9 +1,9 @@
 """Which arrays have tangents, and pytrees of tangents in the form of the user's objects.
 
 JAX differentiates lists of arrays. Users give and get tangents and cotangents in the form of their
-arguments and results, the *values*: for a module another one of the same structure, with tangents
-in place of its arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it as zeros of
-dtype `float0`. A *slot* is the position of an array in what was flattened (``Flat``).
+arguments and results, the *values*. The tangent of a module is another one of the same structure,
+with tangents in place of its arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it
+as zeros of dtype `float0`. A *slot* is the position of an array among flattened objects (``Flat``).
 
 From other modules:
 
@@ -33,38 +33,41 @@ from .in_trace import replace_slots, tree_text, type_text
 
 
 def is_inexact(x: object) -> bool:
-    """Whether something is an array that has a derivative; a ``jax.Ref`` has none."""
+    """Whether something is an array with a derivative: floating-point or complex, and no ref."""
     is_array = _compat.is_array_like(x) and not _compat.is_ref(x)
     dtype = getattr(jax.typeof(x), "dtype", None) if is_array else None
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def tangent_type(x: object) -> Any:
-    """Returns the type of tangents of an array or a hijax value; None for what has none."""
+    """Returns the type of tangents of an array or a hijax value; None for values without tangent.
+
+    Integers and flags have no tangent, and neither has a hijax value whose type has no derivatives.
+    """
     if is_inexact(x):
         return jax.typeof(x)
     if not _compat.is_array_like(x):
         return None
     own_type: Any = jax.typeof(x)
-    if hasattr(own_type, "dtype"):  # an array, but of integers or the like
+    if hasattr(own_type, "dtype"):  # an array of a dtype without derivatives, such as integers
         return None
     try:
         aval = own_type.to_tangent_aval()
     except NotImplementedError:  # a hijax type without derivatives
         return None
-    # The tangents of a hijax type are of a hijax type, too, or arrays. Arrays of other dtypes than
-    # floating-point and complex ones are no tangents.
+    # A hijax type has tangents of a hijax type or arrays. An array is a tangent only if its dtype
+    # is floating-point or complex.
     dtype = getattr(aval, "dtype", None)
     return aval if dtype is None or jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 def as_array(x: object, aval: Any = None) -> Any:
-    """Makes a JAX array of a number or an array. A hijax value, which is no array, is unchanged.
+    """Makes a JAX array of a number or an array; returns a hijax value, which is none, as it is.
 
     Args:
       x: the number, array or hijax value.
-      aval: the type whose dtype the array gets, if ``x`` is given as a tangent. By default it keeps
-        its own, as an array that is differentiated does.
+      aval: the type whose dtype the array gets, for a tangent; None for the dtype of ``x``, which
+        an array that is differentiated keeps.
     """
     own_type: Any = jax.typeof(x)
     if not hasattr(own_type, "dtype"):
@@ -73,10 +76,10 @@ def as_array(x: object, aval: Any = None) -> Any:
 
 
 def without_tangent(x: Any) -> Any:
-    """Returns what stands for the tangent of something that has none.
+    """Returns what stands for the tangent of a value without one.
 
-    For an array, a number or a flag, that is zeros of dtype ``float0``, as in JAX. All else, such
-    as a ``jax.Ref``, stands for itself.
+    An array, a number or a flag gets zeros of dtype ``float0``, as in JAX. Any other value, such as
+    a ``jax.Ref``, stands for itself.
     """
     if not _compat.is_array_like(x) or _compat.is_ref(x):
         return x
@@ -86,8 +89,9 @@ def without_tangent(x: Any) -> Any:
 def slots_by_path(structure: Structure, child: Child | None = None) -> dict[Path, tuple[int, ...]]:
     """Returns the slots of the arrays in a structure, by path: ``{(0, "kernel"): (3,)}``.
 
-    With ``child``, of a part of the root only, such as one argument; paths start there. No array
-    that is outside of objects may come before it.
+    With ``child``, only the arrays in this part of the root count, such as one argument, and paths
+    start there. The root must have no array outside of objects before ``child``, because the slots
+    of such arrays are taken in order.
     """
     child = structure.root if child is None else child
     locations = structure.walk(child, iter(structure.root_slots))
@@ -101,9 +105,10 @@ class TangentForm:
       slots: the slots of the arrays that have tangents.
       _structure: the structure of all the values.
       _places: the slots of each Variable and array that may have a tangent, by its path. A Variable
-        that holds a pytree has several.
-      _types: the type of each tangent, by slot: of an array in ``_places``, unless it is of
-        integers.
+        that holds a pytree has several slots.
+      _types: the type of each tangent, by the slot of its array. It has the arrays of ``_places``
+        except integers.
+      _zeros: what `build` puts into all other slots: zeros of ``float0``.
     """
 
     def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
@@ -111,8 +116,9 @@ class TangentForm:
 
         Args:
           flat: the values, flattened.
-          places: the slots of the Variables and arrays that may have tangents, by path. Paths
-            start where those of the user's tangents do.
+          places: the slots of the Variables and arrays that may have tangents, by path. A path has
+            to start where a path in the user's tangents starts (`tangents_in`), because both are
+            compared.
         """
         self._structure, self._places = flat.structure, places
         self._types: dict[int, Any] = {}
@@ -122,25 +128,25 @@ class TangentForm:
                 if aval is not None:
                     self._types[slot] = aval
         self.slots = [*self._types]
-        # What `build` puts into all other slots: zeros of `float0`. Not the caller's arrays, since
-        # tangents may be built when these are donated or gone, as in a pullback.
-        self._rest = [without_tangent(x) for x in flat.leaves]
+        # The zeros stand for the caller's arrays, because `build` may be called when these are
+        # donated or gone, for example in a pullback.
+        self._zeros = [without_tangent(x) for x in flat.leaves]
 
     def build(self, tangents: Sequence[object]) -> Any:
         """Builds new objects in the form of all the values, with a tangent in each of ``slots``."""
-        leaves = replace_slots(self._rest, self.slots, tangents)
+        leaves = replace_slots(self._zeros, self.slots, tangents)
         return unflatten(self._structure, leaves, share=True).root
 
     def tangents_in(self, name: str, given: object, *, may_omit: bool = False) -> list[Any]:
         """Returns the tangents in objects that the user gave, as JAX takes them: a list of arrays.
 
         Args:
-          name: what they are, for messages: the transform and the kind, as in ``jvp: tangents``.
+          name: a name for messages: the transform and what is given, such as ``jvp: tangents``.
           given: the objects, in the form of the values.
           may_omit: whether None may stand for an object or a pytree whose tangents are zeros.
 
         Returns:
-          For each of ``slots`` its tangent; None where it was omitted.
+          The tangent for each of ``slots``; None if it was omitted.
 
         Raises:
           ValueError: the objects have another structure.
@@ -148,7 +154,7 @@ class TangentForm:
         """
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
-        # The slots of the values for which there has to be a tangent, by path.
+        # These are the slots of the values that need a tangent, by path.
         value_slots = self._places_without_omitted(given) if may_omit else self._places
         *_, what = name.split(" ")  # "jvp: tangents" -> "tangents", as in `tangents[0].kernel`
         lines = []
@@ -163,7 +169,7 @@ class TangentForm:
             for slot, given_slot in zip(slots, given_slots[path], strict=True):
                 tangent = flat.leaves[given_slot]
                 expected = self._types.get(slot)
-                if expected is None:  # an integer has no tangent, so what was given is ignored
+                if expected is None:  # an integer has no tangent, so the given one is ignored
                     continue
                 if _fits(tangent, expected):
                     tangents[slot] = as_array(tangent, expected)
@@ -175,9 +181,9 @@ class TangentForm:
         return [tangents.get(slot) for slot in self.slots]
 
     def _places_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:
-        """Returns ``_places`` without those where ``given`` has None in place of a tangent.
+        """Returns ``_places`` without the values for which ``given`` has None.
 
-        For ``(model, x)`` and the tangents ``(None, dx)``, only that of ``x`` is left. None may
+        For ``(model, x)`` and the tangents ``(None, dx)``, only the slot of ``x`` is left. None may
         also stand for a pytree of modules and arrays, but not for a Variable in a module.
         """
         leaves = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
@@ -191,11 +197,11 @@ class TangentForm:
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
-    """Says how the arrays at one path differ in number; ``""`` if they do not.
+    """Returns a text about how the arrays at one path differ in number; ``""`` if they do not.
 
     Args:
       expected: the slots of the values; None if there is nothing at this path.
-      given: the slots of the user's tangents, likewise.
+      given: the slots of the user's tangents; None if there is nothing at this path.
     """
     if expected is None or given is None:
         return "missing" if given is None else "unexpected"
@@ -209,11 +215,11 @@ def _fits(x: object, aval: Any) -> bool:
     if not _compat.is_array_like(x):
         return False
     own_type: Any = jax.typeof(x)
-    # A hijax type has no dtype; its classes say when two are equal.
+    # A hijax type has no dtype; its class says when two types are equal.
     if not hasattr(aval, "dtype") or not hasattr(own_type, "dtype"):
         return bool(own_type == aval)
-    # A Python number, whose type is weak, takes the dtype of the tangent, which is floating-point
-    # or complex; but a complex number is no tangent of a real one.
+    # A Python number has a weak type. It takes the dtype of the tangent, which is floating-point or
+    # complex; but a complex number is no tangent of a real one.
     is_real = jnp.issubdtype(aval.dtype, jnp.floating)
     is_promoted = own_type.weak_type and not (is_real and jnp.iscomplexobj(x))
     return bool(own_type.shape == aval.shape and (own_type.dtype == aval.dtype or is_promoted))
