@@ -6,9 +6,10 @@ From other modules:
     ReadRecorder   is told what is read, so that a guard can read it again
     Snapshot       objects before a trace, to reuse the entries of unchanged ones
 
-A *static place* is one that holds no arrays, such as the metadata of a Variable, or an attribute
-that Flax has as static. A module with arrays there is *left out*: a static value, compared by
-identity, unless the graph holds the same module as data. Flax then has one object in both places.
+A *static place* is a place for values without arrays, such as the metadata of a Variable, or an
+attribute that is static to Flax. A module with arrays in a static place is *left out*: it counts as
+a static value that is compared by identity, unless the graph holds the same module as data. Flax
+then has one object in both places.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Flat(NamedTuple):
     leaves: Arrays  # by slot
     objects: Objects  # by index: the object of each entry of the structure
     updatable: bool = False  # whether all objects are known to belong to the current trace
-    recorder: ReadRecorder | None = None  # of the walk; None if no guard can repeat it
+    recorder: ReadRecorder | None = None  # has recorded the walk; None if no guard can repeat it
 
 
 def flatten(
@@ -49,18 +50,21 @@ def flatten(
 
     Args:
       tree: any pytree; NNX objects in it may share references and form cycles.
-      graph: False for Flax's tree mode, in which each leaf of data is an array, and a module that
-        is met again another one.
-      first_objects: objects that get the first indices, as those that a function was given do in
-        the graph after its call; None if ``tree`` is the input of a function.
-      replaced: the indices of modules among these that get no entry: links to them make new ones.
+      graph: False for Flax's tree mode. Each leaf of data is then an array, and a module that is
+        met again counts as another module.
+      first_objects: objects that get the first indices: the objects of the arguments, if ``tree``
+        is the graph after a call. None if ``tree`` is the input of a function.
+      replaced: the indices of modules among ``first_objects`` that get no entry, so that links to
+        them make new modules.
       statics: static arguments.
       keeps_alive: whether the structure keeps alive static objects that are compared by identity.
-      held_weakly: the ids of objects that it never keeps alive.
-      snapshot: the first objects as they were before; unchanged ones keep their entries.
-      recorder: is told what is read, for a guard.
+      held_weakly: the ids of objects that the structure never keeps alive.
+      snapshot: ``first_objects`` as they were before the call; unchanged objects keep their
+        entries.
+      recorder: is told what is read, so that a guard can be made of it.
     """
-    also_data: Set[int] = frozenset()  # ids of modules in static places that are data elsewhere
+    # The ids of modules in static places that are data elsewhere.
+    also_data: Set[int] = frozenset()
     while True:
         flattener = Flattener(
             graph=graph,
@@ -73,12 +77,12 @@ def flatten(
             also_data=also_data,
         )
         structure = flattener.describe(tree, statics, is_input=first_objects is None)
-        # The ids of modules that were left out in a static place, and met as data later: they are
-        # parts of the graph in both places, so the walk starts again with that in mind.
+        # The ids of modules that were left out in a static place, and met as data later. These are
+        # parts of the graph in both places, so the walk starts again, and leaves them out nowhere.
         met_later = flattener.left_out.intersection(flattener.index_of)
         if not met_later:
             leaves, objects = flattener.leaves, flattener.objects
             return Flat(structure, leaves, objects, recorder=flattener.recorder)
         also_data |= met_later
         if recorder is not None:
-            recorder = recorder.restarted()  # as if it had been told nothing
+            recorder = recorder.restarted()  # a recorder that has been told nothing yet

@@ -1,9 +1,9 @@
-"""What ``flatten`` reports while it reads a graph, so that the same can be read again.
+"""What ``flatten`` reports while it reads a graph, so that a guard can read the graph again.
 
-``flatten`` knows what the content of an object means; a recorder knows how to repeat the walk. In
-between, everything that is read has a *position*: its index in the list of all things read, in
-which the arguments come first. ``flatten`` is given the position of each value, and reports what
-the value holds, for which it gets further positions.
+``flatten`` knows what the content of an object means, and a recorder knows how to repeat the walk.
+They name everything that is read by its *position*: its index in the list of all that is read. The
+arguments come first in this list. When ``flatten`` opens a value, it tells the recorder the
+position of the value and what the value holds. The recorder returns the positions of these parts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .static_parts import StaticKind
 from .structure import Child
 from .treedefs import PyTreeDef
 
-UNRECORDED = -1  # the position of what is not read again
-ALL_UNRECORDED: Iterable[int] = itertools.repeat(UNRECORDED)  # endless: for any number of values
+UNRECORDED = -1  # the position of a value that is not read again
+# An endless iterable, to be zipped with any number of values that are not read again.
+ALL_UNRECORDED: Iterable[int] = itertools.repeat(UNRECORDED)
 
 
 class Comparison(enum.IntEnum):
-    """How a value must agree with the recorded one, for a guard to hold."""
+    """How a value must agree with the recorded value, for a guard to hold."""
 
-    NONE = 0  # not at all, or through its content
+    NONE = 0  # the value itself is not compared; its content may be
     BY_VALUE = 1
     BY_IDENTITY = 2
 
@@ -40,17 +41,17 @@ def comparison_of(child: Child) -> Comparison:
 class TreePositions(NamedTuple):
     """The positions of what one or several pytrees hold, in the order of JAX."""
 
-    leaves: Sequence[int]
-    # Of the data of nodes that JAX compares by ``==`` only (`treedefs.aux_of`).
+    leaves: Sequence[int]  # the positions of the leaves
+    # The positions of the data of nodes that JAX compares by ``==`` only (`treedefs.aux_of`).
     aux: Sequence[int]
 
 
 class ReadRecorder(Protocol):
     """Is told what ``flatten`` reads. The parts of an object get positions in their order."""
 
-    static_positions: Sequence[int]  # of the static arguments
-    leaf_positions: list[int]  # of the arrays, by slot
-    object_positions: list[int]  # where each object was met first, by index
+    static_positions: Sequence[int]  # the positions of the static arguments
+    leaf_positions: list[int]  # the position of each array, by slot
+    object_positions: list[int]  # the position where each object was met first, by index
 
     def restarted(self) -> Self:
         """Returns a recorder of another walk over the same arguments."""
@@ -72,7 +73,7 @@ class ReadRecorder(Protocol):
     def open_metadata(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes
     ) -> Sequence[int]:
-        """Records the metadata of a Variable in the same way."""
+        """Records the metadata of a Variable; the arguments are those of ``open_node``."""
 
     def open_variable(self, position: int, variable: object, value: object) -> int:
         """Records the trace and the value of a Variable; returns the position of the value."""
@@ -81,7 +82,7 @@ class ReadRecorder(Protocol):
         """Records Flax's state of a module: whether it is set up, and its trace."""
 
     def open_hijax(self, position: int, treedef: PyTreeDef, leaves: Sequence[Any]) -> Sequence[int]:
-        """Records what a hijax Variable has; returns the positions of its leaves."""
+        """Records the treedef and the leaves of a hijax Variable; returns the leaves' positions."""
 
     def open_static(
         self, position: int, value: object, kind: StaticKind, parts: Sequence[Any]
@@ -91,7 +92,7 @@ class ReadRecorder(Protocol):
     def open_arguments(self, treedef: PyTreeDef) -> TreePositions:
         """Records all dynamic arguments; returns the positions of what they hold.
 
-        ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
+        ``treedef`` describes ``(args, kwargs)``, or the only argument if that is a graph object.
         """
 
     def open_tree(self, position: int, tree: object, treedef: PyTreeDef) -> TreePositions:

@@ -2,23 +2,24 @@
  *
  * `call` is the `__call__` of what `jit` returns. It does what `_flattened` in lifted.py and `run` in
  * call.py do in the usual case: a guard holds, no array has to be placed, and only arrays of
- * Variables change. In three steps:
+ * Variables change. It takes three steps:
  *
  *     find_guard   walks by each of the last guards until one holds (walk.c)
- *     execute      runs the program of its plan, which is a function of JAX in C
- *     finish_call  stores the new arrays in the Variables, and returns the others
+ *     execute      runs the program of the guard's plan, which is a function of JAX in C
+ *     finish_call  stores the new arrays in the Variables, and returns the outputs
  *
- * Where one of these does not apply, the rest is left to Python: to `_flattened` before anything was
- * run, else to `complete` in direct.py.
+ * If no guard holds, `call` leaves the whole call to the Python method `_flattened`. If more than
+ * arrays of Variables changed, it leaves the write-back to `_complete` in direct.py.
  *
- * No Python code runs between the program and the write-back, so no signal can come in between: it
- * would lose arrays that replace donated ones. For the same reason all values are made before
- * the first is stored, and old arrays are released after the last.
+ * No Python code runs between the program and the write-back, so no signal handler can run there. A
+ * handler that raises an error would lose the arrays that replace donated ones. For the same reason
+ * all values are made before the first is stored, and old arrays are released after the last.
  */
 
 #include "native.h"
 
-/* Tuples that lifted.py and call.py make: the attribute `_direct`, and the update of an outcome. */
+/* The fields of two tuples: the attribute `_direct`, which lifted.py makes, and the update of an
+ * outcome, which call.py makes. */
 #define DIRECT(X) X(guards) X(bound) X(fun) X(observer)
 #define UPDATE(X) X(written) X(returned) X(unflatten)
 #define AS_DIRECT(name) DIRECT_##name,
@@ -26,7 +27,7 @@
 enum { DIRECT(AS_DIRECT) NUM_DIRECT };
 enum { UPDATE(AS_UPDATE) NUM_UPDATE };
 
-#define MAX_ARGUMENTS 32 /* of a method that is bound; with more, Python calls it */
+#define MAX_ARGUMENTS 32 /* arguments of a bound method; Python makes calls with more */
 
 struct native native;
 
@@ -40,7 +41,8 @@ static int has_names(PyObject *names, PyObject *kwnames) {
     return 1;
 }
 
-/* Whether what a plan depends on besides the graph is as for a guard; -1 with an error set. */
+/* Whether the mesh in context is the one that the guard was made for, if the plan depends on it; -1
+ * with an error set. */
 static int has_context(PyObject *guard) {
     PyObject *context_of = PyTuple_GET_ITEM(guard, GUARD_context_of);
     if (context_of == Py_None) return 1;
@@ -60,8 +62,9 @@ static int has_attribute(PyObject *leaf, int name, PyObject *goal) {
     return same;
 }
 
-/* Whether all arrays have the shapes and shardings of a plan; -1 with an error set. Those that stay
- * the same are known by weak references; Python's False is for those that calls replace. */
+/* Whether all arrays have the shapes and shardings of a plan; -1 with an error set. A weak reference
+ * in `known` is to an array that was found to fit, so the same array is not looked at again. If
+ * another array comes, calls replace the array, so Python's False takes the place of the reference. */
 static int are_as_planned(PyObject *guard, const Found *found) {
     PyObject *slots = PyTuple_GET_ITEM(guard, GUARD_slots);
     PyObject *shardings = PyTuple_GET_ITEM(guard, GUARD_shardings);
@@ -86,7 +89,8 @@ static int are_as_planned(PyObject *guard, const Found *found) {
     return 1;
 }
 
-/* As in `check` of guard.py, errors are changes, but not what ends a program. */
+/* Clears an error, which means that the graph has changed, as in `check` of guard.py. Returns 1, and
+ * leaves the error set, if it is no Exception: a KeyboardInterrupt, say, ends the call. */
 static int is_interrupted(void) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 1;
     PyErr_Clear();
@@ -94,13 +98,14 @@ static int is_interrupted(void) {
 }
 
 /* The first guard of a function that holds for some arguments, as a new reference; NULL if none
- * does, perhaps with an error set. It is then the first in the list. */
+ * holds, perhaps with an error set. The guard is swapped to the front of the list, so the next call
+ * tries it first. */
 static PyObject *find_guard(PyObject *guards, PyObject *const *arguments, Py_ssize_t count,
                             PyObject *kwnames, Found *found) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(guards); i++) {
         PyObject *guard = Py_NewRef(PyList_GET_ITEM(guards, i));
         PyObject *walk = PyTuple_GET_ITEM(guard, GUARD_walk);
-        if (Py_IS_TYPE(walk, &WalkType) && /* not one in Python */
+        if (Py_IS_TYPE(walk, &WalkType) && /* only `walk_follow` follows a walk in C */
             has_names(PyTuple_GET_ITEM(guard, GUARD_names), kwnames) &&
             walk_follow(walk, arguments, count, found) == 1) {
             int holds = has_context(guard);
@@ -110,7 +115,8 @@ static PyObject *find_guard(PyObject *guards, PyObject *const *arguments, Py_ssi
                                          native.hooks[HOOK_direct_mark]);
             }
             if (holds == 1) {
-                if (i > 0 && i < PyList_GET_SIZE(guards)) { /* Python code may have run */
+                /* The list may be shorter now, because Python code may have run. */
+                if (i > 0 && i < PyList_GET_SIZE(guards)) {
                     PyObject *moved = PyList_GET_ITEM(guards, i);
                     PyList_SET_ITEM(guards, i, PyList_GET_ITEM(guards, 0));
                     PyList_SET_ITEM(guards, 0, moved);
@@ -125,7 +131,8 @@ static PyObject *find_guard(PyObject *guards, PyObject *const *arguments, Py_ssi
     return NULL;
 }
 
-/* Runs a program, attributed to the call in which it may be traced; NULL with an error set. */
+/* Runs a program, and returns its outputs; NULL with an error set. While it runs, the fields of
+ * CALLER (call_context.py) name this call, because the program may be traced again. */
 static PyObject *execute(PyObject *direct, PyObject *guard, const Found *found) {
     PyObject *fun = PyTuple_GET_ITEM(direct, DIRECT_fun), *outputs = NULL;
     PyObject *plan = fun == Py_None ? Py_None : PyTuple_GET_ITEM(guard, GUARD_plan);
@@ -151,15 +158,16 @@ static PyObject *execute(PyObject *direct, PyObject *guard, const Found *found) 
     return outputs;
 }
 
-/* The array with a position in an output group, or -1 and a slot, borrowed; NULL if there is none.
- */
+/* The array at a position of an output group, borrowed; NULL if there is none. If the group is -1,
+ * the position is the slot of an argument. */
 static PyObject *array_at(PyObject *outputs, const Found *found, int32_t group, int32_t position) {
     PyObject *arrays = found->leaves;
     if (group >= 0) {
         if (group >= PyTuple_GET_SIZE(outputs) - 1) return NULL;
-        PyObject *own = PyTuple_GET_ITEM(outputs, group);
-        if (!PyExceptionInstance_Check(own)) return NULL;
-        PyObject *args = ((PyBaseExceptionObject *)own)->args; /* of an `OutputGroup` */
+        /* An `OutputGroup` is an exception whose arguments are names and arrays. */
+        PyObject *output_group = PyTuple_GET_ITEM(outputs, group);
+        if (!PyExceptionInstance_Check(output_group)) return NULL;
+        PyObject *args = ((PyBaseExceptionObject *)output_group)->args;
         if (PyTuple_GET_SIZE(args) != 2 || !PyTuple_Check(PyTuple_GET_ITEM(args, 1))) return NULL;
         arrays = PyTuple_GET_ITEM(args, 1);
     }
@@ -167,7 +175,7 @@ static PyObject *array_at(PyObject *outputs, const Found *found, int32_t group, 
     return PyTuple_GET_ITEM(arrays, position);
 }
 
-/* The slot in which a Variable has its value; NULL for anything else. */
+/* The place in memory where a Variable has its value; NULL for any other object. */
 static PyObject **value_in(PyObject *variable) {
     enum opcode slot = VALUE;
     if (Py_IS_TYPE(variable, native.owners[LEAVES])) {
@@ -178,8 +186,9 @@ static PyObject **value_in(PyObject *variable) {
     return (PyObject **)((char *)variable + native.offsets[slot]);
 }
 
-/* Sets the Variables that an update names: indices of objects with groups and positions. Either all
- * or none: returns 1, or 0 if they are not as expected. */
+/* Sets the values of all Variables that an update names, and returns 1. Sets none, and returns 0, if
+ * one of them is not as expected. `written` has three numbers for each: the index of the Variable,
+ * then the group and the position of its new array. */
 static int write_back(PyObject *written, PyObject *outputs, const Found *found) {
     const int32_t(*sources)[3] = (const int32_t(*)[3])PyBytes_AS_STRING(written);
     const Py_ssize_t count = PyBytes_GET_SIZE(written) / (Py_ssize_t)sizeof(*sources);
@@ -201,10 +210,10 @@ static int write_back(PyObject *written, PyObject *outputs, const Found *found) 
         *slot = values[i];
         values[i] = old;
     }
-    /* Only now: the end of an array may run Python code. */
+    /* Old arrays are released last, because the end of an array may run Python code. */
     for (Py_ssize_t i = 0; i < made; i++) Py_XDECREF(values[i]);
     PyMem_Free(values);
-    PyErr_Clear(); /* without memory for a tuple */
+    PyErr_Clear(); /* an error is set if there was no memory for a tuple */
     return is_complete;
 }
 
@@ -234,8 +243,8 @@ static PyObject *output_of(PyObject *update, PyObject *outputs, const Found *fou
     return result;
 }
 
-/* Waits for every 16th program on virtual devices, as call.py does. Returns -1 with an error
- * set. */
+/* Waits for every 16th program on virtual devices, as `wait_for_some` in in_flight.py does. Returns
+ * 0, or -1 with an error set. */
 static int wait_if_many(PyObject *outputs, const Found *found) {
     static int is_bounded = -1;
     static long in_flight;
@@ -262,7 +271,7 @@ static int wait_if_many(PyObject *outputs, const Found *found) {
     return answer == NULL ? -1 : 0;
 }
 
-/* What a call returns once its program was run; NULL with an error set. */
+/* Writes the outputs of a program back, and returns what the call returns; NULL with an error set. */
 static PyObject *finish_call(PyObject *guard, PyObject *outputs, const Found *found) {
     PyObject *plan = PyTuple_GET_ITEM(guard, GUARD_plan);
     PyObject *run = PyTuple_GET_ITEM(guard, GUARD_execute), *update = NULL, *result = NULL;
@@ -289,7 +298,7 @@ static PyObject *finish_call(PyObject *guard, PyObject *outputs, const Found *fo
     return result;
 }
 
-/* Lets Python explain an error: `_failed` may raise another one. */
+/* Lets Python explain the error that is set: `_failed` may raise another one, which is set then. */
 static void explain(PyObject *self, PyObject *guard, const Found *found) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -315,19 +324,20 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t count, P
     PyObject *guards = PyTuple_GET_ITEM(direct, DIRECT_guards);
     if (PyList_GET_SIZE(guards) > 0) {
         PyObject *bound = PyTuple_GET_ITEM(direct, DIRECT_bound);
-        const Py_ssize_t own = PyTuple_GET_SIZE(bound);
-        Py_ssize_t total = count + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+        /* The arguments that are bound to the function come before those of the call. */
+        const Py_ssize_t num_bound = PyTuple_GET_SIZE(bound);
+        Py_ssize_t num_passed = count + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
         PyObject *buffer[MAX_ARGUMENTS], *const *arguments = args;
-        if (own > 0 && own + total <= MAX_ARGUMENTS) {
-            for (Py_ssize_t i = 0; i < own; i++) buffer[i] = PyTuple_GET_ITEM(bound, i);
-            for (Py_ssize_t i = 0; i < total; i++) buffer[own + i] = args[i];
+        if (num_bound > 0 && num_bound + num_passed <= MAX_ARGUMENTS) {
+            for (Py_ssize_t i = 0; i < num_bound; i++) buffer[i] = PyTuple_GET_ITEM(bound, i);
+            for (Py_ssize_t i = 0; i < num_passed; i++) buffer[num_bound + i] = args[i];
             arguments = buffer;
         }
         Found found = {0};
         PyObject *ready = PyObject_CallNoArgs(native.hooks[HOOK_is_ready]);
         Py_XDECREF(ready);
-        if (ready == Py_True && (own == 0 || arguments == buffer)) {
-            guard = find_guard(guards, arguments, own + total, kwnames, &found);
+        if (ready == Py_True && (num_bound == 0 || arguments == buffer)) {
+            guard = find_guard(guards, arguments, num_bound + num_passed, kwnames, &found);
         }
         if (guard != NULL) {
             PyObject *outputs = execute(direct, guard, &found);
@@ -355,7 +365,7 @@ static PyMethodDef call_method = {
     "__call__($self, /, *args, **kwargs)\n--\n\n"
     "Calls the function; its changes are made to the caller's own objects."};
 
-/* Takes one hook or slot by its name. Returns -1 with an error set. */
+/* Stores one hook or slot by its name. Returns 0, or -1 with an error set. */
 static int take(PyObject *name, PyObject *value) {
     static const char *const names[] = {HOOKS(AS_STRING)}, *const opcodes[] = {OPCODES(AS_STRING)};
     for (int i = 0; i < NUM_HOOKS; i++) {

@@ -1,16 +1,24 @@
 """Guarded calls: from a guard that holds straight to the program and its write-back, in C.
 
 A *guard* recognizes arguments that a function was called with before, without flattening them.
-``guarded`` replaces a method that calls a function by ``call`` of the extension. That looks for a
-guard that holds, runs the program, and stores the new arrays in the caller's Variables, without any
-Python code in between. Here is what it needs of Python before and after that.
+``guarded`` replaces a method that calls a function by ``call`` of the extension. ``call`` looks for
+a guard that holds, runs the program, and stores the new arrays in the caller's Variables, without
+any Python code in between. This module has the Python functions that ``call`` uses before and after
+these steps.
 
     outputs      what a program returns: groups of arrays, and last the *outcome*, which says to
                  which Variable each array belongs
-    finish       writes the outputs back into the caller's objects; returns what the user gets
-    mark_direct  marks a program whose outputs show that JAX runs no Python code for it
-    deferred_handlers   is not empty while signals are deferred: from a compilation until
-                 ``deliver_signals``, which does nothing if none are deferred
+
+From other modules:
+
+    finish       writes the outputs back into the caller's objects, and clears the list in which it
+                 gets them; returns what the user gets
+    mark_direct  marks a program if its outputs show that JAX runs no Python code for it
+    deferred_handlers   is not empty while signals are deferred. Signals are deferred from the
+                 moment when a call compiles a program (``call_context.py``), because a handler that
+                 raises between the program and its write-back would lose arrays
+    deliver_signals     ends this, and runs the handlers; does nothing if no signals are deferred
+    raise_explained     raises another error if the arguments show why a call failed; else returns
 """
 
 from __future__ import annotations
@@ -36,24 +44,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 def guarded(function: F) -> F:
     """Returns a method in C that tries the guards first, and calls ``_flattened`` if none holds.
 
-    The method finds on its object, by name, what it needs: ``_direct`` has the guards and the
-    user's function, ``_flattened`` takes any other call, and ``_failed`` explains errors.
+    The method uses three attributes of its object: ``_direct`` has the guards and the user's
+    function, ``_flattened`` takes a call for which no guard holds, and ``_failed`` explains errors.
+    Without the extension, ``guarded`` returns ``function``.
 
     Args:
-      function: the method ``_flattened``, which is returned as it is without the extension.
+      function: the method ``_flattened``.
     """
     if FastestWalk is PythonWalk:  # the extension is missing, or the user does not want it
         return function
     from . import _native
 
-    # Passes the extension what it calls and reads, the same for each use of ``guarded``.
+    # Each use of ``guarded`` passes the same hooks, so it does not matter which one is the last.
     _native.set_up(
         is_ready=_is_ready,  # whether a guarded call may start
-        caller=CALLER,  # where it leaves what a trace needs to know
+        caller=CALLER,  # the call that a trace belongs to; the extension sets its fields
         held=deferred_handlers,  # not empty while signals are deferred
-        settle=_settle,  # delivers them, once the outputs are written back
+        settle=_settle,  # delivers deferred signals, once the outputs are written back
         complete=_complete,  # writes back what the extension cannot
-        is_bounded=is_bounded,  # whether only so many programs may be in flight:
+        # Whether at most `limit` programs may be in flight. If so, the extension calls `wait` for
+        # the outputs of the last of them.
+        is_bounded=is_bounded,
         limit=MAX_IN_FLIGHT,
         wait=wait,
         direct_mark=DIRECT,  # the attribute of programs that run no Python code
@@ -63,7 +74,10 @@ def guarded(function: F) -> F:
 
 
 def _is_ready() -> bool:
-    """Whether a guarded call may start: not within a trace. Discards what Flax left for a call."""
+    """Whether a guarded call may start, which it may only outside of a trace.
+
+    Also discards what ``nnx.cached_partial`` prepares for ``nnx.jit``; nothing here uses that.
+    """
     _compat.leave_static_cache()
     return _compat.trace_is_clean()
 
@@ -86,8 +100,8 @@ def _complete(
 ) -> Any:
     """Writes back what a guarded call has changed, and returns its output.
 
-    The extension calls this where it cannot do it: where more than arrays of Variables changed, or
-    where Python has to put the output together.
+    The extension writes arrays back by itself. It calls this function if more than arrays of
+    Variables changed, or if Python has to put the output together.
 
     Args:
       plan: the plan of the call.
@@ -97,13 +111,12 @@ def _complete(
       outputs: what the program returned.
     """
     try:
-        # A guard holds for objects of the current trace only, so all of them may be changed.
+        # All objects may be changed, because a guard holds for objects of the current trace only.
         flat = Flat(plan.structure, leaves, objects, updatable=True)
-        # Nothing was placed: a guard does not hold for arrays that have to be. ``finish`` takes the
-        # outputs in a list, which it clears when they are written back.
+        # ``placed`` is empty, because a guard does not hold if an array has to be placed.
         output = finish(plan, flat, leaves, placed=(), results=[outputs])
-        # Then JAX has compiled the program in this call (``call_context.py`` defers signals when it
-        # reports that), and the first outputs show whether later runs need Python code.
+        # Deferred signals mean that JAX has compiled the program in this call. The first outputs of
+        # a program show whether its later runs need Python code.
         if deferred_handlers:
             mark_direct(execute, outputs)
         return output
@@ -112,7 +125,10 @@ def _complete(
 
 
 def failed(plan: Plan, leaves: Arrays, error: BaseException) -> None:
-    """Raises an error that explains why a guarded call failed, if the arguments show it."""
+    """Raises an error that explains why a guarded call failed, if the arguments show it.
+
+    Otherwise returns, and the extension raises ``error``.
+    """
     deliver_signals()
     if isinstance(error, Exception):
         raise_explained(plan, leaves, error)

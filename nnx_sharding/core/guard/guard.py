@@ -1,9 +1,10 @@
 """A guard: recognizes arguments that a function was called with before, without flattening them.
 
-It compares everything on which a structure depends: names in order, types, statics, and which
-objects are shared. For these, ids are enough, so a guard keeps no model alive. Another object may
-get the id of a dead one, but then its content is compared as well; objects without content drop the
-guard when they are collected.
+A guard compares everything on which a structure depends: names in order, types, statics, and which
+objects are shared. Objects are compared by their ids, so a guard keeps no model alive. Another
+object may get the id of a dead one. This is safe for objects with content, because a guard compares
+the content as well, and for objects without content, because a weak reference drops the guard when
+one of them is collected.
 
 A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be too
 strict, which costs time, but never too lax.
@@ -11,11 +12,13 @@ strict, which costs time, but never too lax.
 From other modules:
 
     Recipe   how to read a graph again (its steps), and the *pins*, what must be there: ``statics``,
-             values that are compared by ``==`` and type, and ``ids``, those of all objects
-    Walk     follows a recipe. ``follow`` accepts the recorded graph only, ``match`` also another
-             one that is built alike; both compare all but the arrays
+             the values that are compared by value, and ``ids``, the ids of all objects
+    Walk     follows a recipe. ``follow`` accepts the recorded graph only; ``match`` also accepts
+             another graph that is built alike. Both compare everything but the contents of arrays,
+             and return None, or raise, if something differs
     Flat     a graph as ``flatten`` returns it: its structure, arrays and objects. ``updatable``
-             says that all objects belong to the current trace, so that a call may change them
+             says that all objects belong to the current trace, so a call may change them
+    are_current   whether all traces of a list are the current trace
 """
 
 from __future__ import annotations
@@ -38,24 +41,26 @@ from .walk import Walk
 class Guard(NamedTuple):
     """What a call needs to know of arguments that a function was called with before.
 
-    The walk says whether they are the same as then, and the rest follows from that. ``call.c``
-    reads the fields by their position.
+    The walk says whether the arguments are the same as then. All other fields hold for as long as
+    the walk finds no change. ``call.c`` reads the fields by their position.
     """
 
     walk: Walk
-    names: tuple[str, ...]  # of the keyword arguments
+    names: tuple[str, ...]  # the names of the keyword arguments
     plan: Plan
     key: Dependencies  # what the plan depends on besides the graph
     donates: bool  # whether the program deletes some of the arrays that it is given
-    # returns the mesh in context; None if it does not matter
+    # Returns the mesh in context. None if the plan does not depend on the mesh in context.
     context_of: Callable[[], AnyMesh | None] | None
-    context: AnyMesh | None  # that mesh
-    # Of the arrays that have to be placed, or whose shapes matter:
-    slots: bytes  # as 32-bit integers
-    shardings: list[Sharding | None]  # None for arrays that are not placed
-    avals: list[Any]  # empty if shapes do not matter
-    known: list[Any]  # weak references to arrays that were found to fit
-    references: tuple[Any, ...]  # weak ones, whose callbacks end the guard
+    context: AnyMesh | None  # the mesh in context that the plan was made for
+    # The next four fields have an item for each array that has to be placed or whose shape matters.
+    slots: bytes  # the slots of these arrays, as 32-bit integers
+    shardings: list[Sharding | None]  # where to place them; None for arrays that are not placed
+    avals: list[Any]  # their types in JAX; the list is empty if shapes do not matter
+    # For each array: None, then a weak reference to the first array that fitted; False once calls
+    # were found to replace the array, because the reference is then of no use.
+    known: list[Any]
+    references: tuple[Any, ...]  # weak references whose callbacks drop the guard
     execute: Callable[..., Any] | None = None  # runs the program; None until the guard has held
 
 
@@ -64,27 +69,28 @@ def check(walk: Walk, structure: Structure, arguments: tuple[Any, ...]) -> Flat 
 
     Args:
       walk: how the graph was read when it had this structure.
-      structure: the structure then.
+      structure: the structure that the graph had when the walk was recorded.
       arguments: the graph: the arguments of a call, those by keyword last.
     """
     try:
         followed = walk.follow(arguments)
-    except Exception:  # a missing attribute or a comparison that raises is a change
+    except Exception:  # an attribute is missing or a comparison raises, so the graph has changed
         return None
     if followed is None:
         return None
     leaves, objects = followed
-    # The walk compares the trace that each object belongs to. Guards are made and tried outside of
-    # traces only, so it is still the current one.
+    # ``updatable=True`` is safe because the walk has found each object in the trace in which the
+    # guard was made, and because guards are made and tried outside of traces only: that trace is
+    # still the current one.
     return Flat(structure, leaves, objects, updatable=True)
 
 
 def match(
     walk: Walk, structure: Structure, arguments: tuple[Any, ...]
 ) -> tuple[Flat, Recipe] | None:
-    """Returns another graph of this structure, with a recipe of its own; None if it differs.
+    """Returns another graph of this structure, and a recipe for it; None if it differs.
 
-    The recipe has the same steps, and the pins of the other graph.
+    The recipe has the steps of ``walk`` and the pins of the other graph.
 
     Args:
       walk: how a graph that is built alike was read.
@@ -93,15 +99,15 @@ def match(
     """
     try:
         matched = walk.match(arguments)
-    except Exception:  # a missing attribute or a comparison that raises is a difference
+    except Exception:  # an attribute is missing or a comparison raises, so the graphs differ
         return None
     if matched is None:
         return None
-    # The other graph's arrays and objects, its pins (``statics`` and ``ids``), and the traces in
-    # which its objects were made.
+    # The arrays and objects of the other graph, its pins (``statics`` and ``ids``), and the traces
+    # in which its objects were made.
     leaves, objects, statics, ids, traces = matched
-    # ``match`` has left out the traces, which differ between graphs. A call may only change objects
-    # of the current one.
+    # ``walk.match`` does not compare traces, because they may differ between graphs. A call may
+    # only change objects of the current trace.
     if not _compat.are_current(traces):
         return None
     recipe = walk.recipe._replace(statics=statics, ids=ids)

@@ -1,20 +1,22 @@
 """``flatten`` for a model that comes again: its guard finds the arrays without a walk in Python.
 
-The structure is then the same object as last time. So what is looked up by it, such as a plan, is
-found without comparing all entries.
+If the guard holds, the structure is the same object as last time. So a table finds what belongs to
+the structure, such as a plan, without comparing all entries.
 
 From other modules:
 
     Walk           reads the arrays and objects of a graph, in the order in which ``flatten`` once
                    read them, and compares all else; the fastest one is in C
     check          follows a walk: returns what ``flatten`` would, or None if the graph has changed
-    WalkRecorder   is told what ``flatten`` reads; ``make_walk`` makes a walk of it. ``identities``
-                   are the objects of which the walk has the ids alone
+    WalkRecorder   is told what ``flatten`` reads. ``identities`` are the objects that the walk
+                   compares by their ids alone
+    make_walk      makes a walk of what a ``WalkRecorder`` was told; None if the graph cannot be
+                   guarded
     watch          makes weak references, which call a function when their object is collected
 
-What is known is kept under the id of the model, without keeping the model alive. When the model is
-collected, another object may get its id, so a weak reference then drops the entry. Likewise for
-``identities``.
+The entry of a model is kept under the id of the model, and does not keep the model alive. Once the
+model is collected, another object may get its id, so a weak reference drops the entry. The entry
+has weak references to ``identities`` for the same reason.
 """
 
 from __future__ import annotations
@@ -34,24 +36,26 @@ from .store import make_walk, watch
 from .walk import Walk
 
 _MAX_MODELS = 64
-_MAX_MISSES = 16  # after which a model that always changes is rarely recorded again
+_MAX_MISSES = 16  # misses of one model, after which it is rarely recorded again
 
 
 @dataclasses.dataclass
-class _Known:
+class _KnownModel:
     """What is remembered of one model."""
 
-    misses: int = 0  # the number of calls in which it was new or changed
-    # What recognizes it, and its structure when that was recorded; both None before.
+    misses: int = 0  # the number of calls in which the model was new or changed
+    # The walk that recognizes the model, and the model's structure when the walk was recorded. Both
+    # are None until a walk is recorded.
     walk: Walk | None = None
     structure: Structure | None = None
-    references: tuple[weakref.ref[Any], ...] = ()  # weak ones, whose callbacks forget the model
+    references: tuple[weakref.ref[Any], ...] = ()  # weak references whose callbacks drop the entry
 
-    def is_worth_recording(self) -> bool:
-        """Counts a miss; returns whether to record the walk.
+    def count_miss_and_decide(self) -> bool:
+        """Counts a miss; returns whether to record the model's walk in this call.
 
-        To record takes longer than to flatten. It is wasted on a model that is passed once, and on
-        one that always changes: after 16 misses, only each 64th is recorded.
+        Recording takes longer than flattening. It is wasted on a model that is passed once, and on
+        a model that always changes. So the first miss is not recorded, and after 16 misses only
+        every 64th miss is.
         """
         self.misses += 1
         if self.misses > _MAX_MISSES:
@@ -60,61 +64,67 @@ class _Known:
 
 
 # By the id of the model. No entry keeps its model alive.
-_MODELS: dict[int, _Known] = {}
+_MODELS: dict[int, _KnownModel] = {}
 
 
 def flatten_known(tree: object) -> Flat:
-    """Returns what ``flatten`` does, but for a known module without reading it in Python.
+    """Returns what ``flatten`` does, without reading in Python a module that has not changed.
 
-    The structure keeps no static object alive. Within a trace nothing is known, since the objects
-    may hold its tracers.
+    A structure that is remembered keeps no static object alive. Within a trace nothing is looked up
+    or remembered, because the objects may hold tracers.
     """
-    # Without weak references to it, nothing would tell that the model is gone.
-    can_be_forgotten = bool(type(tree).__weakrefoffset__)
-    if not (_compat.is_node(tree) and can_be_forgotten and _compat.trace_is_clean()):
+    # Only a weak reference tells that the model is gone, and then its entry has to be dropped.
+    has_weak_references = bool(type(tree).__weakrefoffset__)
+    if not (_compat.is_node(tree) and has_weak_references and _compat.trace_is_clean()):
         return flatten(tree)
-    key = _compat.identity(tree)  # its id
-    known = _MODELS.get(key)  # what is remembered of it, if it came before
-    if known is None:
-        known = _MODELS[key] = _Known()
-        known.references = (*_watch((tree,), key),)
-        make_room(_MODELS, _MAX_MODELS)  # removes the oldest
-    if known.walk is not None and known.structure is not None:
-        flat = check(known.walk, known.structure, arguments=(tree,))
-        if flat is not None:  # unchanged but for its arrays
+    key = _compat.identity(tree)
+    entry = _MODELS.get(key)
+    if entry is None:
+        entry = _MODELS[key] = _KnownModel()
+        entry.references = (*_watch((tree,), key),)
+        make_room(_MODELS, _MAX_MODELS)  # removes the oldest entries if there are too many
+    if entry.walk is not None and entry.structure is not None:
+        flat = check(entry.walk, entry.structure, arguments=(tree,))
+        if flat is not None:  # nothing but arrays has changed
             return flat
-    # The model is new, or has changed. To record it takes longer than to flatten it, so a model
-    # that is passed once, or always changes, is not recorded.
-    return _flatten_recorded(tree, key, known) if known.is_worth_recording() else flatten(tree)
+    # The model is new, or has changed.
+    if entry.count_miss_and_decide():
+        return _flatten_recorded(tree, key, entry)
+    return flatten(tree)
 
 
-def _flatten_recorded(tree: object, key: int, known: _Known) -> Flat:
+def _flatten_recorded(tree: object, key: int, entry: _KnownModel) -> Flat:
     """Flattens a module, and records how, so that it is recognized the next time.
 
     Args:
       tree: the module.
-      key: its id.
-      known: gets the walk that recognizes it, and its structure.
+      key: the id of the module.
+      entry: gets the walk that recognizes the module, and the structure, if the module can be
+        guarded.
     """
-    # As for a call with one argument, at position 0, which is flattened.
+    # The recorder gets the module as the only argument of a call, at position 0.
     recorder = WalkRecorder((tree,), dynamic=[0], static=[])
     # The structure is remembered, so it must not keep objects of the user alive.
     flat = flatten(tree, keeps_alive=False, recorder=recorder)
-    # ``flat.recorder`` is that of the last attempt. None: some of the model cannot be compared.
+    # ``flat.recorder`` may be another one than ``recorder``, because ``flatten`` starts again with
+    # a new one if it has to. It is None if a part of the model cannot be compared.
     if not isinstance(flat.recorder, WalkRecorder):
         return flat
     walk = make_walk(flat.recorder, (tree,), name=type(tree).__name__)
     if walk is not None:
-        # The walk knows these by their ids alone, so it is void when one of them is collected.
+        # The walk compares these objects by their ids alone, so it is void once one of them is
+        # collected.
         by_identity = flat.recorder.identities.values()
-        known.references = (*_watch((tree, *by_identity), key),)
-        known.walk, known.structure = walk, flat.structure
+        entry.references = (*_watch((tree, *by_identity), key),)
+        entry.walk, entry.structure = walk, flat.structure
     return flat
 
 
 def _watch(objects: Iterable[object], key: int) -> Iterator[weakref.ref[Any]]:
-    """Yields weak references that forget a model when one of the objects is collected.
+    """Yields weak references that drop a model's entry when one of the objects is collected.
 
-    ``key`` is the id of the model; the objects are the model and what its walk has the ids of.
+    Args:
+      objects: the model, and the objects that its walk compares by their ids alone.
+      key: the id of the model.
     """
     return watch(objects, lambda _: _MODELS.pop(key, None))

@@ -1,5 +1,5 @@
-/* What the two files of the extension share: the names that Python and C agree on, and the walk as a
- * call uses it. */
+/* What the two files of the extension share: the names that Python and C agree on, and the functions
+ * of walk.c that call.c uses. */
 
 #ifndef NNX_SHARDING_NATIVE_H
 #define NNX_SHARDING_NATIVE_H
@@ -9,9 +9,9 @@
 #include <stdint.h>
 #include <structmember.h>
 
-/* Names are listed once, as macros, from which enums and texts are made. native.py compares the
- * first four lists with its own when it is imported, so an old extension is not loaded. A slot is
- * where CPython or Flax stores something in an object. */
+/* Each list of names is one macro, and other macros make enums and texts of it. native.py compares
+ * OPCODES, STEP, RECIPE and GUARD with its own lists when it is imported, so an old extension is not
+ * loaded. A slot is the place in an object where CPython or Flax stores something. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(TREEDEF) X(LEAVES)
 #define OPCODES(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
 #define STEP(X) X(opcode) X(position) X(start)
@@ -19,11 +19,11 @@
     X(ids) X(first) X(traces) X(leaves) X(objects) X(num_arguments)
 #define GUARD(X) X(walk) X(names) X(plan) X(key) X(donates) X(context_of) X(context) X(slots) \
     X(shardings) X(avals) X(known) X(references) X(execute)
-/* What the extension calls: functions and objects that native.py and direct.py pass to `set_up`. */
+/* The functions and objects that native.py and direct.py pass to `set_up`. */
 #define HOOKS(X) X(open_tree) X(open_static) X(same_value) X(mapping_type) \
     X(is_ready) X(caller) X(held) X(settle) X(complete) X(is_bounded) X(wait) X(limit) \
     X(direct_mark)
-/* Names of attributes. */
+/* The names of attributes that the extension reads. */
 #define NAMES(X) X(_mapping) X(_direct) X(_flattened) X(_failed) X(fields) X(update) X(sharding) \
     X(aval) X(num_devices)
 
@@ -46,8 +46,8 @@ enum { NAMES(AS_NAME) NUM_NAMES };
 struct native {
     PyObject *hooks[NUM_HOOKS];
     PyObject *names[NUM_NAMES];
-    Py_ssize_t offsets[NUM_OPCODES];   /* of the slots */
-    PyTypeObject *owners[NUM_OPCODES]; /* the types with the slots; NULL for other opcodes */
+    Py_ssize_t offsets[NUM_OPCODES];   /* by opcode: the offset of its slot in an object */
+    PyTypeObject *owners[NUM_OPCODES]; /* by opcode: the type with the slot; NULL without a slot */
 };
 extern struct native native;
 
@@ -55,7 +55,7 @@ static inline PyObject *attribute(PyObject *object, int name) {
     return PyObject_GetAttr(object, native.names[name]);
 }
 
-/* What a walk found, as tuples. */
+/* The tuples of arrays and objects that a walk has found. */
 typedef struct {
     PyObject *leaves, *objects;
 } Found;
@@ -67,10 +67,11 @@ static inline void drop_found(Found *found) {
 
 extern PyTypeObject WalkType;
 
-/* Walks from the arguments of a call. Returns 1, 0 for a change, or -1 with an error set. */
+/* Walks from the arguments of a call. Returns 1 and fills `found` if nothing has changed, 0 for a
+ * change, or -1 with an error set. */
 int walk_follow(PyObject *walk, PyObject *const *arguments, Py_ssize_t count, Found *found);
 
-/* Starts watching dicts, where this Python can. */
+/* Registers a dict watcher if this version of Python has them. */
 void walk_watch_dicts(void);
 
 #endif

@@ -1,8 +1,9 @@
-"""The extension, if it is there: the walk that is used, and the hooks that the extension calls.
+"""Loads the C extension if it is installed, and chooses the walk that all guards use.
 
-A *walk* reads a model again by a ``Recipe``, a list of ``Step``, and compares what it finds;
-``walk.py`` has it in Python, the extension in C. A ``Guard`` is a walk, and what a call needs if
-it finds no change. The extension reads the fields of these tuples by their positions.
+A *walk* reads a model again by a ``Recipe``, a list of ``Step``, and compares what it finds.
+``walk.py`` has the walk in Python, the extension has it in C. A ``Guard`` has a walk, and all that
+a call needs if the walk finds no change. The extension reads the fields of these tuples by their
+positions, so it has to be compiled from the same version of the project.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from .walk import PythonWalk, Walk, open_tree, same_value
 
 
 def _load_walk() -> type[Walk]:
-    """Returns the walk of the extension; that in Python if it is missing or not wanted.
+    """Returns the walk of the extension, or `PythonWalk` if it is missing or not wanted.
 
-    Passes the extension what it calls and reads. Raises a ``RuntimeError`` for one that was
-    compiled from another version, whose fields may be others.
+    Passes the extension the Python functions that it calls. Logs a warning if the extension is
+    missing and the user has not asked for that.
+
+    Raises:
+      RuntimeError: the extension was compiled from another version of the project, so its fields
+        may be at other positions.
     """
     is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
     try:
@@ -36,31 +41,34 @@ def _load_walk() -> type[Walk]:
                 "Install a wheel, or a C compiler and nnx_sharding again. If this is a checkout, "
                 "install it with `pip install -e .`, or run your program in another folder. "
                 "NNX_SHARDING_PURE_PYTHON=1 silences this.",
-                # In a checkout, a program imports that, even if another copy is installed.
+                # The folder is named because a program that runs in a checkout imports the
+                # checkout, even if another copy is installed.
                 Path(__file__).parents[3],
                 "" if is_missing else f" for this Python ({error})",
             )
         return PythonWalk
-    # The fields of these tuples and the numbers of opcodes were compiled into the extension. It has
-    # a text that lists them, "Opcode NODE DICT … Step opcode position …", to compare with ours.
+    # The positions of fields and the numbers of opcodes were compiled into the extension. Its
+    # attribute FIELDS lists their names, "Opcode NODE DICT … Step opcode position …".
     fields_of = {cls.__name__: cls._fields for cls in (Step, Recipe, Guard)}
-    names = {"Opcode": tuple(Opcode.__members__), **fields_of}
-    expected = " ".join(word for name, parts in names.items() for word in (name, *parts))
-    if getattr(_native, "FIELDS", None) != expected:
+    names_by_class = {"Opcode": tuple(Opcode.__members__), **fields_of}
+    words = (word for cls, names in names_by_class.items() for word in (cls, *names))
+    if getattr(_native, "FIELDS", None) != " ".join(words):
         raise RuntimeError(
             f"{_native.__file__} was compiled from another version of nnx_sharding. Install it "
             "again; in a checkout, run `python setup.py build_ext --inplace`."
         )
     _native.set_up(
-        # What its walk calls or compares with, where C cannot do it alone.
+        # The walk in C calls these functions for what C cannot do alone.
         open_tree=open_tree,
         open_static=open_static,
         same_value=same_value,
-        mapping_type=_compat.HashableMapping,
-        # By opcode, such as VALUE, the slot of a class of Flax, which it reads in memory.
+        mapping_type=_compat.HashableMapping,  # the walk compares types with this class
+        # By the name of an opcode, such as VALUE: the slot of a class of Flax that the walk reads
+        # directly in memory.
         **_compat.SLOTS,
     )
-    # Set up in any case, since the tests compare its walk with that in Python.
+    # The extension is set up even for a user who wants Python code only, because the tests compare
+    # the walk in C with the walk in Python.
     return PythonWalk if is_pure else _native.Walk
 
 

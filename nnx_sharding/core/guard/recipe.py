@@ -2,17 +2,18 @@
 
 It is a program for a small interpreter (``walk.py``), which keeps all that it reads in one list,
 the *stream*. The stream starts with the arguments of the call. Each step opens one item of it,
-checks the names of what the item holds, and appends that. For a function of a module ``m`` with an
-int ``n`` and a Variable ``w``, the stream is
+checks the names of the item's contents, and appends the contents to the stream. If a function gets
+a module ``m``, which holds an int ``n`` and a Variable ``w``, the stream is
 
     position  0   1   2   3         4     5
     item      m   n   w   metadata  trace array
     opened by     NODE    METADATA  TRACE VALUE
               of 0        of 2      of 2  of 2
 
-and 1, 3 and 4 are compared by value, 0 and 2 by identity; 5 must have the type of an array.
-Positions refer to the stream, so the recipe of one model serves all models that are built alike;
-only what is compared, the *pins*, belongs to one of them.
+The walk compares the items 1, 3 and 4 by value, and the items 0 and 2 by identity. Item 5 must have
+the type that the recorded array had. Positions refer to the stream, so the steps that were recorded
+for one model serve all models that are built alike. Only the *pins*, the recorded values and ids,
+belong to one model.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-Positions: TypeAlias = bytes  # in the stream, as 32-bit integers
+Positions: TypeAlias = bytes  # positions in the stream, packed as 32-bit integers
 
 
 class Opcode(enum.IntEnum):
-    """What a step opens, what that adds to the stream, and what else is compared."""
+    """How a step opens an item.
+
+    Each comment says what kind of item is opened: what the step appends to the stream; what a walk
+    compares with ``Recipe.expected``.
+    """
 
     NODE = 0  # a module or a static object: the values of its attributes; their names
     DICT = 1  # a dict: its values; its keys
@@ -40,7 +45,7 @@ class Opcode(enum.IntEnum):
     LEAVES = 8  # a hijax Variable: its arrays; their number
     SEQUENCE = 9  # a tuple or list: its items; its length
     STATE = 10  # an nnx.State: its values; its keys
-    # From here on, opening runs Python code.
+    # The openers of all opcodes from here on run Python code; `walk_order.py` relies on this order.
     TREE = 11  # another pytree: its leaves and the data of its node types; its treedef
     STATIC = 12  # another static object: its parts; their kind and number
 
@@ -48,41 +53,46 @@ class Opcode(enum.IntEnum):
 class Rule(enum.IntFlag):
     """How an item of the stream is compared."""
 
-    FROZEN = 1  # with a pin, by value
-    MENTION = 2  # with a pin, by its id
-    TYPED = 4  # by its type
-    OF_TRACE = 8  # it says to which trace the graph belongs, so only within the same graph
+    FROZEN = 1  # its value must equal a pin
+    MENTION = 2  # its id must be a pin
+    TYPED = 4  # its type must be the recorded type
+    # The item says to which trace the graph belongs. Only `follow` compares such an item, because
+    # graphs that are built alike may belong to different traces.
+    OF_TRACE = 8
 
 
 class Step(NamedTuple):
     """A row of ``Recipe.steps``."""
 
     opcode: int  # an `Opcode`
-    position: int  # of the item that is opened
-    start: int  # the position of the first of its parts, which the step appends
+    position: int  # the position of the item that is opened
+    start: int  # the position of the item's first part, which is the first that the step appends
 
 
 class Recipe(NamedTuple):
     """The steps of a walk, and the pins of one graph.
 
-    Steps that run no Python code come first. Numbers are packed, since ``walk.c`` reads them.
+    Steps that run no Python code come first. Numbers are packed, because ``walk.c`` reads them.
     """
 
     steps: bytes  # rows of 32-bit integers, the fields of a ``Step``
     expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind of static
-    # of all opened items and arrays; None for the rest of the stream
+    # By position: the types of arrays and of items that a step opens; None for all other items.
     types: tuple[type | None, ...]
-    rules: bytes  # by position, one byte each
-    pins: bytes  # by position, the number among ``frozen`` or ``mentions``, as a 32-bit integer
-    frozen: Positions  # of statics that are compared by value
-    statics: tuple[Any, ...]  # these statics in this graph
-    mentions: Positions  # of objects, once for each mention
-    ids: bytes  # the ids of these objects in this graph, as in memory
-    first: bytes  # for each mention, the number of the first of its object; -1 for a fixed object
-    traces: Positions  # the frozen ones that say to which trace the graph belongs
-    leaves: Positions  # of the arrays, by slot
-    objects: Positions  # of the first mention of each object, by index
-    num_arguments: int
+    rules: bytes  # by position: a `Rule`, one byte each
+    # By position: the number of the item's pin in ``statics`` or in ``ids``, as a 32-bit integer.
+    pins: bytes
+    frozen: Positions  # the positions of statics that are compared by value
+    statics: tuple[Any, ...]  # the pins of ``frozen``: the values of these statics in this graph
+    mentions: Positions  # the positions of links to objects, with repetitions of shared objects
+    ids: bytes  # the pins of ``mentions``: the ids of these objects, packed as pointers
+    # By mention: the number of the first mention of the same object; -1 for an object that has to
+    # be the recorded one.
+    first: bytes
+    traces: Positions  # the positions of statics that say to which trace the graph belongs
+    leaves: Positions  # the positions of the arrays, by slot
+    objects: Positions  # the position of the first mention of each object, by index
+    num_arguments: int  # the number of arguments, which are the first items of the stream
 
     def rows(self) -> np.ndarray[Any, Any]:
         """Returns the steps as a table of shape (steps, fields of a ``Step``)."""
@@ -90,7 +100,7 @@ class Recipe(NamedTuple):
 
 
 def pack_int32(numbers: Sequence[Any] | np.ndarray[Any, Any]) -> bytes:
-    """Returns numbers as a recipe has them."""
+    """Returns numbers as a recipe has them: packed as 32-bit integers."""
     return np.asarray(numbers, np.int32).tobytes()
 
 

@@ -1,22 +1,31 @@
 """Turns what ``flatten`` reads into a recipe for reading it again.
 
-``flatten`` reports each object that it opens (``recording.py``). The recorder appends what the
-object holds to the *stream*, the list of all that was read, and adds a *step* to the recipe: what
-was opened, at which position of the stream, and where its parts start. At the end it knows how each
-item of the stream is compared: a static by its value, an object by its identity (its *mentions*,
-one for each link to it), what was opened by its type, and the rest not at all.
-
-At the end, steps that run Python code are moved behind all others (``walk_order.py``).
+``flatten`` reports each object that it opens (``recording.py``). The recorder appends the object's
+contents to the *stream*, the list of all that was read, and adds a *step* to the recipe: how the
+object was opened, at which position of the stream it is, and where its parts start. Once
+``flatten`` is done, the recorder knows how a walk compares each item of the stream: a static by its
+value, each link to an object (a *mention*) by the id of the object, an item that a step opens by
+its type, and any other item not at all. ``recipe`` then moves steps that run Python code behind all
+other steps (``walk_order.py``).
 
 Numbers are *positions* of items in the stream, or *indices* of objects, in the order in which
 ``flatten`` met them. Other words:
 
-    kind        of a static object, all but its parts: its class, and the names of its attributes
-    treedef     JAX's description of the containers in a pytree; a *leaf* is what is in none of them
+    kind        the class of a static object, and the names of its attributes
+    treedef     JAX's description of the containers in a pytree; a *leaf* is what the innermost
+                containers hold
     node data   what a container has besides children and plain keys, as its class tells JAX
     pin         what a walk must find at a position: the value of a static, or the id of an object
     Opcode      how a step opens an item: NODE reads a ``__dict__``, DICT and STATE a mapping,
                 SEQUENCE a tuple or list, all without Python code; TREE and STATIC run Python code
+
+From other modules:
+
+    comparison_of   how a walk compares a value that ``flatten`` describes by a child
+    has_only_dict   whether objects of a class hold all that they have in a ``__dict__``
+    is_leaf_treedef  whether a treedef describes a leaf, which has no containers
+    own_items       the tuple, list or dict that holds the children of a pytree; None if only JAX
+                    can open the pytree
 """
 
 from __future__ import annotations
@@ -39,8 +48,8 @@ from .walk_order import IntArray, in_walk_order
 class _Field(NamedTuple):
     """A field of one of Flax's objects that is read by a step of its own."""
 
-    opcode: Opcode
-    comparison: Comparison  # of its value
+    opcode: Opcode  # the opcode of the step
+    comparison: Comparison  # how a walk compares the field's value
 
 
 _VARIABLE_FIELDS = (
@@ -52,7 +61,7 @@ _NODE_STATE_FIELDS = (
     _Field(Opcode.INITIALIZING, Comparison.BY_VALUE),
     _Field(Opcode.IS_SETUP, Comparison.BY_VALUE),
 )
-# In the place of the number of an object's first mention: the object must be the recorded one.
+# Takes the place of the number of an object's first mention if the object must be the recorded one.
 _PINNED = -1
 _trace_of = _compat.SLOTS["TRACE"].__get__
 
@@ -61,20 +70,25 @@ class WalkRecorder:
     """Records one walk over the arguments of a call: a ``ReadRecorder`` that makes a recipe.
 
     Args:
-      arguments: of the call, positional and by keyword; the stream starts with them.
-      dynamic: the positions of those that are flattened.
-      static: the positions of the static ones.
+      arguments: the arguments of the call, positional and by keyword; the stream starts with them.
+      dynamic: the positions of the arguments that are flattened.
+      static: the positions of the static arguments.
 
     Attributes:
-      identities: the objects that are only compared by identity.
+      identities: the objects that are only compared by identity, by id.
+      static_positions: the positions of the static arguments.
+      leaf_positions: the position of each array, by slot.
+      object_positions: the position of the first mention of each object, by index.
 
-    Its private attributes:
+    Private attributes:
 
+        _dynamic       the positions of the arguments that are flattened
+        _num_arguments   the number of arguments
         _stream        all items that were read, by position
-        _comparisons   how each of them is compared (``Comparison``), by position
+        _comparisons   how each item is compared (``Comparison``), by position
         _steps         the fields of all steps (``Step``), one step after the other
-        _expected      for each step what it must find, such as names or a length
-        _mentions      for the position of each mention, the index of the object
+        _expected      what each step must find, such as names or a length
+        _mentions      the index of the object at the position of each mention
         _traces        the positions of the traces that Variables and modules belong to
         _pinned        the indices of objects that have to stay the same
     """
@@ -82,16 +96,16 @@ class WalkRecorder:
     def __init__(self, arguments: Sequence[object], dynamic: Sequence[int], static: Sequence[int]):
         """Starts the stream with the arguments of a call."""
         self.static_positions = static
-        self.leaf_positions: list[int] = []  # where each array is, by slot
-        self.object_positions: list[int] = []  # where each object was met first, by index
-        # By id. If one of them is collected, another may get its id, and the guard is void.
+        self.leaf_positions: list[int] = []
+        self.object_positions: list[int] = []
+        # If one of these objects is collected, another may get its id, so the guard is then void.
         self.identities: dict[int, Any] = {}
         self._dynamic = dynamic
         self._num_arguments = len(arguments)
         self._stream: list[Any] = [*arguments]
-        self._comparisons = bytearray(len(arguments))  # zeros: ``Comparison.NONE``, until reported
-        # Three numbers for each step, in one list: a tuple for each would take longer to make.
-        self._steps: list[int] = []
+        # The zeros are ``Comparison.NONE``, which holds for an item until it is reported.
+        self._comparisons = bytearray(len(arguments))
+        self._steps: list[int] = []  # flat, because a tuple for each step would take longer
         self._expected: list[Any] = []
         self._traces: list[int] = []
         self._mentions: dict[int, int] = {}
@@ -104,7 +118,7 @@ class WalkRecorder:
         )
 
     def add_static(self, position: int, value: object, static: Static) -> None:
-        """Records a static value that cannot change."""
+        """Records a static value that cannot change; ``static`` says how it is compared."""
         self._comparisons[position] = comparison_of(static)
         if static.by_identity:
             self.identities[_compat.identity(value)] = value
@@ -129,23 +143,25 @@ class WalkRecorder:
     def open_metadata(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes
     ) -> range:
-        """Records the metadata of a Variable in the same way."""
+        """Records the metadata of a Variable; the arguments are those of ``open_node``."""
         return self._open(Opcode.METADATA, position, names, values, comparisons)
 
     def open_variable(self, position: int, variable: object, value: object) -> int:
         """Records the trace and the value of a Variable; returns the position of the value."""
-        opened = self._open_fields(_VARIABLE_FIELDS, position, (_trace_of(variable), value))
-        self._traces.append(opened[0])
-        return opened[1]
+        fields = self._open_fields(_VARIABLE_FIELDS, position, (_trace_of(variable), value))
+        trace_position, value_position = fields
+        self._traces.append(trace_position)
+        return value_position
 
     def open_node_state(self, position: int, state: object) -> None:
         """Records Flax's state of a module: whether it is set up, and its trace."""
-        self._comparisons[position] = Comparison.BY_VALUE  # it is an object of its trace
+        # The state names the trace of its module, so it is compared like the trace of a Variable.
+        self._comparisons[position] = Comparison.BY_VALUE
         self._traces.append(position)
         self._open_fields(_NODE_STATE_FIELDS, position, _compat.node_flags(state))
 
     def open_hijax(self, position: int, treedef: PyTreeDef, leaves: Sequence[Any]) -> range:
-        """Records what a hijax Variable has; returns the positions of its leaves."""
+        """Records the treedef and the leaves of a hijax Variable; returns the leaves' positions."""
         self._open_fields(_HIJAX_FIELDS, position, (treedef,))
         return self._open(Opcode.LEAVES, position, len(leaves), leaves)
 
@@ -154,19 +170,20 @@ class WalkRecorder:
     ) -> Sequence[int]:
         """Records the parts of a static object; returns their positions.
 
-        Objects of common classes are opened by steps that run no Python code, others by
-        ``Opcode.STATIC``.
+        Steps that run no Python code open objects of common classes. ``Opcode.STATIC`` opens
+        objects of all other classes.
 
         Args:
           position: the position of the object.
           value: the object.
-          kind: its class, and the names of its attributes.
-          parts: its items, then the values of its attributes; of a dict keys and values in turns.
+          kind: the object's class, and the names of its attributes.
+          parts: the object's items, then the values of its attributes. The items of a dict are its
+            keys and values in turns.
         """
         if type(value) is dict and {str, int}.issuperset(map(type, value)):
-            # Only the values are read again. The step compares the keys, which is enough if they
-            # are of exactly these types: they cannot change, and it does not matter which of two
-            # equal ones a dict has.
+            # A walk reads only the values again, because the step compares the keys. This is enough
+            # for keys of exactly these types: such a key cannot change, and it does not matter
+            # which of two equal keys a dict has.
             keys, values = tuple(parts[::2]), parts[1::2]
             positions = [UNRECORDED] * len(parts)
             positions[1::2] = self._open(Opcode.DICT, position, keys, values)
@@ -178,8 +195,9 @@ class WalkRecorder:
             return self._open(Opcode.SEQUENCE, position, num_items, items)
         if has_only_dict(cls):  # an object of a plain class, without slots
             return self._open(Opcode.NODE, position, kind.names, attributes)
-        # A subclass of tuple, such as a named tuple with attributes, takes two steps: one reads its
-        # ``__dict__``, one its items, which are those of the tuple unless it iterates otherwise.
+        # A subclass of tuple, such as a named tuple with attributes, takes two steps: one reads the
+        # ``__dict__``, the other the items. A class with an ``__iter__`` of its own may yield other
+        # items than the tuple has, so the step for sequences cannot read them.
         if has_only_dict(cls, tuple) and cls.__iter__ is tuple.__iter__:
             attribute_positions = self._open(Opcode.NODE, position, kind.names, attributes)
             item_positions = self._open(Opcode.SEQUENCE, position, num_items, items)
@@ -189,13 +207,13 @@ class WalkRecorder:
     def open_arguments(self, treedef: PyTreeDef) -> TreePositions:
         """Records all dynamic arguments; returns the positions of their leaves and node data.
 
-        ``treedef`` is that of ``(args, kwargs)``, or that of the only argument, a graph object.
+        ``treedef`` describes ``(args, kwargs)``, or the only argument if that is a graph object.
         """
-        if is_leaf_treedef(treedef):  # a graph object, which to JAX has no content
+        if is_leaf_treedef(treedef):  # a graph object is a leaf to JAX
             treedefs = [treedef]
         else:
-            by_position, by_keyword = treedef.children()
-            treedefs = [*by_position.children(), *by_keyword.children()]  # one for each argument
+            args_treedef, kwargs_treedef = treedef.children()
+            treedefs = [*args_treedef.children(), *kwargs_treedef.children()]  # one by argument
         trees = [self._stream[position] for position in self._dynamic]
         return self._open_trees(self._dynamic, trees, treedefs)
 
@@ -205,15 +223,15 @@ class WalkRecorder:
         Args:
           position: the position of the pytree.
           tree: the pytree; a graph object is a leaf.
-          treedef: describes it.
+          treedef: describes ``tree``.
         """
         if is_leaf_treedef(treedef):  # ``tree`` itself is the leaf
             return TreePositions([position], [])
         if tree is None:  # a pytree without leaves
             self._comparisons[position] = Comparison.BY_VALUE
             return TreePositions([], [])
-        # What holds the children: a tuple, list or dict, which is ``tree`` itself, or the dict that
-        # an `nnx.State` wraps. None if only JAX can open it, which takes one step for all levels.
+        # The children are in ``tree`` itself if it is a tuple, list or dict, or in the dict that an
+        # `nnx.State` wraps. None: only JAX can open the pytree, by one step for all its levels.
         items = _compat.own_items(tree)
         if items is None:
             leaves_and_data, _ = open_tree(tree)
@@ -224,8 +242,8 @@ class WalkRecorder:
             return self._open_trees(opened, items, treedef.children())
         opcode = Opcode.DICT if tree is items else Opcode.STATE
         opened = self._open(opcode, position, (*items,), items.values())
-        # A guard reads a dict in its own order. JAX has the children sorted by key in the treedef;
-        # ``own_items`` has found that `sorted` gives the same order.
+        # A walk reads a dict in the dict's own order. In the treedef, JAX has the children sorted
+        # by key. `sorted` is safe because ``own_items`` returns a dict only if it gives that order.
         position_of = dict(zip(items, opened, strict=True))
         keys = sorted(items)
         positions = [position_of[key] for key in keys]
@@ -237,9 +255,9 @@ class WalkRecorder:
         """Records several pytrees; returns the positions of the leaves and node data of all.
 
         Args:
-          positions: the position of each.
+          positions: the position of each pytree.
           trees: the pytrees.
-          treedefs: describe them.
+          treedefs: the treedef of each pytree.
         """
         leaves, aux = list[int](), list[int]()  # aux: node data
         for position, tree, treedef in zip(positions, trees, treedefs, strict=True):
@@ -263,8 +281,8 @@ class WalkRecorder:
           position: the position of the item that was opened.
           expected: what a walk compares first: names, keys, a length or a treedef.
           parts: what the item holds.
-          comparisons: how each part is compared. If it is empty, each part is reported later on its
-            own, and is compared by no rule until then.
+          comparisons: how each part is compared. If this is empty, each part is reported on its own
+            later, and is not compared until then.
         """
         start = len(self._stream)
         self._stream += parts
@@ -277,10 +295,10 @@ class WalkRecorder:
     def _open_fields(
         self, fields: Sequence[_Field], position: int, values: Collection[Any]
     ) -> range:
-        """Adds a step for each field of one of Flax's objects; returns where their values are.
+        """Adds a step for each field of one of Flax's objects; returns the values' positions.
 
         Args:
-          fields: the fields: the opcode that reads each, and how its value is compared.
+          fields: the fields: the opcode that reads each field, and how its value is compared.
           position: the position of the object.
           values: the values of the fields, which are appended to the stream.
         """
@@ -296,7 +314,7 @@ class WalkRecorder:
     def recipe(self) -> Recipe | None:
         """Returns the recipe of the walk: how to read the graph again, and what must be the same.
 
-        None if the graph belongs to another trace.
+        Returns None if the graph belongs to another trace.
         """
         if not _compat.are_current(self._stream[position] for position in self._traces):
             return None
@@ -305,24 +323,25 @@ class WalkRecorder:
         stream, moved = order.stream, order.new_position
         comparisons = np.frombuffer(self._comparisons, np.uint8)  # by recorded position
 
-        # The positions of items that are compared in one way. With a pin: the value of a static, or
-        # the id of an object. By type: what a step opens, and arrays.
+        # For each rule, the positions of the items that it compares: ``frozen`` by the value of a
+        # static, ``mentions`` by the id of an object, ``typed`` by the type. A walk compares the
+        # types of arrays and of what a step opens.
         frozen = moved[comparisons == Comparison.BY_VALUE]
         mentions, first = self._ordered_mentions(moved, comparisons)
         leaves, traces = moved[self.leaf_positions], moved[self._traces]
-        _opcodes, opened, _starts = order.steps.T  # one of each for each step
+        _opcodes, opened, _starts = order.steps.T  # each has one number for each step
         typed = np.concatenate([opened, leaves])
 
-        # The same by position, as a walk needs it when it reads an item.
+        # The same facts by position, because a walk looks them up when it reads an item.
         types: list[type | None] = [None] * len(stream)
         for position in typed.tolist():
             types[position] = type(stream[position])
-        rules = np.zeros(len(stream), int)  # a `Rule`: several bits, or 0 for what is not compared
+        rules = np.zeros(len(stream), int)  # bits of a `Rule`; 0 for an item that is not compared
         rules[typed] |= Rule.TYPED
         rules[traces] |= Rule.OF_TRACE
         rules[frozen] |= Rule.FROZEN
         rules[mentions] |= Rule.MENTION
-        pins = np.zeros(len(stream), int)  # the number of its pin, in ``statics`` or in ``ids``
+        pins = np.zeros(len(stream), int)  # the number of the pin, in ``statics`` or in ``ids``
         pins[frozen] = np.arange(len(frozen))
         pins[mentions] = np.arange(len(mentions))
         return Recipe(
@@ -334,7 +353,7 @@ class WalkRecorder:
             frozen=pack_int32(frozen),
             statics=tuple(stream[position] for position in frozen.tolist()),
             mentions=pack_int32(mentions),
-            # Not the objects themselves, which a guard must not keep alive.
+            # The recipe has ids, because a guard must not keep the objects alive.
             ids=ids_of(stream[position] for position in mentions.tolist()),
             first=pack_int32(first),
             traces=pack_int32(traces),
@@ -346,29 +365,30 @@ class WalkRecorder:
     def _ordered_mentions(
         self, new_position: IntArray, comparisons: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Returns the positions of mentions, ascending, and for each the object's first mention.
+        """Returns two arrays: the positions of mentions, and the first mention of each object.
 
-        The latter is a number among the mentions, by which a walk checks that another model shares
-        objects in the same places. With mentions of a, b, a at 2, 5, 7, the result is
-        ``[2, 5, 7], [0, 1, 0]``. For an object that must stay the same it is `_PINNED`: the walk
-        compares its id.
+        The positions are ascending. The second array has an item for each mention: the number of
+        the first mention of the same object. By these numbers a walk checks that another model
+        shares objects in the same places. With mentions of a, b, a at 2, 5, 7, the result is
+        ``[2, 5, 7], [0, 1, 0]``. The item is `_PINNED` for an object that must stay the same,
+        because a walk compares the id of this object.
 
         Args:
           new_position: the position of each item in the order of a walk, by its recorded position.
           comparisons: how each item is compared, by its recorded position.
         """
-        # Besides the links to objects, statics that are compared by identity. These have no index,
-        # and must stay the same.
+        # A static that is compared by identity is a mention as well. It has no index, and must
+        # stay the same.
         statics = new_position[comparisons == Comparison.BY_IDENTITY]
         links = new_position[[*self._mentions]]
         positions = np.concatenate([statics, links])
-        # The index of the object at each position.
-        objects: list[int | None] = [*[None] * len(statics), *self._mentions.values()]
+        # For each of ``positions``: the index of the object there; None for a static.
+        indices: list[int | None] = [*[None] * len(statics), *self._mentions.values()]
         ascending = np.argsort(positions)
-        first_of_object: dict[int, int] = {}
+        first_of_object: dict[int, int] = {}  # by index: the number of the first mention
         first_mentions = []
         for number, i in enumerate(ascending.tolist()):
-            index = objects[i]
+            index = indices[i]
             if index is None or index in self._pinned:
                 first_mentions.append(_PINNED)
             else:

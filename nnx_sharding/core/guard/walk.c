@@ -1,34 +1,39 @@
 /* The walk: is a graph the one that a recipe describes?
  *
- * walk.py has the same in a few lines of Python, as the reference: read that first. A walk appends
- * what it reads to one list, the stream, by the steps of the recipe, and compares each item as it is
- * appended: names, types, statics, and the ids of objects. A model with 193 Variables has about 2,500
- * items, which takes 22 us where `jax.jit` itself takes 67 us for the same arrays. Too long for what
- * nearly always says "unchanged".
+ * walk.py has the same walk in Python, as the reference: read that first. By the steps of the recipe,
+ * a walk appends what it reads to one list, the stream, and compares each item as it is appended:
+ * names, types, statics, and the ids of objects. A model with 193 Variables has about 2,500 items.
+ * Reading them takes 22 us where `jax.jit` itself takes 67 us for the same arrays, which is too long
+ * for a walk that nearly always finds no change.
  *
  * So the first walks also note the words of memory that they have read: types, slots, pointers to
- * and in dicts, the items of lists. Later ones compare these words, which takes 5 us, and read only
- * arrays and what differs. Each word is in an object that is held by what the words before it
- * say, so if all words before are the same, the memory is there to be read. The content of a dict
- * outside of its object is not words: CPython notifies us when such a dict changes (a dict watcher);
- * before Python 3.12 a dict has a version tag, which is one word. Python 3.13 and 3.14 keep
- * attributes in the object itself, without notice, as words. From 3.15 on their layout is not known
- * here, and all is read each time.
+ * and in dicts, the items of lists. Later walks compare these words, which takes 5 us, and read only
+ * arrays and what differs. Each word is in an object that the words before it lead to. So if all
+ * words before it are unchanged, the object is alive and its memory may be read.
  *
- * While only dicts, lists, tuples and slots are read, no Python code runs, so the stream borrows its
- * items: each is held by the one from which it was read. They become owned before Python code opens
- * or compares anything, since that may change the graph, or call the same function.
+ * The content of a dict is not noted as words unless it is stored in the object that owns the dict:
+ *
+ *     before 3.12   a dict has a version tag, which is one word
+ *     from 3.12     CPython notifies us when a dict changes (a dict watcher)
+ *     3.13, 3.14    CPython keeps attributes in the object itself, and does not notify us when these
+ *                   change, so they are noted as words
+ *     from 3.15     the layout of such attributes is not known here, so every walk reads everything
+ *
+ * While only dicts, lists, tuples and slots are read, no Python code runs. So the stream borrows its
+ * items: each item is held by the item from which it was read. The stream owns its items before
+ * Python code opens or compares anything, because that code may change the graph, or call the same
+ * function.
  */
 
 #include "native.h"
 
-#define MAX_DEPTH 8 /* of tuples that are compared here */
+#define MAX_DEPTH 8 /* the depth to which nested tuples are compared in C */
 
 #if PY_VERSION_HEX >= 0x030C0000
-#define NUM_CHANGES 16 /* that are known; after more, all dicts are read again */
+#define NUM_CHANGES 16 /* the changes that are remembered; after more, all dicts are read again */
 static int watcher = -1;
 static uint64_t epoch = 1; /* counts the changes of all watched dicts */
-static const PyObject *changed[NUM_CHANGES];
+static const PyObject *changed[NUM_CHANGES]; /* the dicts of the last changes, in a ring */
 
 static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObject *Py_UNUSED(key),
                      PyObject *Py_UNUSED(value)) {
@@ -39,8 +44,7 @@ static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObjec
 static const uint64_t epoch = 1;
 #endif
 
-/* How an item of the stream is compared: with a pin, by identity, or by its type. An item that says
- * to which trace its graph belongs is only compared within the same graph. */
+/* The `Rule` of recipe.py: how an item of the stream is compared. */
 enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 /* A step of a recipe, as recipe.py describes it. */
@@ -48,58 +52,59 @@ typedef struct {
     STEP(AS_FIELD)
 } Step;
 
-/* One kind of positions of a recipe, which holds them. */
+/* A field of a recipe with positions in the stream. The recipe holds the memory. */
 typedef struct {
     const int32_t *positions;
     Py_ssize_t count;
 } Positions;
 
-/* A word of memory that a walk has read: where, and what it was. */
+/* A word of memory that a walk has read: its address, and its content then. */
 typedef struct {
     const void *place;
     uintptr_t content;
 } Word;
 
-/* A recipe, which holds all that the pointers lead to, and what walks have noted. */
+/* A recipe, and what walks have noted. The pointers lead into `recipe`, which holds the memory. */
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
     const unsigned char *rules; /* by position in the stream */
-    const int32_t *pins;        /* by position: the index of its pin */
+    const int32_t *pins;        /* by position: the number of the item's pin */
     PyObject *const *types;     /* by position */
     PyObject *const *expected;  /* by step */
     const Step *steps;
     const uint64_t *ids; /* by mention */
     Positions frozen, mentions, first, traces, leaves, objects;
     Py_ssize_t num_arguments, size, num_steps;
-    /* The steps that run no Python code come first, and of them those that open containers of the
-     * arguments, which may be new in each call. */
+    /* The plain steps, which run no Python code, come first. The first of these are the loose steps:
+     * they open containers of the arguments, which may be new objects in each call. */
     Py_ssize_t num_loose_steps, num_plain_steps, num_plain_items;
     Py_ssize_t *of_leaves, num_of_leaves; /* the plain steps that open hijax Variables */
-    PyObject *statics; /* a list of the pinned ones, or of equal ones that took their place */
+    PyObject *statics; /* a list of the pinned statics; an equal static may replace one of them */
 
-    /* Of the last walk that read all. First come the words that must be the same, then those of
-     * statics, which may also be equal. */
+    /* What the last walk that read everything has noted. The first `num_same` words must be the
+     * same. The others are pointers to statics: such a static may also be another, equal object. */
     Word *words;
     Py_ssize_t num_words, num_same, room;
-    PyObject **items; /* those of the plain steps, borrowed: valid as long as they are unchanged */
-    const void **places; /* of the items, by position; those of `items` where there are no others */
-    const PyObject **watched; /* dicts whose changes CPython notifies, borrowed */
+    PyObject **items; /* the items of the plain steps, borrowed: valid while the words are the same */
+    const void **places; /* by position: the address of the pointer to the item in the graph, or in
+                          * `items` if no word of the graph is read for the item */
+    const PyObject **watched; /* the dicts whose changes CPython notifies us of, borrowed */
     Py_ssize_t num_watched;
-    int is_noted;
-    uint64_t num_walks; /* that read all */
-    uint64_t epoch;     /* at the last walk that found no change */
+    int is_noted;       /* whether the words are those of the last walk that read everything */
+    uint64_t num_walks; /* the number of walks that read everything */
+    uint64_t epoch;     /* the epoch at the last walk that found no change in dicts */
 } Walk;
 
-/* One walk. */
+/* The state of one walk. */
 typedef struct {
     Walk *walk;
     PyObject **items;
-    int is_owned;
+    int is_owned; /* whether the stream has a reference to each item */
     Py_ssize_t length;
     PyObject **statics;
-    uint64_t *found_ids; /* of the mentions, where another graph of the same structure is looked for */
-    Py_ssize_t num_unequal; /* statics that Python has to compare with their pins */
+    uint64_t *found_ids; /* `match`: the ids of the mentions in the other graph; `follow`: NULL */
+    Py_ssize_t num_unequal; /* the number of statics that Python has to compare with their pins */
 } Stream;
 
 static inline PyObject *slot_of(PyObject *object, enum opcode slot) {
@@ -136,7 +141,7 @@ static int are_same_dicts(PyObject *one, PyObject *two) {
     return 1;
 }
 
-/* The same for mappings of Flax. */
+/* Whether two mappings of Flax have the same objects under the same strings. */
 static int are_same_mappings(PyObject *one, PyObject *two) {
     PyObject *first = attribute(one, NAME__mapping), *second = attribute(two, NAME__mapping);
     const int same = first != NULL && second != NULL && are_same_dicts(first, second);
@@ -171,7 +176,8 @@ static int is_same_plain(PyObject *one, PyObject *two, int depth) {
     return PyObject_RichCompareBool(one, two, Py_EQ) == 1;
 }
 
-/* Whether a mention is of the pinned object; in another graph, of the same one as its first mention. */
+/* Whether a mention is of the right object. In `follow`, and for a pinned object, that is the
+ * recorded object. In `match` it is the object of the first mention that it repeats. */
 static int is_same_mention(Stream *stream, int32_t mention, PyObject *item) {
     const uint64_t id = (uint64_t)(uintptr_t)item;
     const int32_t first = stream->walk->first.positions[mention];
@@ -207,7 +213,7 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
     while (PyDict_Next(mapping, &position, &key, &value)) {
         PyObject *expected = PyTuple_GET_ITEM(keys, i++);
         if (key != expected) {
-            /* Only keys whose comparison runs no user code. */
+            /* Comparing two strings or two ints runs no user code. */
             int is_plain = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(expected)) ||
                            (PyLong_CheckExact(key) && PyLong_CheckExact(expected));
             if (!is_plain || PyObject_RichCompareBool(key, expected, Py_EQ) != 1) return 0;
@@ -230,7 +236,8 @@ static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length
     return append_all(stream, PySequence_Fast_ITEMS(sequence), length);
 }
 
-/* Appends the parts of what only Python can open. Returns -1 with an error set. */
+/* Appends the parts of an item that only Python can open. Returns 1, 0 for a change, or -1 with an
+ * error set. */
 static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObject *expected) {
     PyObject *opened = PyObject_CallOneArg(open, item), *parts, *name;
     if (opened == NULL) return -1;
@@ -258,8 +265,8 @@ static PyObject *dict_of(PyObject *item, enum opcode opcode) {
     if (opcode == STATE) return only_dict_in(item);
     PyObject **place = _PyObject_GetDictPtr(item);
     if (place != NULL && *place != NULL) return *place;
-    PyObject *dict = PyObject_GenericGetDict(item, NULL); /* not yet made */
-    Py_XDECREF(dict);                                     /* the item has another reference */
+    PyObject *dict = PyObject_GenericGetDict(item, NULL); /* makes the dict */
+    Py_XDECREF(dict);                                     /* the item keeps a reference */
     return dict;
 }
 
@@ -291,7 +298,8 @@ static int take_step(Stream *stream, const Step *step) {
 
 static void pin_again(Stream *stream, Py_ssize_t number, int32_t position);
 
-/* Compares by value statics that are not identical. Returns -1 with an error set. */
+/* Compares by value the statics that are not identical. Returns 1, 0 for a change, or -1 with an
+ * error set. */
 static int same_statics(Stream *stream) {
     const Walk *walk = stream->walk;
     for (Py_ssize_t i = 0; stream->num_unequal && i < walk->frozen.count; i++) {
@@ -308,7 +316,7 @@ static int same_statics(Stream *stream) {
     return 1;
 }
 
-/* Makes the items owned: from now on Python code may run. */
+/* Makes the stream own its items, so that Python code may run. Returns 1, or -1 with an error set. */
 static int own_items(Stream *stream) {
     PyObject **items = PyMem_Malloc((stream->walk->size + 1) * sizeof(*items));
     if (items == NULL) {
@@ -337,7 +345,8 @@ static int take_steps(Stream *stream, Py_ssize_t step, Py_ssize_t end) {
     return 1;
 }
 
-/* All steps from a given one, then the statics. Returns 1, 0 for a change, or -1 with an error. */
+/* Takes all steps from a given one, then compares the statics. Returns 1, 0 for a change, or -1 with
+ * an error set. */
 static int finish(Stream *stream, Py_ssize_t step) {
     int same = take_steps(stream, step, stream->walk->num_steps);
     if (same != 1) return same;
@@ -360,7 +369,7 @@ static int read_plain(Stream *stream) {
            stream->length == walk->num_plain_items;
 }
 
-/* Returns 1, or -1 with an error set. */
+/* Fills `found` with the arrays and objects. Returns 1, or -1 with an error set. */
 static int pick_found(const Stream *stream, Found *found) {
     found->leaves = pick(stream, stream->walk->leaves);
     found->objects = found->leaves ? pick(stream, stream->walk->objects) : NULL;
@@ -371,7 +380,9 @@ static int pick_found(const Stream *stream, Found *found) {
 
 /* The noted words */
 
-#define NUM_NOTED 8 /* walks of a graph that keeps changing; then only each 16th notes its words */
+/* Noting words is wasted on a graph that keeps changing, so after this number of walks that read
+ * everything, only each 16th notes its words. */
+#define NUM_NOTED 8
 
 static inline uintptr_t word_at(const void *place) {
     uintptr_t word;
@@ -381,9 +392,10 @@ static inline uintptr_t word_at(const void *place) {
 
 static inline PyObject *item_at(const void *place) { return (PyObject *)word_at(place); }
 
-/* The first of some words that is not as it was noted, or the end. */
+/* The first word that is not as it was noted, or the end. Most of the time of a walk is spent here,
+ * so the loop takes four words at a time. */
 static const Word *first_other(const Word *word, const Word *end) {
-    for (; end - word >= 4; word += 4) { /* most of the time of a walk is spent here */
+    for (; end - word >= 4; word += 4) {
         if (word_at(word[0].place) != word[0].content) return word;
         if (word_at(word[1].place) != word[1].content) return word + 1;
         if (word_at(word[2].place) != word[2].content) return word + 2;
@@ -393,18 +405,18 @@ static const Word *first_other(const Word *word, const Word *end) {
     return word;
 }
 
-/* The first position that other steps read than the loose ones. */
+/* The number of items that are arguments or appended by loose steps: the position of the next item. */
 static int32_t num_loose_items(const Walk *walk) {
     return walk->num_loose_steps < walk->num_plain_steps
                ? walk->steps[walk->num_loose_steps].start
                : (int32_t)walk->num_plain_items;
 }
 
-/* Pins the equal static that took the place of another, if its word was noted, so that Python
- * compares the two only once. */
+/* Pins an equal static that has taken the place of another in the graph, if its word was noted, so
+ * that Python compares the two only once. */
 static void pin_again(Stream *stream, Py_ssize_t number, int32_t position) {
     Walk *walk = stream->walk;
-    if (position < num_loose_items(walk)) return; /* it may be new in each call */
+    if (position < num_loose_items(walk)) return; /* the static may be a new object in each call */
     for (Py_ssize_t i = walk->num_same; walk->is_noted && i < walk->num_words; i++) {
         if (walk->words[i].place != walk->places[position]) continue;
         PyObject *item = stream->items[position];
@@ -414,7 +426,7 @@ static void pin_again(Stream *stream, Py_ssize_t number, int32_t position) {
     }
 }
 
-/* Returns 1, or 0 without memory. */
+/* Notes one word. Returns 1, or 0 if there is no memory. */
 static int add_word(Walk *walk, const void *place, uintptr_t content) {
     if (walk->num_words == walk->room) {
         Py_ssize_t room = 2 * walk->room + 64;
@@ -427,29 +439,29 @@ static int add_word(Walk *walk, const void *place, uintptr_t content) {
     return 1;
 }
 
-/* Notes the words at a place. */
+/* Notes the words at a place. Returns 1, or 0 if there is no memory. */
 static int note(Walk *walk, const void *place, size_t size) {
-    for (size_t done = 0; done < size; done += sizeof(uintptr_t)) {
-        const char *own = (const char *)place + done;
-        if (!add_word(walk, own, word_at(own))) return 0;
+    for (size_t offset = 0; offset < size; offset += sizeof(uintptr_t)) {
+        const char *word = (const char *)place + offset;
+        if (!add_word(walk, word, word_at(word))) return 0;
     }
     return 1;
 }
 
 #if PY_VERSION_HEX >= 0x030D0000
-/* The values of a dict whose class has its keys. Where they are stored inline in an object, Python
- * does not notify watchers of their changes. Their order follows them, in whole words. It is the
- * `_dictvalues` of Python 3.13 and 3.14. */
+/* The values of a dict whose keys are shared by all objects of a class: the `_dictvalues` of Python
+ * 3.13 and 3.14. Behind the values comes their order, one byte for each, in whole words. If an object
+ * stores the values inline, Python does not notify watchers of their changes. */
 typedef struct {
     uint8_t capacity, size, embedded, valid;
     PyObject *values[1];
 } Values;
 #endif
 
-/* Notes the content of a dict, and where its values are if they are read each time. Returns 0 if a
- * change could not be seen. */
+/* Notes the content of a dict. Sets `places` to the addresses of its values if these are words that
+ * are compared each time. Returns 1, or 0 if a change of the dict would not be noticed. */
 static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t count) {
-    (void)walk, (void)places, (void)count; /* not needed in each version of Python */
+    (void)walk, (void)places, (void)count; /* some versions of Python do not need them */
 #if PY_VERSION_HEX < 0x030C0000
     /* No two dicts ever have the same version tag. */
     const uint64_t *tag = &((PyDictObject *)dict)->ma_version_tag;
@@ -458,7 +470,7 @@ static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t
 #if PY_VERSION_HEX >= 0x030D0000
     const PyDictObject *own = (const PyDictObject *)dict;
     if (own->ma_values != NULL) {
-        if (PY_VERSION_HEX >= 0x030F0000) return 0; /* not yet known */
+        if (PY_VERSION_HEX >= 0x030F0000) return 0; /* the layout of Python 3.15 is not known */
         const Values *values = (const Values *)own->ma_values;
         const uint8_t *order = (const uint8_t *)&values->values[values->capacity];
         for (Py_ssize_t i = 0; i < count; i++) places[i] = &values->values[order[i]];
@@ -477,7 +489,8 @@ static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t
 #endif
 }
 
-/* The same for what a step has opened. */
+/* Notes the content of the item that a step has opened, and sets the places of its parts. Returns 1,
+ * or 0 if a change would not be noticed. */
 static int note_parts(Walk *walk, const Step *step, Py_ssize_t count) {
     PyObject *item = walk->items[step->position], **dict;
     const void **places = walk->places + step->start;
@@ -489,7 +502,7 @@ static int note_parts(Walk *walk, const Step *step, Py_ssize_t count) {
                 return 0;
             }
             return note(walk, &((PyVarObject *)item)->ob_size, sizeof(Py_ssize_t));
-        case LEAVES: /* a new tuple after each call that changes it: it is read each time */
+        case LEAVES: /* each call that changes the Variable makes a new tuple, so it is always read */
             return 1;
         case DICT:
             return note_dict(walk, item, places, count);
@@ -507,7 +520,7 @@ static int note_parts(Walk *walk, const Step *step, Py_ssize_t count) {
     if (dict == NULL || *dict == NULL || !note(walk, dict, sizeof(*dict))) return 0;
     if (step->opcode == STATE) {
         PyObject *mapping = only_dict_in(item);
-        const void *place = &mapping; /* where watching its holder is enough */
+        const void *place = &mapping; /* stays so if the dict of the State is watched */
         if (mapping == NULL || !note_dict(walk, *dict, &place, 1)) return 0;
         if (place != &mapping && !note(walk, place, sizeof(mapping))) return 0;
         return note_dict(walk, mapping, places, count);
@@ -515,9 +528,9 @@ static int note_parts(Walk *walk, const Step *step, Py_ssize_t count) {
     return note_dict(walk, *dict, places, count);
 }
 
-/* Notes the words that the last walk has read. Returns 0 if a change could not be seen in them. */
+/* Notes the words that the last walk has read. Returns 1, or 0 if a change would not be noticed. */
 static int note_all(Walk *walk) {
-        if (walk->places == NULL) {
+    if (walk->places == NULL) {
         walk->places = PyMem_Malloc((walk->size + 1) * sizeof(*walk->places));
     }
     if (walk->watched == NULL) { /* a step reads at most two dicts */
@@ -529,14 +542,14 @@ static int note_all(Walk *walk) {
     walk->num_words = walk->num_watched = 0;
     const int32_t loose = num_loose_items(walk);
     for (Py_ssize_t i = 0; i < walk->size; i++) places[i] = &walk->items[i];
-    int32_t noted = -1; /* the position of the last item */
+    int32_t noted = -1; /* the position of the item that was noted last: several steps may open it */
     for (Py_ssize_t i = walk->num_loose_steps; i < walk->num_steps; i++) {
         const Step *step = &walk->steps[i];
         const int is_plain = i < walk->num_plain_steps;
         if (step->position >= walk->num_plain_items) continue;
         PyObject *item = walk->items[step->position];
         if (step->position != noted) {
-            /* A mention was noted with its holder. */
+            /* The pointer to a mention was noted with the item that holds it. */
             if (!(walk->rules[step->position] & MENTION) &&
                 !note(walk, places[step->position], sizeof(item))) {
                 return 0;
@@ -556,7 +569,7 @@ static int note_all(Walk *walk) {
     for (Py_ssize_t i = 0; i < walk->frozen.count; i++) {
         const int32_t position = walk->frozen.positions[i];
         if (position >= walk->num_plain_items || position < loose) continue;
-        /* In a dict that is watched it stays the same. */
+        /* A static in a dict that is watched needs no word, because the dict has to be unchanged. */
         if (places[position] == &walk->items[position] && item_at(places[position]) == pins[i]) {
             continue;
         }
@@ -577,15 +590,15 @@ static int are_dicts_unchanged(Walk *walk) {
     }
     walk->epoch = epoch;
 #else
-    (void)walk; /* their version tags are words */
+    (void)walk; /* the version tags of dicts are among the words */
 #endif
     return 1;
 }
 
 /* Compares the words that were noted, and reads arrays and statics. Runs no Python code. Returns 1, 0
- * for a change, or -1 if all has to be read. */
+ * for a change, or -1 if everything has to be read. */
 static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
-        const void *const *places = walk->places;
+    const void *const *places = walk->places;
     PyObject **items = stream->items;
     if (!walk->is_noted || !are_dicts_unchanged(walk)) return -1;
     if (!append_all(stream, arguments, walk->num_arguments)) return 0;
@@ -609,7 +622,7 @@ static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
         PyObject *item = items[position] = item_at(places[position]);
         if (item == NULL || (PyObject *)Py_TYPE(item) != walk->types[position]) return 0;
     }
-    /* The other items are the same, or not used unless Python code is run. */
+    /* All other items are unchanged, or are used only if Python code runs. */
     const int is_enough = walk->num_plain_steps == walk->num_steps && !stream->num_unequal;
     for (Py_ssize_t i = 0; !is_enough && i < walk->frozen.count; i++) {
         const int32_t position = walk->frozen.positions[i];
@@ -621,7 +634,7 @@ static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
 
 /* Reads all that can be read without Python code. Returns 1, or 0 for a change. */
 static int read_all(Walk *walk, Stream *stream, PyObject *const *arguments) {
-        walk->is_noted = 0;
+    walk->is_noted = 0;
     stream->length = stream->num_unequal = 0;
     if (!append_all(stream, arguments, walk->num_arguments) || !read_plain(stream)) return 0;
     const uint64_t number = ++walk->num_walks;
@@ -629,8 +642,9 @@ static int read_all(Walk *walk, Stream *stream, PyObject *const *arguments) {
     return 1;
 }
 
-/* Takes the other steps, and picks what was found, unless `same` says otherwise. Turns the garbage
- * collector on before it runs Python code. Returns 1, 0 for a change, or -1 with an error set. */
+/* Takes the steps that run Python code, and fills `found`, if `same` is 1: the plain steps have found
+ * no change. Otherwise returns `same`. Turns the garbage collector on before Python code runs, if
+ * `collects`. Returns 1, 0 for a change, or -1 with an error set. */
 static int conclude(Stream *stream, int same, int collects, Found *found) {
     const Walk *walk = stream->walk;
     const int runs_python = walk->num_plain_steps < walk->num_steps || stream->num_unequal;
@@ -652,7 +666,8 @@ int walk_follow(PyObject *self, PyObject *const *arguments, Py_ssize_t count, Fo
         .items = walk->items,
         .statics = ((PyListObject *)walk->statics)->ob_item,
     };
-    /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
+    /* Before Python 3.12 the garbage collector may run when a dict or tuple is made, and it may run
+     * Python code. */
     const int collects = PyGC_Disable();
     int same = count == walk->num_arguments ? read_noted(walk, &stream, arguments) : 0;
     if (same < 0) same = read_all(walk, &stream, arguments);
@@ -681,17 +696,19 @@ static PyObject *Walk_follow(PyObject *self, PyObject *arguments) {
 
 /* Whether no object comes twice. */
 static int are_distinct(PyObject *objects) {
+    /* A hash table with open addressing. The product spreads addresses, which are multiples of a
+     * power of two. */
     int bits = 4;
     while (((Py_ssize_t)1 << bits) < 2 * PyTuple_GET_SIZE(objects)) bits++;
     const size_t last = ((size_t)1 << bits) - 1;
-    PyObject **table = PyMem_Calloc(last + 1, sizeof(*table)); /* with open addressing */
+    PyObject **table = PyMem_Calloc(last + 1, sizeof(*table));
     int distinct = table != NULL;
     for (Py_ssize_t i = 0; distinct && i < PyTuple_GET_SIZE(objects); i++) {
-        PyObject *own = PyTuple_GET_ITEM(objects, i);
-        size_t place = (uint64_t)(uintptr_t)own * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits);
-        while (table[place] != NULL && table[place] != own) place = (place + 1) & last;
+        PyObject *object = PyTuple_GET_ITEM(objects, i);
+        size_t place = (uint64_t)(uintptr_t)object * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits);
+        while (table[place] != NULL && table[place] != object) place = (place + 1) & last;
         distinct = table[place] == NULL;
-        table[place] = own;
+        table[place] = object;
     }
     PyMem_Free(table);
     return distinct;
@@ -830,6 +847,6 @@ PyTypeObject WalkType = {
 void walk_watch_dicts(void) {
 #if PY_VERSION_HEX >= 0x030C0000
     if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
-    if (watcher < 0) PyErr_Clear(); /* none are left: all is read each time */
+    if (watcher < 0) PyErr_Clear(); /* no watcher is left, so every walk reads everything */
 #endif
 }

@@ -1,15 +1,15 @@
 """The order of the steps of a walk: those that run Python code come last.
 
 A step opens one item of the *stream*, the list of all that is read, and appends what the item holds
-(``recipe.py``). To open some items runs Python code, such as the flatten function of a pytree, in
-which anything may happen. So these steps, and those for what they have appended, are moved to the
-end: a walk has compared everything else before such code runs. With the steps the items move that
-they append, so positions in the stream change, too.
+(``recipe.py``). Some steps run Python code, such as the flatten function of a pytree, and such code
+may do anything. A walk has to compare everything else before such code runs. So these steps, and
+the steps that open what these have appended, are moved to the end. Each step takes the items that
+it appends along, so positions in the stream change as well.
 
-    opcode          what a step opens; those from ``Opcode.TREE`` on run Python code
-    step            its opcode, the position of the item that it opens, and the *start*, the
+    opcode          what a step opens; the opcodes from ``Opcode.TREE`` on run Python code
+    step            an opcode, the position of the item that the step opens, and the *start*, the
                     position of the first item that it appends; in arrays, one row for each step
-    old, new        as recorded, and in the order of a walk
+    old, new        names of positions and steps as they were recorded, and in the order of a walk
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class WalkOrder(NamedTuple):
-    """The steps in the order of a walk, and the stream that they make."""
+    """The steps in the order of a walk, and the stream that these steps make."""
 
     steps: IntArray  # (steps, fields of a Step), with new positions
     expected: list[Any]  # by step: what a walk must find, such as names
-    new_position: IntArray  # of each item of the recorded stream, by its recorded position
+    new_position: IntArray  # by recorded position: the position of this item in ``stream``
     stream: list[Any]  # the items, by new position
 
 
@@ -47,7 +47,8 @@ def in_walk_order(
     size = len(stream)
     steps = np.array(step_fields, np.int32).reshape(-1, len(Step._fields))  # (steps, fields)
     opcodes, opened, starts = steps.T
-    is_late_step = opcodes >= Opcode.TREE  # these run Python code: the enum has them last
+    # Steps that run Python code are late. The enum has their opcodes last.
+    is_late_step = opcodes >= Opcode.TREE
     if not is_late_step.any():
         return WalkOrder(steps, expected, np.arange(size), stream)  # nothing moves
     ends = np.append(starts[1:], size)  # each step appends up to where the next one starts
@@ -60,11 +61,12 @@ def in_walk_order(
     old_position = np.argsort(is_late_item, kind="stable")  # by new position
     old_step = np.argsort(is_late_step, kind="stable")  # by new step
     new_position = np.argsort(old_position)  # the inverse permutation, by old position
-    # The fields of the steps, by new step.
+    # By new step: the three fields of a `Step`.
     new_opcodes = opcodes[old_step]
     new_opened = new_position[opened[old_step]]
     counts = (ends - starts)[old_step]  # how many items each step appends
-    new_starts = num_arguments + np.cumsum(counts) - counts  # behind those of all steps before
+    # A step appends its items behind the arguments and the items of all earlier steps.
+    new_starts = num_arguments + np.cumsum(counts) - counts
     return WalkOrder(
         steps=np.column_stack([new_opcodes, new_opened, new_starts]),
         expected=[expected[i] for i in old_step.tolist()],
