@@ -1,10 +1,10 @@
 """Programs that are found by the content of their jaxpr, for functions that capture arrays.
 
 A function that captures arrays has no fingerprint (:mod:`~nnx_sharding.core.fingerprint`), so it is
-traced at each call; and one that counts its calls has another fingerprint in each of them. At top
-level the new jaxpr would also be compiled at each call, which takes ten times as long, although in
-most cases only the values of captured arrays differ. So these become inputs of the program, and a
-jaxpr uses the program of the first one with the same content:
+traced at each call. A function that counts its calls has another fingerprint in each of them. At
+top level the new jaxpr would also be compiled at each call, which takes ten times as long, although
+in most cases only the values of captured arrays differ. So these arrays become inputs of the
+program, and a jaxpr uses the program of the first jaxpr with the same content:
 
     f(x), which captures the array w
       → trace:    { lambda w; x. let y = dot w x in (y,) }, and the value of w
@@ -33,7 +33,7 @@ from ..core.bounded import make_room
 from ..core.static_equality import Static, value_key
 from ..core.static_parts import has_hidden_state, open_object
 
-# Primitives that hold rules for derivatives; what they compute is the jaxpr in ``call_jaxpr``.
+# Primitives that hold rules for derivatives. They compute the jaxpr in ``call_jaxpr``.
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 # The programs by content. A program holds no values of captured arrays.
 _PROGRAMS: dict[Hashable, Callable[..., Any]] = {}
@@ -54,22 +54,22 @@ def compiled_by_content(
 
     Args:
       function: a function of arrays that returns a pytree of arrays.
-      in_shardings: a sharding for each argument, as in ``jax.jit``; None for all to leave them.
-      out_shardings: the shardings of the results, as a pytree prefix of them; or None.
+      in_shardings: a sharding for each argument, as in ``jax.jit``; None to leave all arguments.
+      out_shardings: the shardings of the results, as a pytree prefix of them; None to leave them.
 
     Returns:
-      A function that traces ``function`` at each call.
+      A function that traces ``function`` at each call, and compiles only for a new content.
     """
 
     def call(*leaves: object) -> Any:
-        # Tracing takes a fraction of the time of compiling, which a known content avoids.
+        # The function is traced each time, but only a new content is compiled, which takes longer.
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*leaves)
-        # A sharding for each result, or None, which leaves it to JAX. That has to be said to be a
-        # leaf: for JAX, None is an empty pytree.
+        # Each result gets a sharding, or None, which leaves it to JAX. `is_leaf` is needed because
+        # None is an empty pytree for JAX.
         per_result = jax.tree.broadcast(out_shardings, shapes, is_leaf=_is_none)
         flat_shardings = (*jax.tree.leaves(per_result, is_leaf=_is_none),)
-        # `consts` are the captured arrays, which become arguments of the program. JAX does not take
-        # a `jax.Ref` that way: then the jaxpr runs uncompiled, operation by operation.
+        # `consts` are the captured arrays, which become arguments of the program. A `jax.Ref`
+        # cannot become one, so with refs the jaxpr runs uncompiled, operation by operation.
         if any(map(_compat.is_ref, closed.consts)):
             arrays = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
         else:
@@ -93,20 +93,21 @@ def _program_of(
 
     Args:
       jaxpr: the jaxpr.
-      in_shardings: a sharding for each argument; None to keep those that arrays have.
+      in_shardings: a sharding for each argument; None to keep the shardings of the arrays.
       out_shardings: the sharding of each result, or None.
 
     Returns:
       A function of two lists: the constants of the jaxpr, and its arguments.
     """
     try:
-        # All of it in a hashable form, equal for equal jaxprs and shardings.
+        # The key is hashable, and equal for equal jaxprs and shardings.
         key = content_of(jaxpr), _value_of(in_shardings), _value_of(out_shardings)
-    except _NoContentError:  # something has no such form: nobody else can use the program
+    except _NoContentError:  # there is no key, so no other jaxpr can use the program
         return _make_program(jaxpr, in_shardings, out_shardings)
     program = _PROGRAMS.get(key)
     if program is None:
-        # If another thread was faster, its program is taken, which may be compiled already.
+        # `setdefault` takes the program of another thread that was faster, because that program may
+        # be compiled already.
         program = _PROGRAMS.setdefault(key, _make_program(jaxpr, in_shardings, out_shardings))
         make_room(_PROGRAMS, _MAX_PROGRAMS)
     return program
@@ -120,8 +121,8 @@ def _make_program(
     """Makes a program of a jaxpr, ``program(constants, arguments)``; JAX compiles it when called.
 
     Args:
-      jaxpr: the jaxpr; its constants become arguments, so that their values may differ.
-      in_shardings: a sharding for each argument; None to keep those that arrays have.
+      jaxpr: the jaxpr. Its constants become arguments, so that their values may differ.
+      in_shardings: a sharding for each argument; None to keep the shardings of the arrays.
       out_shardings: the sharding of each result, or None.
     """
 
@@ -141,12 +142,13 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
     """Returns a hashable form of a jaxpr that is equal for equal programs: variables as numbers.
 
     The jaxpr ``{ a. let b = sin a; c = mul a b in (c,) }`` has variables 0, 1, 2, and roughly the
-    content ``(type of a), ("sin", (0,), type of b), ("mul", (0, 1), type of c), (2,)``. What does
-    not change the results is left out, as the lines and names in its debug info; its effects follow
-    from the equations. A jaxpr in a parameter, as of a loop, has numbers of its own.
+    content ``(type of a), ("sin", (0,), type of b), ("mul", (0, 1), type of c), (2,)``. The content
+    leaves out debug info, such as lines and names, because it does not change the results, and
+    effects, because they follow from the equations. A jaxpr in a parameter, such as the body of a
+    loop, has numbers of its own.
 
     Raises:
-      _NoContentError: it has parameters or literals that are not compared by value.
+      _NoContentError: the jaxpr has parameters or literals that are not compared by value.
     """
     numbers: dict[Var, int] = {}  # in the order in which the variables are defined
 
@@ -168,7 +170,7 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
             equation.primitive.name,
             use(equation.invars),
             _parameters(equation),  # by name, in a hashable form
-            _value_of(equation.ctx),  # what JAX's context was, such as the mesh
+            _value_of(equation.ctx),  # the context of JAX in the trace, such as the mesh
             define(equation.outvars),
         )
         for equation in jaxpr.eqns
@@ -177,15 +179,21 @@ def content_of(jaxpr: Jaxpr) -> Hashable:
 
 
 def _parameters(equation: JaxprEqn) -> Hashable:
-    """Returns the parameters of an equation by name; without rules for derivatives."""
-    if equation.primitive.name in _WITH_RULES:  # only the jaxpr of what it computes counts
+    """Returns the parameters of an equation by name, without rules for derivatives.
+
+    The rules are left out because nothing is differentiated at top level.
+    """
+    if equation.primitive.name in _WITH_RULES:
         return _value_of(equation.params["call_jaxpr"])
     return tuple((name, _value_of(value)) for name, value in sorted(equation.params.items()))
 
 
 def _literal(value: object) -> Hashable:
-    """Returns a number in a jaxpr by its bits: 0.0 equals -0.0, and NaN does not equal itself."""
-    if isinstance(value, jax.Array):  # on a device, where reading it would wait
+    """Returns a key for a number in a jaxpr, by its bits.
+
+    Values would not do, because 0.0 equals -0.0, and NaN does not equal itself.
+    """
+    if isinstance(value, jax.Array):  # reading it from its device would wait for it
         raise _NoContentError
     array = np.asarray(value)
     return array.dtype, array.shape, array.tobytes()
@@ -194,33 +202,34 @@ def _literal(value: object) -> Hashable:
 def _value_of(value: object) -> Hashable:
     """Returns a hashable form of a parameter of an equation, equal for equal parameters.
 
-    Parameters are jaxprs, functions, plain values, and objects of JAX's own classes; or lists.
+    Parameters are jaxprs, functions, plain values, objects of JAX's own classes, or lists of these.
 
     Raises:
-      _NoContentError: it is not compared by value, such as a function with a closure.
+      _NoContentError: the parameter is not compared by value, such as a function with a closure.
     """
     jaxpr = getattr(value, "jaxpr", value)  # a ClosedJaxpr has a jaxpr and constants
     if isinstance(jaxpr, Jaxpr):
-        # Constants that are arrays have no form here: only those of the outermost jaxpr become
-        # arguments of the program.
+        # Constants that are arrays have no form here, because only the constants of the outermost
+        # jaxpr become arguments of the program.
         return content_of(jaxpr), tuple(map(_value_of, getattr(value, "consts", ())))
     if isinstance(value, tuple | list):
         return type(value), *map(_value_of, value)
-    # A function of a module's top level is the same object in each trace, unless it was defined
-    # again, as in a notebook: then it is another one. Others are new in each trace.
+    # A function that its module defines by name is the same object in each trace. If it was defined
+    # again, for example in a notebook, it is another object. Other functions are new in each trace.
     if isinstance(value, types.FunctionType) and _is_defined_by_name(value):
         return Static.of(value)
-    # Numbers, strings, dtypes, meshes and the like; None for what is not compared by value. An
-    # array is refused below: its key would copy the data.
+    # The key is for numbers, strings, dtypes, meshes and similar values; None for a value that is
+    # not compared by value. Arrays are refused below, because their key would copy the data.
     key = None if isinstance(value, jax.Array) else value_key(value)
     if key is not None:
         return key
     cls = type(value)
-    # JAX's own classes, for trees, options, …, are compared by what their objects hold. An object
-    # that is implemented in C may hold something that Python does not see (`has_hidden_state`).
+    # JAX's own classes, for trees, options, …, are compared by the contents of their objects. An
+    # object that is implemented in C may hold something that Python does not see
+    # (`has_hidden_state`).
     if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
-    kind, parts = open_object(value)  # what it is, and the values in its attributes
+    kind, parts = open_object(value)  # its class, and the values in its attributes
     return kind, *map(_value_of, parts)
 
 

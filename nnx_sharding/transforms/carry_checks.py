@@ -1,7 +1,7 @@
-"""Checks of what one step of a loop passes to the next, and of what branches leave behind.
+"""Checks of the values that a step of a loop passes on, and of the objects that branches leave.
 
 JAX compares pytrees of arrays. A step of ours may also return another module than it was given,
-change attributes, or write an array of another shape to a Variable; these functions say where, with
+change attributes, or write an array of another shape to a Variable. These functions say where, with
 the user's names.
 """
 
@@ -20,23 +20,23 @@ from .in_trace import is_array, tree_text, type_text
 
 
 def check_carry(name: str, fun_name: str, given: object, returned: object) -> None:
-    """Checks that the returned carry has the form of the given one, and holds the same objects.
+    """Raises an error unless a returned carry has the form and the objects of the given one.
 
     Args:
       name: the name of the transform, for messages.
       fun_name: the name of the function.
       given: the carry that the function got.
-      returned: the one that it returned.
+      returned: the carry that the function returned.
 
     Raises:
       TypeError: the pytrees differ.
-      ValueError: there are other modules or Variables in it.
+      ValueError: the returned carry has other modules or Variables.
     """
     is_object = _compat.is_graph_object
-    # The leaves of both: modules, Variables and arrays.
-    before, treedef_before = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_object)
-    after, treedef_after = jax.tree_util.tree_flatten(returned, is_leaf=is_object)
-    if treedef_before != treedef_after:  # type: ignore[operator]
+    # Modules, Variables and arrays are the leaves of both pytrees.
+    given_leaves, given_treedef = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_object)
+    returned_leaves, returned_treedef = jax.tree_util.tree_flatten(returned, is_leaf=is_object)
+    if given_treedef != returned_treedef:  # type: ignore[operator]
         error = TypeError(
             f"{name}: {fun_name} returns a carry of a different structure than it was given:\n"
             f"  given: {tree_text(given)}\n  returned: {tree_text(returned)}"
@@ -44,8 +44,9 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
         raise see(error, anchor="carry-of-another-form")
     replaced = [
         f"  carry{accessor('', tuple(map(path_key, path)))}: {type(old).__name__}"
-        for (path, old), new in zip(before, after, strict=True)
-        # By identity: the caller keeps its own objects, and would not see changes of others.
+        for (path, old), new in zip(given_leaves, returned_leaves, strict=True)
+        # Objects are compared by identity, because the caller keeps its own objects, and would not
+        # see changes of others.
         if old is not new and (is_object(old) or is_object(new))
     ]
     head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
@@ -57,19 +58,19 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
 def type_changes(
     names: Iterable[str], before: Iterable[object], after: Iterable[object]
 ) -> list[str]:
-    """Returns a line for each array that was replaced by one of another shape or dtype.
+    """Returns a line for each array that another one of other shape or dtype has replaced.
 
     Args:
       names: the expressions for the arrays, such as ``carry[0].kernel``.
       before: the arrays that a step was given.
-      after: the arrays that it left in their places.
+      after: the arrays that the step left in their places.
     """
     lines = []
     for name, old, new in zip(names, before, after, strict=False):
-        # What a step does not write is the same object, and needs no look at its type.
+        # An array that a step does not write is the same object, so its type is not looked at.
         if old is not new and is_array(old) and is_array(new):
             old_type, new_type = jax.typeof(old), jax.typeof(new)
-            # A hijax type has neither, so it does not differ here; JAX compares these itself.
+            # A hijax type has no shape and no dtype, so no change is found. JAX compares them.
             has_other_shape = getattr(old_type, "shape", None) != getattr(new_type, "shape", None)
             has_other_dtype = getattr(old_type, "dtype", None) != getattr(new_type, "dtype", None)
             # JAX promotes an array of a weak type, such as a Python number, to the new dtype.
@@ -82,33 +83,34 @@ def type_changes(
 def structure_changes(
     names: Mapping[int, str], before: Structure, after: Structure
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields where two structures of the same objects differ.
+    """Yields each place where two structures of the same objects differ.
 
     Args:
       names: the expression for each object to compare, by its index in both structures.
       before: the structure that a function was given. The *entry* of an object describes it.
-      after: the structure that it left, with the same objects first.
+      after: the structure that the function left, with the same objects first.
 
     Yields:
-      The place of each attribute or item that differs, and what is there in both structures:
-      ``("model.scale", "nothing", "an array")`` for a new attribute. The texts are equal if another
-      object of the same kind is there.
+      A triple for each attribute or item that differs: its place, and a text for what is there in
+      each structure, such as ``("model.scale", "nothing", "an array")`` for a new attribute. The
+      texts are equal if another object of the same kind is there.
     """
     for index, name in names.items():
         old_entry = before.entries[index]
         new_entry = after.entries[index]
-        # None describes an object that cannot change: without graph updates, a module after a call.
+        # An entry is None for an object that cannot change: without graph updates, a module after a
+        # call.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue
-        # The attributes (or items) of the object, by path: {("scale",): what is there}, which is a
-        # static value, a mark for an array, or the index of another object; never None.
+        # These are the attributes (or items) of the object, by path. A value is a static value, a
+        # mark for an array, or the index of another object; it is never None.
         old, new = parts_of(old_entry), parts_of(new_entry)
         changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
-        # Flax records which attributes hold data. That record changes along with them, and is
-        # named only if nothing else has changed.
+        # Flax records which attributes hold data. The record changes together with attributes, so
+        # it is named only if nothing else has changed.
         by_user = [path for path in changed if path != (_compat.STATUSES,)]
         for path in by_user or changed:
-            # Texts such as "an array", "a Linear" or the static value.
-            in_old = show_child(before, old[path]) if path in old else "nothing"
-            in_new = show_child(after, new[path]) if path in new else "nothing"
-            yield accessor(name, path), in_old, in_new
+            # The texts are, for example, "an array", "a Linear" or the static value.
+            old_text = show_child(before, old[path]) if path in old else "nothing"
+            new_text = show_child(after, new[path]) if path in new else "nothing"
+            yield accessor(name, path), old_text, new_text

@@ -1,14 +1,14 @@
 """``checkify`` for functions that take and return NNX objects.
 
 A call is flattened into *leaves* (arrays and flags) and a *plan*, which has the *pure function* of
-the leaves: it returns all arrays that the user's function returns or has changed. JAX adds the
-checks to that.
+the leaves. The pure function returns all arrays that the user's function returns or has changed.
+JAX adds the checks to the pure function.
 
 From other modules:
 
     Inner           a transformed function that becomes part of a surrounding trace: `_find_plan`
                     flattens a call, `_program` has its pure function (``inline``), and
-                    `_run_with_result` calls a function of the leaves in its place, and writes back
+                    `_run_with_result` calls a function of the leaves instead of it, and writes back
                     what has changed
     call_on_slots   transforms a function as one of the leaves in some slots; the others are fixed
 """
@@ -42,7 +42,7 @@ def checkify(
       f: the function. Changes that it makes to its arguments are made to the caller's own
         objects, whether a check fails or not.
       errors: the checks: a set of ``jax.experimental.checkify``, such as ``float_checks``. By
-        default those that call ``checkify.check``.
+        default, the checks that call ``checkify.check``.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -66,7 +66,7 @@ def checkify(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Checkify(InnerTransform):
-    """What ``checkify`` decides."""
+    """The options of ``checkify``."""
 
     name: str = "checkify"
     in_name: str = "in_axes"
@@ -74,15 +74,15 @@ class _Checkify(InnerTransform):
 
 
 class _Checked(Inner[P, R]):
-    """A function that returns the error that a check found in it, before its result."""
+    """A function that returns a pair: the error that a check found in it, and its result."""
 
     _transform: _Checkify
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Calls the function; returns the error and what it returns."""
+        """Calls the function; returns the error of its checks, and its result."""
         plan, flat = self._find_plan((*self._bound, *args), kwargs)
-        pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
+        pure_function = self._program(plan, flat).inline  # a function of all leaves
         add_checks = functools.partial(jax_checkify.checkify, errors=self._transform.errors)
 
         def execute(*leaves: object) -> tuple[Any, Any]:

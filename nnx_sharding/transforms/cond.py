@@ -1,32 +1,36 @@
 """``cond`` and ``switch`` for functions of NNX objects.
 
 Each branch is the same *pure function* of all leaves of the operands (arrays, numbers, flags; a
-*slot* is the position of one), traced with another function of the user in it. That returns arrays,
-in groups, and an *outcome*: what the call did to objects, and their *structure* after it, a table
-of objects without arrays.
+*slot* is the position of one), traced with another function of the user in it. The pure function
+returns arrays, in groups, and an *outcome*: what the call did to objects, and their *structure*
+after it, a table of objects without arrays.
 
-A branch returns the array in each slot after the call, changed or not, so that all branches return
-the same arrays; JAX makes no output of those that no branch changes. What the call did is the union
-of what the branches did (:func:`~.outcome.union`): an array that one of them changes is written
-back, and is the old one where another branch ran.
+A branch returns the array in each slot after the call, changed or not, so all branches return the
+same arrays. JAX makes no output of an array that no branch changes. The outcome of the call is the
+union of the branches' outcomes (:func:`~.outcome.union`): an array that one branch changes is
+written back, and is the old array if another branch ran.
 
-All branches have to leave the same structure: which of them runs is known only to the program, and
-the caller's objects can change in one way only. From other modules:
+All branches have to leave the same structure, because only the program knows which of them runs,
+and the caller's objects can change in one way only. From other modules:
 
     Plan           what is known before the trace: ``structure`` of the operands (``slots`` of each
                    object, by its index), and ``names`` of their leaves
-    Outcome        ``outcome.sources`` says where the array in each slot after a branch is: group
-                   and position among the outputs; or group ``INPUT``, if it is unchanged, and its
-                   slot before. ``outcome.arrays(leaves, groups)`` picks these arrays
-    slots_before   pairs the slots of an object after a call with those before it
+    Outcome        ``outcome.sources`` says for each slot after a branch where its array comes from:
+                   the group and position of an output; or, for an unchanged array, the group
+                   ``INPUT`` and its slot before. ``outcome.arrays(leaves, groups)`` picks these
+                   arrays
+    slots_before   pairs the slots of an object after a call with its slots before the call
     Caller         the call that is being traced: the pure function calls ``caller.fun``
-    Functions      the branches of a call as one function: ``objects`` are what they are bound to,
-                   each once, and ``bound`` says which of these each branch uses;
+    Functions      the branches of a call as one function: ``objects`` are the objects to which they
+                   are bound, each once, and ``bound`` says which of these each branch uses;
                    ``bind(number)`` makes a function of one branch, whose first argument is
                    ``objects``
-    static_leaves  those that JAX does not trace, such as flags; ``with_static`` puts them back to
-                   the others. ``may_keep`` says that they are no objects of the user, so that a
-                   function with them may be kept for later calls
+    is_traced      whether JAX traces a leaf: an array or a number, but no flag
+    static_leaves  the leaves that JAX does not trace, such as flags; ``with_static`` puts them back
+                   among the others. ``may_keep`` says that they are no objects of the user, so that
+                   a function with them may be kept for later calls
+    reshard_like   gives an array the sharding of another one
+    structure_changes  yields the places where two structures differ
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ def cond(
 
     Args:
       pred: the condition, a scalar: a bool, or a number that is true unless it is 0.
-      true_fun: the function that is called if it is true; as a branch of :func:`switch`.
+      true_fun: the function that is called if it is true; a function like a branch of
+        :func:`switch`.
       false_fun: the function that is called if it is false.
       *operands: their arguments.
       graph: as in :func:`~nnx_sharding.jit`.
@@ -114,15 +119,16 @@ def switch(
 ) -> Any:
     """Calls one of several functions, chosen by a number while the program runs.
 
-    A branch may be a function, a bound method, or a callable module; what it changes in its
-    operands, or in the object that it is bound to, is changed for the caller. Branches may change
+    A branch may be a function, a bound method, or a callable module. Its changes to the operands,
+    and to the object to which it is bound, are made to the caller's objects. Branches may change
     different Variables: all are outputs. They have to return the same structure, with arrays of the
     same types, and to leave the same structure in what they are given.
 
     Args:
-      index: the number of the branch, an integer scalar; those out of range count as the nearest.
+      index: the number of the branch, an integer scalar. A number out of range counts as the
+        nearest one.
       branches: the functions.
-      *operands: their arguments, of which flags (``bool``) stay unchanged. All are traced.
+      *operands: their arguments. All leaves are traced except flags (``bool``).
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -161,8 +167,8 @@ def _call_branches(
 ) -> Any:
     """Calls ``cond`` or ``switch``, and returns what the chosen branch returns.
 
-    What branches are bound to, such as the model of a method, is an argument of all of them: so a
-    model that two branches share is one, and its updates are written back.
+    The objects to which branches are bound, such as the model of a method, are an argument of all
+    branches. So a model that two branches share is one object, and its updates are written back.
 
     Args:
       name: ``cond`` or ``switch``.
@@ -171,13 +177,13 @@ def _call_branches(
       operands: their arguments.
       modes: how the user wants graphs to be treated.
     """
-    # In messages, the first two of `args` below are called "selector" and "branches", and the
-    # operands as the parameters of the first branch.
+    # In messages, the first two of `args` below are called "selector" and "branches". The operands
+    # have the names of the first branch's parameters.
     functions = Functions(
         name, branches, leading=("selector", "branches"), num_operands=len(operands)
     )
-    # The objects are an argument, since branches may change them. Which of them a branch uses is a
-    # setting of the transform, since another choice is another program.
+    # The objects are an argument because branches may change them. Which objects a branch uses is a
+    # setting of the transform, because another choice is another program.
     args = jnp.asarray(selector), functions.objects, *operands
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
     return call_functions(functions, transform, modes, *args)
@@ -185,42 +191,42 @@ def _call_branches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Switch(InnerTransform):
-    """What ``cond`` and ``switch`` decide."""
+    """The options of ``cond`` and ``switch``: the labels of the branches, and their objects."""
 
     compiles_at_top_level: ClassVar[bool] = True
 
     in_name: str = "operands"
     labels: tuple[str, ...]  # the names of the branches in messages
-    # For each branch, the positions of what it is bound to in the second argument: ((0,), ()) if
-    # the first of two branches is a method, and the second one a plain function.
+    # For each branch, the positions of its objects in the second argument: ((0,), ()) if the first
+    # of two branches is a method, and the second one a plain function.
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
         """Returns a function of all leaves that calls ``jax.lax.cond`` or ``jax.lax.switch``.
 
-        Its outputs are those of the branch that runs, in one group; see :class:`_Branches`.
+        The outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
         # JAX finds the traces of branches by the identity of their functions, so these are kept.
         # For other types of the operands, or in another context (such as a mesh), JAX traces them
         # again, and they may do something else to objects. `_Branches` records what they did, so
-        # there is one for each of these.
+        # there is one `_Branches` for each set of types and each context.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)
 
         def call(*leaves: object) -> Any:
             static = static_leaves(leaves)
-            operands = [*filter(is_traced, leaves)]  # all other leaves
-            # What is kept must not hold the user's objects. A trace would hold the refs that it
-            # reads, and be used for a later call with others.
+            operands = [*filter(is_traced, leaves)]  # all leaves that are not static
+            # A kept trace must hold neither the user's objects nor refs: it would keep them alive,
+            # and it would be used for a later call with other refs.
             if may_keep(static) and not any(map(_compat.is_ref, operands)):
                 types = tuple(map(jax.typeof, operands))
                 branches = kept_branches(static, types, _compat.context_key())
             else:
                 branches = _Branches(self, plan, function, static)
-            # The first operand is the selector. It is among the operands of the branches as well,
-            # since the pure function has a slot for it, but no branch reads it.
+            # The first operand is the selector. The branches get it as well, because the pure
+            # function has a slot for it, but no branch reads it.
             if self.name == "cond":
                 results = jax.lax.cond(operands[0], *branches.functions, operands)
             else:
@@ -234,12 +240,12 @@ class _Branches:
     """The branches for operands of some types, and what each does, as its last trace shows.
 
     Attributes:
-      functions: what JAX gets: for each branch a function of the list of operands, the leaves that
-        it traces. All return the array in each slot after the branch.
-      _static: the other leaves, in pairs with their slots.
-      _outcomes, _returned, _types: what is recorded while JAX traces, by the number of the branch:
-        what it did to objects, a text that describes what it returned, and the name and type of the
-        array in each slot after it.
+      functions: the functions that JAX gets, one for each branch. Each takes the list of operands
+        (the leaves that JAX traces), and returns the array in each slot after the branch.
+      _static: the leaves that JAX does not trace, in pairs with their slots.
+      _outcomes, _returned, _types: records of traces, by the number of the branch: what it did to
+        objects, a text that describes what it returned, and the name and type of the array in each
+        slot after it.
     """
 
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):
@@ -259,41 +265,46 @@ class _Branches:
         self._returned: dict[int, str] = {}
         self._types: dict[int, list[tuple[str, str]]] = {}
         caller = current_caller()
-        assert caller is not None  # branches are made in calls
+        assert caller is not None  # branches are only made in a call
         # Equal branches are traced under the number of the first of them. An expert per branch is
-        # often one method of several objects, so what a branch is bound to counts, too. The ids
-        # stay those of the functions here, as the caller holds these.
+        # often one method of several objects, so the object of a branch counts, too. The functions
+        # keep their ids, because the caller holds them.
         keys = [*zip(map(id, caller.fun.functions), transform.bound, strict=True)]
-        first_equal = [keys.index(key) for key in keys]  # [0, 0, 2] if the first two are equal
+        first_equal = [keys.index(key) for key in keys]  # [0, 0, 2]: the first two are equal
         traces = {number: functools.partial(self._trace, number) for number in first_equal}
         self.functions = [traces[number] for number in first_equal]
 
     def _trace(self, number: int, operands: Sequence[object]) -> list[Any]:
         """Traces one branch, as a function of the operands.
 
-        Records what it does to objects, and raises an error if another branch does something else:
-        JAX would only see another number of results.
+        Records what the branch does to objects. Raises an error if another branch does something
+        else, because JAX would only see another number of results.
 
         Args:
-          number: that of the branch.
+          number: the number of the branch.
           operands: the traced leaves of the arguments, in the order of their slots.
 
         Returns:
-          The array in each slot after the branch; None for anything else.
+          The array in each slot after the branch; None for a leaf that JAX cannot pass on.
+
+        Raises:
+          ValueError: another branch has left another structure.
+          TypeError: another branch has left arrays of other types.
         """
-        leaves = with_static(self._static, operands)  # for the pure function, by slot
+        leaves = with_static(self._static, operands)  # all leaves by slot, for the pure function
         *groups, outcome = self._call_branch(number, leaves)
         self._outcomes[number] = outcome
-        # First, since slots after branches can only be compared if the structures are equal.
+        # Structures are compared first, because slots after branches only mean the same if the
+        # structures are equal.
         self._check_structures(number)
-        after = outcome.arrays(leaves, groups)  # by slot after the branch
-        self._reshard_like_old(outcome, leaves, after)  # changes `after`
+        arrays_after = outcome.arrays(leaves, groups)  # by slot after the branch
+        self._reshard_like_old(outcome, leaves, arrays_after)  # changes `arrays_after`
         # JAX cannot pass on refs, hijax values and flags from a branch. A hijax value can only be
         # an operand that the branch returns unchanged: the same Python object.
         hijax_values = {id(x) for x in operands if not _compat.is_plain_array(x)}
         results = [
             x if is_traced(x) and not _compat.is_ref(x) and id(x) not in hijax_values else None
-            for x in after
+            for x in arrays_after
         ]
         self._types[number] = self._named_types(outcome, groups, results)
         self._check_types(number)
@@ -304,19 +315,19 @@ class _Branches:
     ) -> list[tuple[str, str]]:
         """Returns the name and the type of the array in each slot after a branch, as texts.
 
-        A weak type has the text of another one: JAX promotes it.
+        A weak type has the same text as a strong one, because JAX promotes it.
 
         Args:
           outcome: what the branch did.
           groups: its outputs, with the names of these arrays.
-          results: the array in each slot; None for what JAX cannot pass on.
+          results: the array in each slot; None for a leaf that JAX cannot pass on.
         """
         named_types = []
         for (group, position), result in zip(outcome.sources, results, strict=True):
             # The source of an unchanged input is its slot in the arguments, and so is its name.
             name = self._plan.names[position] if group == INPUT else groups[group].names[position]
             aval: Any = None if result is None else jax.typeof(result)
-            # ``float32[2,4]``
+            # The text is ``float32[2,4]``, or "none" for a leaf that JAX cannot pass on.
             type_text = "none" if aval is None else aval.str_short(short_dtypes=False)
             named_types.append((name, type_text))
         return named_types
@@ -325,11 +336,11 @@ class _Branches:
         """Calls the pure function with one branch as the user's function.
 
         Args:
-          number: that of the branch.
+          number: the number of the branch.
           leaves: all leaves of the arguments, by slot.
 
         Returns:
-          What the pure function returns: groups of outputs, and last the outcome.
+          The result of the pure function: groups of outputs, and last the outcome.
         """
         caller = current_caller()
         assert caller is not None
@@ -337,7 +348,7 @@ class _Branches:
 
         def recorded_branch(_selector: object, objects: object, *operands: object) -> Any:
             returned = branch(objects, *operands)  # the user's functions get no selector
-            # If another branch returns something else, the error shows both texts.
+            # The error shows this text if another branch returns something else.
             self._returned[number] = tree_text(returned)
             return returned
 
@@ -350,7 +361,7 @@ class _Branches:
         """Reshards new arrays in objects like the arrays that they replace.
 
         On Explicit axes the sharding is a part of the type, and all branches have to return the
-        same types: also one that replaces an array and one that leaves it.
+        same types, even if one branch replaces an array and another one leaves it.
 
         Args:
           outcome: what the branch did.
@@ -361,23 +372,24 @@ class _Branches:
         for index, slots in enumerate(before.slots):
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
-            # The slots of the object after the branch, each with the slot before it. The object has
-            # the same index in both structures.
+            # Each slot of the object after the branch is paired with the slot before the branch.
+            # The object has the same index in both structures.
             for slot, old_slot in slots_before(before, after, index).items():
                 old = leaves[old_slot]
-                # A flag has no sharding, and a ref is changed in place.
+                # A flag has no sharding, and a ref is changed in place, so neither is resharded.
                 if is_traced(old) and not _compat.is_ref(old):
                     results[slot] = reshard_like(results[slot], old)
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
         """Returns what the pure function returns: a group of outputs, and what was done to objects.
 
-        ``results`` are the arrays after the branch that ran, one for each slot: all branches leave
-        the same structure, and so have the same slots.
+        ``results`` are the arrays after the branch that ran, one for each slot. All branches leave
+        the same structure, so they have the same slots.
         """
-        outcome = union(self._plan.structure, [*self._outcomes.values()])  # of all branches
-        # What no branch changes is no output: the caller keeps it. The others are the outputs, in
-        # the order of their slots.
+        # The union has the changes of all branches.
+        outcome = union(self._plan.structure, [*self._outcomes.values()])
+        # An array that no branch changes is no output, because the caller keeps it. The outputs are
+        # in the order of their slots.
         arrays = []
         for array, source in zip(results, outcome.sources, strict=True):
             if source.group != INPUT:
@@ -385,46 +397,51 @@ class _Branches:
         return OutputGroup.unnamed(arrays), outcome
 
     def _first_traced(self) -> int:
-        """Returns the number of the branch with which others are compared.
+        """Returns the number of the branch with which other branches are compared.
 
-        JAX traces all, the first one first; under ``jax.disable_jit`` it calls only one.
+        JAX traces all branches in order. Under ``jax.disable_jit`` it calls only one, so the first
+        one that was traced need not have the number 0.
         """
         return next(iter(self._outcomes))
 
     def _check_structures(self, number: int) -> None:
         """Raises a ``ValueError`` if a branch leaves other objects than the first one.
 
-        Both have been traced, so that the structures after them are recorded.
+        Both branches have been traced, so the structures after them are recorded.
         """
         first_number = self._first_traced()
-        first, other = self._outcomes[first_number].structure, self._outcomes[number].structure
-        if first == other:
+        first_structure = self._outcomes[first_number].structure
+        other_structure = self._outcomes[number].structure
+        if first_structure == other_structure:
             return
-        # Objects are compared that have the same name, and so the same place, after both. Names
-        # start at the arguments, such as `model.blocks[0]`, or at the output.
+        # Objects are compared if they have the same name, and so the same place, after both
+        # branches. Names start at the arguments, such as `model.blocks[0]`, or at the output.
         starts = named_parts(self._plan.graph_arguments)
-        names = first.names([*starts, ("output", first.root)])  # by the index of the object
-        other_names = other.names([*starts, ("output", other.root)])
+        # Both have names by the index of the object.
+        names = first_structure.names([*starts, ("output", first_structure.root)])
+        other_names = other_structure.names([*starts, ("output", other_structure.root)])
         same_names = {
             index: name for index, name in names.items() if other_names.get(index) == name
         }
         lines = []
         differences = [
-            # What the two branches returned, as texts, which may be equal.
+            # The texts of what the two branches returned may be equal.
             ("output", self._returned[first_number], self._returned[number]),
-            # The places in these objects where the two structures differ, such as `model.scale`.
-            *structure_changes(same_names, first, other),
+            # The other differences are places in these objects, such as `model.scale`.
+            *structure_changes(same_names, first_structure, other_structure),
         ]
-        for place, in_first, in_other in differences:
-            # A place whose texts are equal, such as "a Linear", tells the user nothing.
-            if in_first != in_other:
+        for place, text_in_first, text_in_other in differences:
+            # If the texts of a place are equal, such as "a Linear", the line would say nothing.
+            if text_in_first != text_in_other:
                 label, other_label = self._labels[first_number], self._labels[number]
-                lines.append(f"  {place}: {in_first} in {label}, {in_other} in {other_label}")
+                lines.append(
+                    f"  {place}: {text_in_first} in {label}, {text_in_other} in {other_label}"
+                )
         raise_listed(
             ValueError,
             f"{self._name}: the branches return different structures, or change the structure of "
             "their operands differently:",
-            # Only objects without a common name differ, such as new ones.
+            # Without lines, only objects without a common name differ, such as new ones.
             lines or ["  the objects that they make"],
             "Let each branch return the same structure, and set the same attributes; arrays may "
             "differ.",

@@ -1,11 +1,11 @@
 """The base of ``grad``, ``vjp``, ``jvp`` and ``linearize``: differentiates at some arrays.
 
-The pure function of a call takes all arrays of its arguments, of which each has a *slot* (its
-position), and returns all arrays that the call returns or writes back, and an *outcome*, which says
-what these are. What is differentiated is a part of both. So JAX differentiates a
-function of the arrays in some slots that returns the arrays of the output, and everything else as
-auxiliary data (:meth:`Differentiable.differentiate`): the call changes the caller's objects like
-any other, and returns the derivative besides.
+The pure function of a call takes all arrays of its arguments, each in a *slot* (its position). It
+returns all arrays that the call returns or writes back, and an *outcome*, which says what these
+are. Only some arguments and some outputs are differentiated. So JAX differentiates a function of
+the arrays in some slots that returns the arrays of the output, and everything else as auxiliary
+data (:meth:`Differentiable.differentiate`). The call changes the caller's objects like any other,
+and also returns the derivative.
 
 From other modules:
 
@@ -14,7 +14,7 @@ From other modules:
                     and arrays in a part of it, each with its slots
     Container       a pytree in a structure: its ``treedef``, and a child for each leaf, an array or
                     an object
-    _run_with_result   of `Inner`: calls `execute` with the leaves of a call, in place of its
+    _run_with_result   a method of `Inner`: calls `execute` with the leaves of a call instead of its
                     program, and writes back what changed
     replace_slots   a copy of a list of leaves with others in some slots
     type_as_in_jit  gives arrays the types that they would have as arguments of `jax.jit`
@@ -39,9 +39,9 @@ from .lifted import P, R
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Differentiation(InnerTransform):
-    """What these transforms decide."""
+    """The options of these transforms, and a check of the user's output."""
 
-    returns_any: ClassVar[bool] = True  # auxiliary data
+    returns_any: ClassVar[bool] = True  # auxiliary data may be anything
 
     in_name: str = "primals"
     has_aux: bool = False  # whether the function returns a pair of its output and auxiliary data
@@ -62,30 +62,30 @@ class Differentiation(InnerTransform):
             if self.has_aux:
                 expected = f"with has_aux=True {name} must return a pair (output, aux)"
                 check_pair(f"{self.name}: {expected}", out)
-            # Here, and not on the flat arrays, so that the message can name what was returned.
-            # `grad` overrides the check.
+            # The check is here, and not on flat arrays, so that the message can name what was
+            # returned. `grad` overrides `check_output`.
             self.check_output(name, out[0] if self.has_aux else out)
             return out
 
         return with_checked_output
 
     def check_output(self, fun_name: str, out: object) -> None:
-        """Raises an error for an output that cannot be differentiated; by default for none.
+        """Raises an error for an output that cannot be differentiated; by default, never.
 
         Args:
           fun_name: the name of the user's function, for messages.
-          out: what it returned, without auxiliary data.
+          out: the function's result, without auxiliary data.
         """
 
 
 def check_pair(expected: str, out: object) -> None:
-    """Raises a ``TypeError`` for what is not a pair; ``expected`` begins its message."""
+    """Raises a ``TypeError`` unless a result is a pair; ``expected`` begins the message."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise TypeError(f"{expected}, got {tree_text(out)}.")
 
 
 class Differentiable(Inner[P, R]):
-    """A function that is called and differentiated at once."""
+    """A function that is called and differentiated in one call."""
 
     _transform: Differentiation
 
@@ -105,15 +105,15 @@ class Differentiable(Inner[P, R]):
           derivative_of: applies JAX's transform, such as ``jax.vjp`` with ``has_aux=True``, to a
             function at these arrays, its arguments. The function returns a pair: the arrays of the
             output, which are differentiated; and all outputs of the pure function, which are
-            auxiliary for JAX. ``derivative_of`` returns the derivative and the latter.
+            auxiliary for JAX. ``derivative_of`` returns the derivative and these outputs.
 
         Returns:
           What the user's function returns, and the derivative.
         """
-        pure_function = self._program(plan, flat).inline  # of all leaves, for use in a trace
+        pure_function = self._program(plan, flat).inline  # a function of all leaves
 
         def execute(*leaves: object) -> tuple[Any, Any]:
-            """Runs the pure function of the call; returns its outputs, and its derivative."""
+            """Runs the pure function of the call; returns its outputs, and the derivative."""
             # The gradient of an array is a sum over its uses, whose terms have the type of the
             # array. On Explicit axes JAX cannot add terms with and without a mesh in their types.
             # Tangents are not added up, and get their types from the user.
@@ -124,7 +124,7 @@ class Differentiable(Inner[P, R]):
                 all_leaves = replace_slots(leaves, slots, arrays)
                 pure_outputs = pure_function(*all_leaves)
                 *groups, outcome = pure_outputs
-                # By slot after the call: new arrays are in the groups, others among the leaves.
+                # By slot after the call: a new array is in a group, any other one is a leaf.
                 arrays_after = outcome.arrays(all_leaves, groups)
                 output_slots = _output_slots(outcome.structure, has_aux=self._transform.has_aux)
                 return [arrays_after[slot] for slot in output_slots], pure_outputs
@@ -138,19 +138,19 @@ class Differentiable(Inner[P, R]):
 
 
 def _output_slots(structure: Structure, *, has_aux: bool) -> list[int]:
-    """Returns the slots of the arrays in the output, without those of auxiliary data.
+    """Returns the slots of the arrays in the output, without arrays of auxiliary data.
 
     Args:
-      structure: of the objects after a call; its root is what the function returned.
-      has_aux: whether that is a pair of the output and auxiliary data.
+      structure: the structure of the objects after a call; its root is the function's result.
+      has_aux: whether the result is a pair of the output and auxiliary data.
     """
     output: Any = structure.root
     if has_aux:
-        # The children of the pair are the leaves of the output, then those of auxiliary data.
+        # The children of the pair are the leaves of the output, then the auxiliary leaves.
         output_treedef, _ = output.treedef.children()
         output = Container(output_treedef, output.children[: output_treedef.num_leaves])
     slots: list[int] = []
-    # Arrays outside of objects take their slots from the iterator, those of the output first.
+    # Arrays outside of objects take their slots from the iterator, which begins with the output's.
     for location in structure.walk(output, iter(structure.root_slots)):
         slots += location.slots
     return slots

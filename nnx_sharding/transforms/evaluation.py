@@ -1,11 +1,11 @@
 """``eval_shape`` and ``make_jaxpr`` for functions that take and return NNX objects.
 
-Both trace like :func:`~nnx_sharding.jit`, but nothing is compiled that could be used again. So with
-``keeps_captures=False``, they trace again if what the function captures (globals and closures) has
-changed, where a function of `jit` keeps what it captured when it was first traced.
+Both trace like :func:`~nnx_sharding.jit`, but they compile nothing that later calls could use. So
+they have ``keeps_captures=False``, and trace again if something that the function captures (globals
+and closures) has changed. A function of `jit` keeps what it captured when it was first traced.
 
-A :class:`~.lifted.Lifted` is what `jit` makes of a function; ``Jit`` is its transform, and ``lift``
-makes one of these.
+`jit` makes a :class:`~.lifted.Lifted` of a function; ``Jit`` is its transform, and ``lift`` makes a
+`Lifted` from both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def eval_shape(
     graph_updates: bool | None = None,
     **kwargs: object,
 ) -> Any:
-    """Finds the shapes and dtypes of what a function returns, without computing it.
+    """Finds the shapes and dtypes of a function's result, without computing it.
 
     Args:
       f: the function, such as one that makes a model.
@@ -58,13 +58,13 @@ def eval_shape(
     The semantics are those of ``jax.eval_shape`` and ``flax.nnx.eval_shape``.
     """
     lifted: Any = f
-    # What `jit` or `shard_map` made is taken as it is, since it knows the shardings of its results.
-    # It also has modes of its own, and `graph` and `graph_updates` do not apply, as in the call.
+    # A function that `jit` or `shard_map` made is taken as it is, because it knows the shardings of
+    # its results. It has its own modes, so `graph` and `graph_updates` do not apply, as in a call.
     if not isinstance(f, Lifted):
         transform = Jit(keeps_captures=False)
         lifted = lift(Lifted, f, transform, Roles(), graph, graph_updates)
-    # The arrays of the result are abstract already. This gives those of Variables the shardings
-    # that their metadata name, in the context of a mesh.
+    # The arrays of the result are abstract already. In the context of a mesh, `as_abstract` gives
+    # the arrays of Variables the shardings that their metadata name.
     return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
 
 
@@ -86,8 +86,8 @@ def make_jaxpr(
 
     Returns:
       A function that takes the arguments of ``f``, which it does not change, and returns a
-      jaxpr. Its inputs are the arrays of the arguments; its outputs those of the result, then those
-      that ``f`` changes.
+      jaxpr. Its inputs are the arrays of the arguments. Its outputs are the arrays of the result,
+      then the arrays that ``f`` changes.
 
     Raises:
       TypeError: ``f`` cannot be traced; at a call, arguments are not arrays, or do not fit the
@@ -104,12 +104,12 @@ def make_jaxpr(
     """
 
     def decorate(f: Callable[..., object]) -> Any:
-        # With an input for each array of the arguments, including unused ones, as from JAX.
+        # `keep_unused` gives the jaxpr an input for each array of the arguments, as in JAX.
         transform = Jit(keep_unused=True, keeps_captures=False)
-        roles = Roles.of(static_argnums)  # which arguments are static
+        roles = Roles.of(static_argnums)
         lifted = lift(Lifted, f, transform, roles, graph, graph_updates)
 
-        # A function, not the method: it has the name and the signature of `f`.
+        # `lifted._jaxpr` has not the name and the signature of `f`, but this function has.
         @functools.wraps(f)
         def jaxpr_of(*args: object, **kwargs: object) -> Any:
             return lifted._jaxpr(args, kwargs)

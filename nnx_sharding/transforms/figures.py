@@ -1,8 +1,8 @@
-"""What a compiled function says about its program: cost, memory, collectives, time, a report.
+"""The figures of a compiled function: cost, memory, collectives, time, reasons, a report.
 
-Kept apart from `stages.py` because it needs all of `analysis`, which takes as long to import as
-everything that a call needs. `Compiled` makes one :class:`Figures` when it is first asked for a
-figure, and passes each question on to it.
+This file is apart from `stages.py` because it needs all of `analysis`, which takes as long to
+import as everything that a call needs. `Compiled` makes one :class:`Figures` when the user first
+asks for a figure, and passes each question on to it.
 
 From other modules:
 
@@ -10,10 +10,10 @@ From other modules:
                     argument arrays), and the recorder
     Recorder        traces the function once more: ``traced`` is JAX's trace, ``calls`` are the
                     calls of modules in it, each with the ``path`` of its module
-    Module          a program read from HLO text; ``unread`` says what of it could not be read
+    Module          a program read from HLO text; ``unread`` says which parts could not be read
     DumpedProgram   the program compiled again, with names of modules and its memory (``dumped``);
                     ``whole`` is the `Module` before it was partitioned
-    CompiledProgram what tables are made of: a program, its memory, and peak rates of ``hardware``
+    CompiledProgram the input of tables: a program, its memory, and peak rates of ``hardware``
     Measured        the seconds of instructions in calls, and the program that ran
     MadeValue       a value that the user's code makes, with its line, module and spec
 
@@ -66,13 +66,13 @@ _MAX_LISTED = 12
 
 
 class Figures:
-    """The figures of one compiled function; what takes long is computed once."""
+    """The figures of one compiled function; figures that take long are computed once."""
 
     def __init__(self, compiled: Compiled):
         self._compiled = compiled
         self._stage: jax.stages.Compiled = compiled._stage
         self._plan = compiled._plan
-        self._module_tables: dict[Hardware | None, ModuleTable] = {}  # by the peak figures
+        self._module_tables: dict[Hardware | None, ModuleTable] = {}  # by the hardware of the times
 
     @functools.cached_property
     def _mesh(self) -> Mesh | None:
@@ -85,13 +85,13 @@ class Figures:
 
     @functools.cached_property
     def cost(self) -> Cost | None:
-        """What one device computes in a call, with the bodies of loops as often as they run."""
+        """The cost of a call on one device, with the bodies of loops as often as they run."""
         # A compiler for GPUs that are not present estimates nothing, but the program can be read.
         cost = self.cost_by_xla() or Cost(0.0, 0.0, 0.0, COMPILED)
         return with_loops(cost, self.module)
 
     def cost_by_xla(self) -> Cost | None:
-        """What XLA counts, with the body of each loop once."""
+        """Returns what XLA counts, with the body of each loop once; None if it counts nothing."""
         return cost_of(self._stage.cost_analysis(), COMPILED)
 
     @functools.cached_property
@@ -102,15 +102,16 @@ class Figures:
         analysis = self._stage.memory_analysis()
         total = getattr(analysis, "argument_size_in_bytes", None)
         if total is not None and total != sum(argument_bytes.values()):
-            # The layouts of TPUs pad arrays to tiles, as the program's own inputs show. Where it is
-            # not known which is which, sizes stay unpadded.
+            # The layouts of TPUs pad arrays to tiles, and the inputs of the program show the
+            # padding. An argument keeps its unpadded size if it is unknown which input it is.
             for number, row in rows_of_inputs(self.module, used).items():
                 instruction = self.module.parameters[number]
                 argument_bytes[row.path] = padded_bytes(instruction.shape_text)
         memory = memory_of(analysis, argument_bytes)
         if memory is None:
             return None
-        # A function: only printing asks for the table of modules, for which it compiles once more.
+        # `by_module` is passed as a function, because it compiles once more, and only printing
+        # calls it.
         return dataclasses.replace(memory, by_module=self._compiled.by_module)
 
     def by_module(
@@ -120,16 +121,17 @@ class Figures:
 
         Args:
           depth: how many attributes below an argument modules are listed; None for all.
-          hardware: the peak figures for the column of seconds; None for its own devices.
-          profile: of calls of the function; with it, the seconds are measured.
+          hardware: the peak figures for the column of seconds; None for those of the devices for
+            which the program was compiled.
+          profile: a profile of calls of the function; with it, the seconds are measured.
         """
         peak = self._hardware(hardware)
         if profile is not None:
             seconds = measured_seconds(profile, self.module)  # by the name of the instruction
-            # `dumped` is not the program that ran, but its instructions have the same names; an
-            # error says so if they have not.
+            # `dumped` is not the program that ran, but its instructions have the same names.
+            # `measured` raises an error if they have not.
             measured = self.dumped.measured(seconds)
-            table = self._module_table(peak, measured)  # not kept, as a profile is used once
+            table = self._module_table(peak, measured)  # not kept, because a profile is used once
         else:
             if peak not in self._module_tables:
                 self._module_tables[peak] = self._module_table(peak)
@@ -137,7 +139,7 @@ class Figures:
         return table if depth is None else table.at_depth(depth)
 
     def _module_table(self, peak: Hardware | None, measured: Measured | None = None) -> ModuleTable:
-        """Makes the table of all modules; ``measured`` has seconds by instruction."""
+        """Makes the table of all modules; ``measured`` has the seconds of the instructions."""
         program = self._program._replace(hardware=peak)
         return module_table(program, self._arguments, self.dumped.paths, measured)
 
@@ -145,37 +147,39 @@ class Figures:
         """Attributes types, cost and time to the lines of the user's code.
 
         Args:
-          hardware: the peak figures for the column of seconds; None for its own devices.
-          profile: of calls of the function; with it, seconds are also measured.
+          hardware: the peak figures for the column of seconds; None for those of the devices for
+            which the program was compiled.
+          profile: a profile of calls of the function; with it, seconds are also measured.
         """
-        # The program that ran knows the lines of its operations, so a profile is joined to it. Only
-        # modules, as in `by_module`, are known in the dumped program alone.
+        # A profile is joined to the program that ran, because it knows the lines of its operations.
+        # Modules, which `by_module` needs, are known in the dumped program alone.
         measured = None
         if profile is not None:
             measured = Measured(self.module, measured_seconds(profile, self.module))
-        # Figures are those of the dumped program, specs those of the program before it is
-        # partitioned, for the values that the user's lines make.
+        # Figures come from the dumped program. The specs of the values that the user's lines make
+        # come from the program before it is partitioned.
         program = self._program._replace(hardware=self._hardware(hardware))
         return line_table(program, self._made, self._module_paths, self.dumped.whole, measured)
 
     @functools.cached_property
     def _program(self) -> CompiledProgram:
-        """What tables by module and by line are made of, without the hardware.
+        """The input of tables by module and by line, without the hardware.
 
         Raises:
           ValueError: the function computes something else now than when it was compiled.
         """
         program = self.dumped.compiled_program(self._arguments, self._mesh)
         is_other = _types_of(program.module) != _types_of(self.module)
-        # Compilers may fuse in another way the second time, which changes flops by little.
-        known = None if self.cost is None else self.cost.flops  # None also for unknown loops
-        if known is not None and program.executed is not None:
+        # Compilers may fuse in another way the second time, which changes flops by little. The
+        # flops are also None for loops of unknown length.
+        flops_of_calls = None if self.cost is None else self.cost.flops
+        if flops_of_calls is not None and program.executed is not None:
             flops = sum(
                 work.flops * program.module.runs[name].least
                 for name, parts in program.executed.items()
                 for _, work in parts
             )
-            is_other = is_other or abs(flops - known) > 0.2 * known
+            is_other = is_other or abs(flops - flops_of_calls) > 0.2 * flops_of_calls
         if is_other:
             raise ValueError(
                 f"{self._plan.fun_name} is another program than the one that was compiled: "
@@ -185,26 +189,26 @@ class Figures:
         return program
 
     def activations(self, *, compile_again: bool) -> ActivationTable:
-        """Lists what modules return, with the specs that the compiler chose.
+        """Lists the outputs of modules, with the specs that the compiler chose.
 
-        A trace knows the specs that are declared, or in types. Where the compiler chooses, on Auto
-        axes, they are read from a program.
+        A trace knows specs that are declared or in types. On Auto axes the compiler chooses, so
+        these specs are read from a program.
 
         Args:
-          compile_again: whether that is the program before it is partitioned, which has all specs,
-            but has to be compiled for it (``dumped``). Otherwise it is the program for one device,
-            of which the shapes say most specs.
+          compile_again: whether to read them from the program before it is partitioned, which has
+            all specs, but has to be compiled for this (``dumped``). Otherwise they are inferred
+            from the shapes in the program for one device, which tell most specs.
         """
         rows = self._compiled._traced_activations()
         is_incomplete = any(row.chosen_by == "compiler" for row in rows)
-        # Without a mesh nothing is sharded. A program that is not read completely could tell wrong
-        # specs.
+        # Without a mesh nothing is sharded. A program that could not be read completely could tell
+        # wrong specs.
         if not is_incomplete or self._mesh is None or self.module.unread:
             return rows
         axis_sizes = MeshDescription.of(self._mesh).axes
         whole_program = self.dumped.whole if compile_again else None
-        # The values that the lines of the user's code make, with the specs in the program; then the
-        # rows, with the specs of the values that they are.
+        # These are the values that the lines of the user's code make, with their specs in the
+        # program. Each row gets the spec of the value that it is.
         values = compiled_values(
             self._made, self._module_paths, self.module, whole_program, axis_sizes
         )
@@ -223,6 +227,9 @@ class Figures:
     def why(self, subject: str | Collective) -> Reason:
         """Says why an argument or the arrays of a module are sharded so, or a collective is there.
 
+        Raises:
+          ValueError: the program has no such argument, module or collective.
+
         Args:
           subject: the path of an argument or of a module; or a collective, or its name.
         """
@@ -236,10 +243,10 @@ class Figures:
         name = subject if isinstance(subject, str) else subject.name
         collective = next((x for x in collectives if x.name == name), None)
         if collective is None:
-            known = [*self._plan.names, *(x.name for x in collectives)]
+            names = [*self._plan.names, *(x.name for x in collectives)]
             raise ValueError(
                 f"{self._plan.fun_name} has no argument, module or collective that is called "
-                f"{name!r}{suggestion(name, known)}"
+                f"{name!r}{suggestion(name, names)}"
             )
         return self._collective_reasons.reason(collective)
 
@@ -260,20 +267,20 @@ class Figures:
     def _why_module(self, module_path: str, paths: list[str]) -> Reason:
         """Says how the arrays of a module are sharded, each with the first of its reasons.
 
-        The first one is the rule that decides; the others, and what to write instead, are in the
-        answer for the array itself.
+        The first reason is the rule that decides. The other reasons, and what to write instead, are
+        in the answer for the array itself.
 
         Args:
           module_path: the module, such as ``model.up``.
-          paths: those of its arrays, such as ``model.up.kernel``.
+          paths: the paths of its arrays, such as ``model.up.kernel``.
         """
         facts = []
         for path in paths[:_MAX_LISTED]:
             reason = self._why_argument(path)
-            rule = " ".join(reason.facts[:1])  # empty if there is none
+            rule = " ".join(reason.facts[:1])  # empty if there is no reason
             facts.append(f"{reason.subject}. {rule}")
         if more := len(paths) - len(facts):
-            facts.append(f"And {more} more: ask for one of its modules.")  # which lists fewer
+            facts.append(f"And {more} more: ask for one of its modules.")  # a module lists fewer
         rows = [self._rows_by_path[path] for path in paths]
         local = bytes_text(sum(row.bytes_per_device for row in rows))
         total = bytes_text(sum(row.bytes_total for row in rows))
@@ -290,11 +297,12 @@ class Figures:
     def _collective_reasons(self) -> CollectiveReasons:
         """Answers `why` for collectives: knows the program, and the values of the user's lines.
 
-        A collective moves shards of a value. The compiler notes its line and operation, and the
-        trace has the whole shapes of what these make. So a collective of f32[8,4] on 2 devices, in
-        a line that makes a (16, 4), is of that array, sharded in dimension 0.
+        A collective moves shards of a value. The compiler writes down its line and operation, and
+        the trace has the whole shapes of what the line and operation make. For example, a
+        collective moves f32[8,4] on 2 devices, and its line makes a (16, 4): the collective moves
+        that array, sharded in dimension 0.
         """
-        # ("model.py:12", "dot_general") → the whole shapes of what this makes in the trace.
+        # ("model.py:12", "dot_general") → the whole shapes of the values that it makes in the trace
         whole_shapes = defaultdict[tuple[str, str], set[Shape]](set)
         for value in self._made:
             if value.line is not None:
@@ -310,7 +318,10 @@ class Figures:
         )
 
     def _hardware(self, hardware: Hardware | str | None) -> Hardware | None:
-        """Returns the figures of the named hardware; for None, of the devices of the mesh."""
+        """Returns the figures of the named hardware; for None, of the program's devices.
+
+        The result is None if the table of hardware does not have the devices.
+        """
         if hardware is not None:
             return hardware_of(hardware)
         return HARDWARE.get(self._device.device_kind)
@@ -327,29 +338,30 @@ class Figures:
 
     @functools.cached_property
     def collectives(self) -> Collectives | None:
-        """What the devices exchange; None if that is unknown."""
+        """The data that devices exchange; None if it is unknown."""
         return collectives_of(self.module, self._mesh, self._arguments, self._updated_paths())
 
     def _updated_paths(self) -> list[str | None]:
         """Returns, for each output of the program, the path of the Variable that it updates.
 
-        None for an output that is returned to the user. An array has a *slot* (a position) among
-        the arrays of the arguments, and another one among those after the call. ``before`` and
-        ``after`` list the slots of each object, by the object's index, which is the same in both.
+        The path is None for an output that is returned to the user. An array has a *slot* (a
+        position) among the arrays of the arguments, and another one among the arrays after the
+        call. ``before`` and ``after`` list the slots of each object, by the object's index, which
+        is the same in both.
         """
         outcome: Outcome = self._compiled._outcome  # says where each array is after the call
         before, after = self._plan.structure, outcome.structure
         out_tree: Any = self._stage.out_tree
         # `Outcome.arrays` picks the array of each slot after the call from the inputs and the
-        # groups of outputs. To know which output that is, it gets numbers in place of outputs, and
-        # None in place of each input.
+        # groups of outputs. Here it gets the number of each output, and None in place of each
+        # input, so it picks the number of the output in each slot.
         numbers = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
         *groups, _outcome = numbers
-        output_numbers = outcome.arrays([None] * before.num_leaves, groups)  # by slot after it
+        output_numbers = outcome.arrays([None] * before.num_leaves, groups)  # by slot afterwards
         paths: list[str | None] = [None] * out_tree.num_leaves
-        # The indices of the Variables whose value, or metadata too, the call changes.
+        # These are the Variables whose value, or metadata too, the call changes, by index.
         for index in (*outcome.values, *outcome.metadata):
-            # Not strict: a Variable may hold another number of arrays after the call.
+            # `zip` is not strict, because a Variable may hold another number of arrays afterwards.
             for old_slot, new_slot in zip(before.slots[index], after.slots[index], strict=False):
                 output_number = output_numbers[new_slot]
                 if output_number is not None:
@@ -357,7 +369,7 @@ class Figures:
         return paths
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
-        """Computes the time of a call at the peak rates of some hardware, or of its name."""
+        """Computes the time of a call at the peak rates of hardware, given as figures or a name."""
         mesh = None if self._mesh is None else MeshDescription.of(self._mesh)
         return roofline_of(self.cost, self.collectives, hardware, mesh, self._device.platform)
 
@@ -369,17 +381,18 @@ class Figures:
 
     def parameters(self) -> ParameterTable:
         """Lists how each argument array is sharded, including unused arrays."""
-        return ParameterTable(self._arguments)  # a list, which the caller may change
+        return ParameterTable(self._arguments)  # a copy, because the caller may change the list
 
     @functools.cached_property
     def _arguments(self) -> ParameterTable:
         """A row for each argument array, in the order of slots."""
-        actual = self._stage.input_shardings[0]  # None for an array that the program does not use
+        # The sharding is None for an array that the program does not use.
+        actual = self._stage.input_shardings[0]
         return argument_rows(self._plan, self._stage.args_info[0], actual, self._plan.shardings)
 
 
 def _types_of(module: Module) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Lists the dtypes and shapes of the arrays that a program takes, and last what it returns."""
+    """Lists the dtypes and shapes of the arrays that a program takes, and last of its results."""
     ends = [module.parameters[number] for number in sorted(module.parameters)]
     if module.entry is not None and module.entry.name in module.roots:
         ends.append(module.roots[module.entry.name])

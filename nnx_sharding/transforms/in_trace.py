@@ -1,8 +1,8 @@
 """The base of transforms that become part of the surrounding trace, and compile nothing.
 
 `jit` and `shard_map` make a program. All other transforms (`grad`, `vmap`, `scan`, `cond`, …) are
-called while another function is traced, or at top level. A call of them goes the same way, to one
-pure function, but without stages, shardings and donation:
+called while another function is traced, or at top level. A call of one goes to one pure function,
+as in `jit`, but without stages, shardings and donation:
 
     Inner.__call__                  flattens the arguments, and finds the plan for their structure
       InnerTransform.make_program   once for each plan
@@ -10,20 +10,28 @@ pure function, but without stages, shardings and donation:
       run                           calls it with the leaves, and writes back what changed
 
 Subclasses of :class:`InnerTransform` say what JAX does with a pure function, and what happens
-around the user's function in its trace (:meth:`InnerTransform.user_function`). Those that have to
-return more than the function, such as a derivative, subclass :class:`Inner` as well.
+around the user's function in its trace (:meth:`InnerTransform.user_function`). A transform that has
+to return more than the function, such as a derivative, subclasses :class:`Inner` as well.
 
 Words of all transforms:
 
     leaf           an array or a number in the arguments; or a flag, which JAX does not trace
     slot           the position of a leaf among those of all arguments
     plan           what is known of all calls whose arguments differ only in their leaves
-    pure function  the user's function as one of leaves: returns the arrays of the results, in one
-                   group for each spec, and last the outcome
+    pure function  the user's function as a function of leaves: returns the arrays of the results,
+                   in one group for each spec, and last the outcome
     spec           how a leaf enters or leaves: an axis, in these transforms
     outcome        what a call did to the objects of its arguments, without arrays
     tag            what is declared for the activations of a module, with its path in the user's
                    argument; `jit` tags the modules in its trace, and traces within have copies
+
+From other modules:
+
+    pass_tags, pass_paths  pass on the tags of modules, and their paths within each ``remat``, from
+                   the modules of the caller to their copies in a trace
+    key_traces_by_tags     a context in which JAX uses only traces of modules with the same tags
+    compiled_by_content    a `jax.jit` that finds the program of an earlier trace by its operations
+    trace_is_clean whether no trace is running: the call is at top level
 """
 
 from __future__ import annotations
@@ -51,8 +59,8 @@ from .by_content import compiled_by_content
 from .lifted import LiftedFunction, P, R
 
 Function: TypeAlias = Callable[..., Any]
-# The leaves of a call that JAX does not trace, such as flags, each in a pair with its slot. A
-# `Static` compares by type and value, or by identity.
+# The leaves of a call that JAX does not trace, such as flags, each in a pair with its slot. Two
+# `Static` leaves are equal by type and value, or by identity.
 StaticLeaves: TypeAlias = Sequence[tuple[int, Static]]
 
 
@@ -60,14 +68,14 @@ StaticLeaves: TypeAlias = Sequence[tuple[int, Static]]
 
 
 def type_text(value: object) -> str:
-    """Says what something is: ``float32[2,4]``, ``a Linear``, ``the class Linear``."""
+    """Returns a text for the type of a value: ``float32[2,4]``, ``a Linear``, ``the class X``."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
 def tree_text(tree: object) -> str:
-    """Says what is in a pytree: the pytree with the type of each leaf, in at most 300 letters."""
+    """Returns a text of at most 300 letters for a pytree: the pytree of the types of its leaves."""
     types = jax.tree.map(type_text, tree, is_leaf=_compat.is_graph_object)
     return textwrap.shorten(repr(types).replace("'", ""), 300)
 
@@ -76,14 +84,15 @@ def tree_text(tree: object) -> str:
 
 
 def is_array(x: object) -> bool:
-    """Whether something is an array or a number, and no Variable."""
+    """Whether something is an array or a number, but no Variable."""
     return _compat.is_array_like(x) and not _compat.is_graph_object(x)
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether JAX traces a leaf of the arguments; flags, and what is not an array, stay unchanged.
+    """Whether JAX traces a leaf of the arguments: an array or a number, but no flag.
 
-    Flags decide which code runs, and `cond` is for conditions that only the program knows.
+    A flag is not traced because it decides which code runs; `cond` is for conditions that only the
+    program knows.
     """
     return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
 
@@ -115,9 +124,9 @@ def call_on_slots(
     Args:
       transform: a transform of JAX, such as ``jax.vmap``. It sees only the leaves in ``slots``.
       function: takes all leaves, as positional arguments.
-      leaves: all leaves. Those in no slot, such as flags, are captured as they are.
+      leaves: all leaves. A leaf whose slot is not given, such as a flag, is captured as it is.
       slots: the positions of the leaves that become arguments of the transformed function; None for
-        all that JAX traces.
+        all leaves that JAX traces.
 
     Returns:
       What the transformed function returns for the leaves in ``slots``.
@@ -136,9 +145,12 @@ def static_leaves(leaves: Sequence[object]) -> StaticLeaves:
 
 
 def with_static(static: StaticLeaves, traced: Iterable[object]) -> list[Any]:
-    """Returns all leaves by slot, from those that JAX does not trace, and the others in order."""
+    """Returns all leaves by slot, from the static leaves and from the traced ones, in order.
+
+    Inserting works because the static leaves are sorted by slot.
+    """
     leaves = [*traced]
-    for slot, leaf in static:  # ascending, so that each comes to its slot
+    for slot, leaf in static:
         leaves.insert(slot, leaf.value)
     return leaves
 
@@ -146,9 +158,9 @@ def with_static(static: StaticLeaves, traced: Iterable[object]) -> list[Any]:
 def may_keep(static: StaticLeaves) -> bool:
     """Whether a function that captures these leaves may be kept for later calls.
 
-    JAX finds a trace by the identity of its function, so that a kept function is not traced again.
-    But it would keep alive what it captures, which must not be the user's objects. Numbers, strings
-    and other values of plain types are harmless.
+    JAX finds a trace by the identity of its function, so a kept function is not traced again. But
+    it keeps alive what it captures, and that must not be the user's objects. Numbers, strings and
+    other values of plain types are harmless.
     """
     return all(isinstance(leaf.value, PLAIN_TYPES) for _, leaf in static)
 
@@ -158,25 +170,26 @@ def compile_at_top_level(
 ) -> Function:
     """Returns a function of the same leaves that runs as one program outside of any trace.
 
-    JAX itself runs ``call`` operation by operation there: it would trace the loops in it again in
-    each call, and compile them.
+    Outside of a trace, JAX itself runs ``call`` operation by operation: it would trace the loops in
+    it again in each call, and compile them. The program is not kept if a static leaf is an object
+    of the user; then ``call`` runs so.
 
     Args:
       call: a function of all leaves, arrays and others.
       compile_with: makes a compiled function of a function of arrays: ``jax.jit`` or the like.
     """
 
-    # One program for each set of flags and settings; JAX itself tells types of arrays apart.
+    # There is one program for each set of flags and settings; JAX tells types of arrays apart.
     @functools.lru_cache(maxsize=64)
     def program_with(static: StaticLeaves) -> Function:
         """Compiles ``call`` as a function of the traced leaves, with the others fixed."""
         return compile_with(lambda *arrays: call(*with_static(static, arrays)))
 
     def run_compiled(*leaves: object) -> Any:
-        # Within a trace, `call` becomes part of that, and is compiled with it.
+        # Within a trace, `call` becomes part of the trace, and is compiled with it.
         if not _compat.trace_is_clean():
             return call(*leaves)
-        static = static_leaves(leaves)  # those that `is_traced` is not true of, by slot
+        static = static_leaves(leaves)
         if not may_keep(static):  # a kept program would keep the user's objects alive
             return call(*leaves)
         return program_with(static)(*filter(is_traced, leaves))
@@ -188,13 +201,14 @@ def compile_at_top_level(
 
 
 class InnerTransform(Transform):
-    """What these transforms decide: no shardings, and anything may be an argument."""
+    """The settings that these transforms share: no shardings, and anything may be an argument."""
 
-    # Whether JAX compiles the transformed function even outside of `jax.jit`, as it does a loop.
+    # Whether the transformed function is compiled even outside of `jax.jit`, because it has a loop
+    # or a branch, which JAX compiles in any case.
     compiles_at_top_level: ClassVar[bool] = False
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
-        """Applies JAX's transform to the pure function of a plan; by default none.
+        """Applies JAX's transform to the pure function of a plan; by default, none.
 
         Args:
           plan: has a spec for each leaf that the function takes.
@@ -206,7 +220,7 @@ class InnerTransform(Transform):
         return function
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Returns what the pure function calls with the user's arguments; by default his function.
+        """Returns what the pure function calls with the arguments; by default, the user's function.
 
         Args:
           plan: the plan of the call.
@@ -221,14 +235,14 @@ class InnerTransform(Transform):
     ) -> AbstractContextManager[Function]:
         """Prepares the copies of the user's modules that this trace has, before it calls them.
 
-        What is known of a module in the surrounding trace is passed on from the caller's module to
-        its copy: its tag, and its path within each surrounding ``remat`` with filters.
+        Facts about a module in the surrounding trace are passed on from the caller's module to its
+        copy: its tag, and its path within each surrounding ``remat`` with filters.
 
         Args:
           plan: the plan of the call.
           caller: the call that is being traced, with the objects of the surrounding trace.
           unflattened: the copies of these objects, in the same order.
-          leaves: the tracers in them, which these transforms do not need here.
+          leaves: the tracers in the copies, which these transforms do not need here.
 
         Returns:
           A context that yields the function to call in place of the user's.
@@ -241,16 +255,16 @@ class InnerTransform(Transform):
         """Transforms the pure function, once for each plan. Nothing is compiled here.
 
         Returns:
-          One function for calls inside and outside of a trace (``inline`` and ``top_level``), and
-          what runs at top level if no trace can be used again (``traced_each_time``): for a
-          function that captures arrays, or reaches other values than in earlier calls. There is
-          none to lower (``staged``), because these transforms have no stages.
+          A program whose ``inline`` and ``top_level`` are one function. Its ``traced_each_time`` is
+          for calls at top level of a function that captures arrays, or reaches other values than in
+          earlier calls: no trace of such a function can be used again. ``staged`` is None, because
+          these transforms have no stages to lower.
         """
         transformed = self.jax_transform(plan, function)
         traced_each_time = transformed
         if self.compiles_at_top_level:
-            # After each trace of such a function, JAX would also compile its loop again. This finds
-            # the program of an earlier trace with the same operations, if there is one.
+            # JAX would compile the loop again after each trace. `compiled_by_content` finds the
+            # program of an earlier trace with the same operations, if there is one.
             traced_each_time = compile_at_top_level(transformed, compile_with=compiled_by_content)
         return Program(
             staged=None,
@@ -263,8 +277,8 @@ class InnerTransform(Transform):
 class Inner(LiftedFunction[P, R]):
     """A function that takes and returns NNX objects, transformed by JAX.
 
-    Changes that it makes to its arguments are made to the caller's own objects. It is called
-    within other transforms, such as :func:`~nnx_sharding.jit`, or at top level.
+    Changes that the function makes to its arguments are made to the caller's own objects. It is
+    called within other transforms, such as :func:`~nnx_sharding.jit`, or at top level.
     """
 
     @_compat.api_boundary
@@ -280,17 +294,17 @@ class Inner(LiftedFunction[P, R]):
         Args:
           plan: the plan of the call.
           flat: its arguments, to which changes are written back.
-          execute: what takes the leaves, and returns what the pure function returns.
-          fun: what the trace calls instead of the user's function, if given.
+          execute: takes the leaves, and returns what the pure function returns.
+          fun: the function that the trace calls; None for the user's function.
         """
         # JAX compares arrays only, and could use a trace of modules whose activations are sharded
-        # in another way. In this context, tags of modules are a part of the key of a trace.
+        # in another way. In this context, tags of modules are part of the key of a trace.
         with key_traces_by_tags(flat.objects):
-            # As a part of a trace, even at top level: these transforms compile no plan.
+            # ``nested`` is True even at top level, because these transforms compile no plan.
             return run(plan, flat, execute, fun or self._fun, nested=True)
 
     def _run_with_result(self, plan: Plan, flat: Flat, execute: Function) -> tuple[Any, Any]:
-        """Runs a call that has a result besides that of the user's function, such as a derivative.
+        """Runs a call that has a result besides the user's function's, such as a derivative.
 
         Args:
           plan: the plan of the call.
@@ -300,7 +314,7 @@ class Inner(LiftedFunction[P, R]):
         Returns:
           What the user's function returns, and the result.
         """
-        results = list[Any]()  # one item, from the only call of `execute`
+        results = list[Any]()  # gets one item, because `execute` is called once
 
         def outputs_of(*leaves: object) -> Any:
             outputs, result = execute(*leaves)

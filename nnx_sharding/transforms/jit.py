@@ -7,10 +7,13 @@ and for each group of outputs. Calls, stages and caches are those of `Lifted`.
 From other modules:
 
     Sharded   the base: specs are shardings; ``context`` is the mesh that applies, and
-              ``needing_devices`` checks in each call that devices are known
+              ``needing_devices`` makes a function that checks in each call that devices are known
     Program   a pure function, transformed, in the forms that calls use: for stages, at top level,
               within another trace
     Specs     the user's shardings, a prefix of arguments or results
+    in_context     a context that sets a mesh, or nothing for None
+    check_options, check_mesh, check_specs
+              raise an error if an option, a mesh or a spec is wrong
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ from .lifted import Lifted, P, R, lift
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jit(Sharded):
-    """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
+    """The options of ``jit``: their defaults, and the part that goes to ``jax.jit``."""
 
-    # The trace does not depend on these, so functions that differ in them alone share it.
+    # The trace does not depend on these options, so functions that differ in them alone share it.
     untraced: ClassVar[frozenset[str]] = Sharded.untraced | {
         *("on_committed", "keep_unused", "device", "backend", "inline", "compiler_options")
     }
@@ -57,7 +60,8 @@ class Jit(Sharded):
     backend: str | None = None
     inline: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
-    keeps_captures: bool = True  # type: ignore[misc]  # as jax.jit, for speed
+    # A program keeps what the function captures, as in `jax.jit`, because a check would cost time.
+    keeps_captures: bool = True  # type: ignore[misc]
 
     def tracing(
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Sequence[object]
@@ -66,25 +70,25 @@ class Jit(Sharded):
         return _in_mesh(self.context, sharded_activations(plan, caller, unflattened, leaves))
 
     def make_program(self, plan: Plan, function: Callable[..., object]) -> Program:
-        """Wraps the pure function in ``jax.jit``, to which each spec is a sharding, or None.
+        """Wraps the pure function in ``jax.jit``, with a sharding or None for each spec.
 
-        One jitted function is what is lowered (``staged``) and what calls in a trace run
-        (``inline``). Calls at top level need devices; if the mesh has none, they are checked first.
+        The same jitted function is lowered (``staged``), and runs in a trace (``inline``). Calls at
+        top level need devices; if the mesh has none, a check comes first.
         """
         has_deprecated = self.device is not None or self.backend is not None
         # `catch_warnings` makes Python forget which warnings it has shown already, so it is entered
-        # for the deprecated options only.
+        # only if the user has given a deprecated option.
         with warnings.catch_warnings() if has_deprecated else contextlib.nullcontext():
             if has_deprecated:  # JAX has warned the user when the function was decorated
                 warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(plan))
         top_level: Callable[..., Any] = jitted
-        # A mesh without devices in the shardings of inputs, or only in those of results.
+        # These meshes have no devices: one in the shardings of inputs, or else of results.
         input_mesh = _abstract_mesh(plan.specs)
         mesh = input_mesh or _abstract_mesh(plan.out_specs)
         if mesh is not None:
             # A program of an abstract mesh finds its devices at each call: those of the mesh in
-            # context or, without shardings of inputs, those that the arrays are on.
+            # context or, without shardings of inputs, the devices of the arrays.
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         # `jit` keeps what its function has captured, as `jax.jit` does, so it asks for no program
         # that is traced each time.
@@ -95,14 +99,14 @@ class Jit(Sharded):
     def _jax_options(self, plan: Plan) -> dict[str, Any]:
         """Returns the keyword arguments of ``jax.jit`` for a plan.
 
-        Options that the user did not give are left out: for JAX, ``in_shardings=None`` is given,
-        which excludes ``device``.
+        Options that the user did not give are left out, because to JAX ``in_shardings=None`` is
+        given, and excludes ``device``.
         """
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
         if any(spec is not None for spec in plan.specs):
             options["in_shardings"] = tuple(plan.specs)
         if any(spec is not None for spec in plan.out_specs):
-            # None for the outcome, which holds no arrays.
+            # The last one is for the outcome, which holds no arrays.
             options["out_shardings"] = (*plan.out_specs, None)
         if self.compiler_options is not None:
             options["compiler_options"] = dict(self.compiler_options)
@@ -128,14 +132,14 @@ def _in_mesh(
 ) -> Iterator[Callable[..., Any]]:
     """Puts a mesh of Auto axes into context, unless there is one, around another context.
 
-    Then code of the function that asks JAX for the mesh, as by `jax.lax.with_sharding_constraint`
-    with a spec, gets the one that the user gave to ``jit``. On Explicit axes JAX sets it itself: it
-    is in the types of the arrays.
+    With the mesh in context, code of the function that asks JAX for a mesh gets the one that the
+    user gave to ``jit``, for example `jax.lax.with_sharding_constraint` with a spec. On Explicit
+    axes JAX sets the mesh itself, because it is in the types of the arrays.
 
     Args:
       mesh: the mesh that applies; None if there is none.
-      tracing: a context that yields what a trace calls as the user's function. It is entered last,
-        since it reads the mesh in context.
+      tracing: a context that yields the function that a trace calls as the user's. It is entered
+        last, because it reads the mesh in context.
     """
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     is_needed = mesh is not None and not has_mesh and not axes_of_type(mesh, AxisType.Explicit)
@@ -144,7 +148,7 @@ def _in_mesh(
 
 
 def _abstract_mesh(specs: Sequence[object]) -> AbstractMesh | None:
-    """Returns the first mesh without devices in some shardings."""
+    """Returns the first mesh without devices in some shardings; None if there is none."""
     meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 
@@ -162,7 +166,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class _Options(SharedOptions, total=False):
-    """The options of ``jit``."""
+    """The options of ``jit``, for type checkers."""
 
     in_shardings: Any
     out_shardings: Any
@@ -233,7 +237,7 @@ def jit(
         :class:`~nnx_sharding.StateSharding` or an ``nnx.State`` of specs for a module, or None
         to keep the sharding of the argument. Uncommitted Variables are placed as declared at
         the first call, and keep that sharding.
-      out_shardings: likewise for the result. A new module is created sharded.
+      out_shardings: the shardings of the result, in the same form. A new module is created sharded.
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does. While the
         function is traced, a mesh of Auto axes is in context, so that constraints to a
         ``PartitionSpec`` work. Without any sharding, the program runs on the default device.
@@ -244,13 +248,14 @@ def jit(
       auto_axes: Explicit axes of the mesh that are Auto while the function runs, so that the
         compiler chooses how values are sharded over them: one or several names, or True for all.
         For the caller nothing changes: arguments and Variables keep their types, and results get
-        those that ``out_shardings`` declares. It has to cover all results but scalars, which are
-        replicated.
+        the types that ``out_shardings`` declares. It has to cover all results except scalars, which
+        are replicated.
       static_argnums: positions of static arguments, hashable and part of the cache key.
-      static_argnames: their names. As in ``jax.jit``, one of the two implies the other.
+      static_argnames: names of static arguments. One of the two options implies the other, as in
+        ``jax.jit``.
       donate_argnums: positions of arguments whose buffers may be reused. All Variables of a
         donated module hold new arrays after the call.
-      donate_argnames: their names.
+      donate_argnames: names of such arguments.
       keep_unused: keep arguments that the function does not use.
       device: deprecated in JAX; cannot be combined with shardings.
       backend: deprecated in JAX; cannot be combined with shardings.
@@ -335,13 +340,13 @@ def jit(
 
 
 def _deprecated_options(has_shardings: bool, **options: object) -> dict[str, Any]:
-    """Returns those options of JAX that are given, though it warns of them.
+    """Returns the deprecated options that are given, for which JAX warns when it jits a function.
 
-    It warns when a function is jitted. `lift` does that at once, while the user's line is on the
-    stack, which a warning names; the jit of a plan is made in a call.
+    `lift` passes them to ``jax.jit`` at once, because the warning names the user's line, which is
+    on the stack then. The jit of a plan is made in a call.
 
     Raises:
-      ValueError: one is given though there are shardings, which name devices, too.
+      ValueError: an option is given though there are shardings, which name devices, too.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if given and has_shardings:
@@ -355,7 +360,7 @@ def _deprecated_options(has_shardings: bool, **options: object) -> dict[str, Any
 def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function that `jit` was given, and the options to jit it again on another mesh.
 
-    Those are all but the mesh, and what is of its devices: ``device`` and ``backend``.
+    The options are all but the mesh, ``device`` and ``backend``, which name devices.
     """
     transform: Any = function._transform
     options = {name: getattr(transform, name) for name in _KEPT}
@@ -363,13 +368,14 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     options |= {
         "in_shardings": transform.in_specs.tree,
         "out_shardings": transform.out_specs.tree,
-        # Kept as pairs, to be hashable; None without any.
+        # The transform keeps pairs, because they are hashable; None without options.
         "compiler_options": transform.compiler_options and dict(transform.compiler_options),
     }
-    # As `functools.wraps` keeps it: of a bound method, `_fun` has no ``self``.
+    # `functools.wraps` has kept it there. `_fun` of a bound method has no ``self``.
     return function.__dict__["__wrapped__"], options
 
 
+# The fields of `Jit` that `unjitted` returns as they are.
 _KEPT = (
     *("activation_shardings", "auto_axes", "keep_unused", "inline"),
     *("on_committed", "on_indivisible", "strict"),
@@ -377,7 +383,10 @@ _KEPT = (
 
 
 def declared_specs(function: Lifted[..., Any], *args: Any) -> dict[str, Any]:
-    """Returns the declared spec of each array in the arguments, by its path; None without one."""
+    """Returns the declared spec of each array in the arguments, by its path.
+
+    The spec is None for an array without a declared sharding, or whose sharding has no spec.
+    """
     plan, flat = function._plan_without_running(args, {})
     shardings = (getattr(leaf, "sharding", None) for leaf in as_declared(plan, flat.leaves))
     specs = (getattr(sharding, "spec", None) for sharding in shardings)

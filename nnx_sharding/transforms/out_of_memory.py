@@ -1,10 +1,12 @@
 """Explains errors of programs that do not fit into memory: what holds it, and what would help.
 
-JAX says how many bytes are missing. The program is compiled once more for the modules that hold
-them (`module_memory.py`), which is imported only then: it needs all of `analysis`. A `Recorder`
-traces the function again, with the paths of modules. `dump_program` compiles that, and returns what
-the compiler has written: the program, the types of its arguments (``infos``), the modules that it
-calls (``paths``), and the ``shardings`` of its inputs, or None if the compiler has failed again.
+JAX says how many bytes are missing. `module_memory.py` compiles the program once more to find the
+modules that hold them. It is imported only then, because it needs all of `analysis`. A `Recorder`
+traces the function again, with the paths of modules. `dump_program` compiles that trace, and
+returns what the compiler has written: the program, the types of its arguments (``infos``), the
+modules that it calls (``paths``), and the ``shardings`` of its inputs, or None if the compiler has
+failed again. `raise_instead` raises the error that a function returns instead of the given one, or
+returns if that function fails.
 """
 
 from __future__ import annotations
@@ -36,17 +38,18 @@ def explain_memory(
 ) -> None:
     """Raises an error of too little memory again, with what holds it and what would help.
 
-    Returns for any other error, and if the explanation fails: the caller then raises the error as
+    Returns for any other error, and if the explanation fails. The caller then raises the error as
     it is.
 
     Args:
-      error: what JAX raised.
+      error: the exception that JAX raised.
       plan: the plan of the call.
-      make_recorder: makes what traces the function again.
-      compile_with: compiles it as it was compiled for the call.
+      make_recorder: makes the recorder, which traces the function again. It is called only for an
+        error of memory.
+      compile_with: compiles the trace with the options of the first compilation.
     """
-    # To compile for several processes with GPUs, the compilers of all have to take part. They would
-    # wait for that of a process that has not run out of memory.
+    # Programs for several processes with GPUs are compiled by all processes together. The compiler
+    # here would wait for processes that have not run out of memory, so nothing is explained.
     would_wait = jax.process_count() > 1 and jax.default_backend() == "gpu"
     if would_wait or not isinstance(error, Exception) or not _compat.is_out_of_memory(error):
         return
@@ -56,20 +59,23 @@ def explain_memory(
 def _explanation(
     error: Exception, plan: Plan, recorder: Recorder, compile_with: CompileWith
 ) -> Exception:
-    """Returns the error with what holds the memory, by module; compiles the program once more."""
+    """Returns the error with what holds the memory, by module; compiles the program once more.
+
+    Raises whatever the second compilation raises; then there is no explanation.
+    """
     from ..analysis.attribution import module_table
     from ..analysis.parameters import mesh_of
     from .module_memory import argument_rows, dump_program
 
     program = dump_program(recorder, compile_with)
-    # As far as the arguments say: what is declared, else the array's own sharding. Without either,
+    # The shardings that the arguments show: the declared one, or the array's own. Without either,
     # JAX puts an array on the first device.
     default = SingleDeviceSharding(jax.devices()[0])
     expected = [
         sharding or getattr(leaf, "sharding", None) or default
         for sharding, leaf in zip(plan.shardings, recorder.leaves, strict=True)
     ]
-    # Those of the program, if it was compiled. If it ran out of memory in a call, it could be.
+    # The program's shardings are known if it compiles, as for a call that ran out of memory.
     actual = program.shardings or expected
     rows = argument_rows(plan, program.infos, actual, declared=expected)
     compiled = program.compiled_program(rows, mesh_of(expected))
@@ -89,16 +95,16 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     by_kind = table.by_kind()  # bytes on one device at the peak
     activations = by_kind.get("activations", 0)
     used = [row for row in rows if row.used]  # JAX drops arguments that the program does not use
-    # An array that each device has as a whole: sharded over all of them, one part would remain.
+    # Each device holds a replicated array as a whole. Sharded over all devices, one part is left.
     replicated = sum(
         row.bytes_per_device - row.bytes_per_device // row.num_devices
         for row in used
         if row.bytes_per_device == row.bytes_total
     )
-    # Donated arguments become outputs, so at most the smaller one of the two is saved.
+    # Donated arguments become outputs, so donation saves the smaller one of the two at most.
     not_donated = sum(row.bytes_per_device for row in used if not row.donated)
     not_reused = min(by_kind.get("outputs", 0), not_donated)
-    # Upper bounds: what really is saved only another compilation would tell.
+    # These are upper bounds, because only another compilation would tell what is really saved.
     most_saved = {
         "nnx_sharding.remat or Stack(remat=True), which computes activations again": activations,
         "accumulate_gradients(steps=8), with activations of an eighth of the batch": (
@@ -110,5 +116,5 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     remedies = [f"  {bytes_text(n)} at most: {what}" for what, n in most_saved.items() if n]
     if remedies:
         remedies.insert(0, "What would help, with what it saves on each device:")
-    # Of the class of JAX's error, which users catch. These classes take a text.
+    # The class is that of JAX's error, because users catch it. These classes take a text.
     return type(error)("\n".join([str(error), "", str(table.top()), *remedies]))

@@ -1,10 +1,10 @@
 """``remat`` for functions that take and return NNX objects: recomputes instead of storing.
 
-JAX decides what is kept between the passes by a policy, a function of primitives, or by names that
-`checkpoint_name` gives to arrays. A policy by modules is one by names: while the function is
-traced, the outputs of each module that a filter matches get the name of its rule (:class:`_Rules`).
-A filter that is a string counts as both: as a regular expression for paths of modules, and as a
-name that the user's code has given.
+JAX decides by a policy what is kept between the passes. A policy is a function of primitives, or
+goes by names that `checkpoint_name` gives to arrays. A policy by modules is a policy by names:
+while the function is traced, the outputs of each module that a filter matches get the name of the
+filter's rule (:class:`_Rules`). A filter that is a string counts as both: as a regular expression
+for paths of modules, and as a name that the user's code has given.
 
 `jax.checkpoint` gets the pure function, of all *leaves* of the arguments: arrays, and flags, which
 it does not trace. A *slot* is the position of a leaf.
@@ -17,6 +17,8 @@ From other modules:
     Known           the modules that a filter may match: ``{id(module): (path, module)}``
     KNOWN           the `Known` of all ``remat`` around, for transforms that copy modules
     with_handler    calls a function while calls of modules go through a handler
+    current_handler the handler of such calls that is set already, or None
+    module_predicate  makes a function of path and module from a filter; raises for other things
     suggestion      text for messages: ``; did you mean 'layers/0'?``, or nothing
 """
 
@@ -56,20 +58,23 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """A policy by filters for modules, and by the names that ``checkpoint_name`` gives."""
+    """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
 
-    rules: tuple[tuple[Any, Keep], ...]  # pairs of a filter, and what happens to what it matches
+    Raises a ``ValueError`` or a ``TypeError`` for wrong rules when it is made.
+    """
+
+    rules: tuple[tuple[Any, Keep], ...]  # pairs of a filter and what happens to its matches
     # The numbers of the rules that have matched something.
     used: set[int] = dataclasses.field(default_factory=set, compare=False)
     # The paths of the modules that were called.
     called: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        # Here and not in a trace, so that the error is at the user's line.
+        # The check is here and not in a trace, so that the error is at the user's line.
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
         raise_listed(ValueError, head, wrong)
-        _ = self._predicates  # raises for what is not a filter
+        _ = self._predicates  # raises a `TypeError` if one is not a filter
 
     @functools.cached_property
     def _predicates(self) -> list[Predicate]:
@@ -77,15 +82,18 @@ class _Rules:
         return [module_predicate(filter_) for filter_, _ in self.rules]
 
     def name_outputs(self, path: Path, module: object, out: object) -> Any:
-        """Gives the outputs of a module the name by which the policy of JAX knows its rule.
+        """Gives the outputs of a module the name of their rule, which JAX's policy knows.
 
-        The first rule counts whose filter matches the module. Records that the module was called,
-        and that the rule is used.
+        The rule is the first one whose filter matches the module. Without one, the outputs get no
+        name. Records that the module was called, and that the rule is used.
 
         Args:
           path: the path of the module in its argument, such as ``("layers", 0)``.
           module: the module.
-          out: what its call returned, any pytree.
+          out: the result of its call, any pytree.
+
+        Returns:
+          ``out`` with named arrays.
         """
         self.called[path_string(path)] = None
         predicates = enumerate(self._predicates)
@@ -95,25 +103,25 @@ class _Rules:
         self.used.add(index)
         name = self._name(index)
         leaves, treedef = jax.tree.flatten(out)
-        # Other outputs, such as modules, have no name that a policy could see.
+        # A policy sees only arrays, so other outputs, such as modules, get no name.
         named = [checkpoint_name(x, name) if isinstance(x, jax.Array) else x for x in leaves]
         return jax.tree.unflatten(treedef, named)
 
     def _name(self, index: int) -> str:
-        """Returns the name for what a rule matches, such as ``save 'layers/0'``."""
+        """Returns the name for the matches of a rule, such as ``save 'layers/0'``."""
         filter_, keep = self.rules[index]
         return f"{keep} {filter_!r}"
 
     def policy(self) -> Callable[..., bool]:
-        """Returns the policy of JAX that saves or offloads what has the names of the rules.
+        """Returns the policy of JAX that saves or offloads the arrays with the names of the rules.
 
-        It recomputes everything else, so a rule with ``"recompute"`` needs no entry: it is there to
-        match before a more general rule.
+        It recomputes everything else, so a rule with ``"recompute"`` needs no entry. Such a rule is
+        there to match before a more general rule.
         """
         saved, offloaded = list[str](), list[str]()
         for index, (filter_, keep) in enumerate(self.rules):
-            names = [self._name(index)]  # that `name_outputs` gives to what modules return
-            if isinstance(filter_, str):  # may be a name that the user gave by `checkpoint_name`
+            names = [self._name(index)]  # `name_outputs` gives it to the outputs of modules
+            if isinstance(filter_, str):  # the user may have given this name by `checkpoint_name`
                 names.append(filter_)
             if keep == "save":
                 saved += names
@@ -133,23 +141,23 @@ class _Rules:
         """Raises a ``ValueError`` for filters that match no module and no name in the function.
 
         Args:
-          function: the pure function. It was traced just now, which has recorded the rules that
-            match modules.
-          leaves: all leaves, with which it was traced.
+          function: the pure function. It was traced just now, so the rules that match modules have
+            been recorded.
+          leaves: all leaves with which it was traced.
         """
         if len(self.used) == len(self.rules):
             return
-        # Names that the user gave show only in a jaxpr, so this traces once more. That happens only
-        # if there are such names, or for the error.
+        # Only a jaxpr shows the names that the user gave, so this traces once more. It gets here
+        # only if there are such names, or if there will be an error.
         jaxpr = call_on_slots(jax.make_jaxpr, function, leaves)
-        known = _names_in(jaxpr.jaxpr)
-        self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
+        names_given = _names_in(jaxpr.jaxpr)
+        self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in names_given)
         paths = [path for path in self.called if path]  # the module itself has the empty path
         lines = []
         for i, (filter_, _) in enumerate(self.rules):
             if i not in self.used:
-                hint = suggestion(filter_, [*paths, *sorted(known)])  # a similar path or name
-                # A glob such as "layers/*" is no error as a regular expression, and means another.
+                hint = suggestion(filter_, [*paths, *sorted(names_given)])  # a similar path or name
+                # A glob such as "layers/*" is a valid regular expression with another meaning.
                 hint += glob_hint(filter_) if isinstance(filter_, str) else ""
                 lines.append(f"  {filter_!r}{hint}")
         head = "remat: these match no called module and no name from checkpoint_name:"
@@ -157,7 +165,7 @@ class _Rules:
 
 
 def _names_in(jaxpr: Jaxpr) -> set[str]:
-    """Returns the names that ``checkpoint_name`` gives in a jaxpr, and in those inside it."""
+    """Returns the names that ``checkpoint_name`` gives in a jaxpr and in the jaxprs inside it."""
     names = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
     return names.union(
         *(_names_in(inner) for eqn in jaxpr.eqns for inner in _compat.jaxprs_of(eqn))
@@ -166,7 +174,7 @@ def _names_in(jaxpr: Jaxpr) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remat(InnerTransform):
-    """What ``remat`` decides: which values are kept for the backward pass."""
+    """The options of ``remat``: which values are kept for the backward pass, and how."""
 
     counts_from_call: ClassVar[bool] = True
 
@@ -183,35 +191,35 @@ class _Remat(InnerTransform):
         )
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Gives the outputs of modules names for the policy, if the user's policy has filters.
+        """Returns the user's function; with filters, one that names the outputs of modules.
 
         Returns:
-          A function that calls the user's function with a handler of the calls of modules.
+          A function that calls the user's function with a handler for calls of modules.
         """
         if not isinstance(self.policy, _Rules):
             return super().user_function(plan, caller, unflattened)
         rules = self.policy
-        outer = current_handler()
-        known = _modules_of(plan, unflattened)  # (path, module) by the id of the module
+        outer_handler = current_handler()  # None if there is none
+        known_modules = _modules_of(plan, unflattened)  # (path, module) by the id of the module
 
         def call_and_name(
             module: object, method: str, call: Function, args: tuple[Any, ...], kwargs: Any
         ) -> Any:
-            # The outer handler, such as the one that shards activations, calls the method. Then the
-            # names are given to what it returns: the array that the next module gets.
-            if outer is None:
+            # The outer handler, such as the one that shards activations, calls the method first.
+            # Names are given to its result, because the next module gets that array.
+            if outer_handler is None:
                 out = call(*args, **kwargs)
             else:
-                out = outer(module, method, call, args, kwargs)
-            if method != "__call__" or id(module) not in known:
+                out = outer_handler(module, method, call, args, kwargs)
+            if method != "__call__" or id(module) not in known_modules:
                 return out
-            path, _module = known[id(module)]
+            path, _module = known_modules[id(module)]
             return rules.name_outputs(path, module, out)
 
         def call_with_names(*args: object, **kwargs: object) -> Any:
-            # Transforms inside copy the modules; they find the paths of their copies by these, one
-            # `Known` for each `remat` around.
-            token = KNOWN.set((*KNOWN.get(), known))
+            # Transforms inside copy the modules. They find the paths of their copies by these
+            # values, one `Known` for each `remat` around.
+            token = KNOWN.set((*KNOWN.get(), known_modules))
             try:
                 no_further_methods = ()  # rules are for `__call__` alone, which is intercepted
                 return with_handler(call_and_name, no_further_methods, caller.fun, *args, **kwargs)
@@ -225,18 +233,18 @@ class _Remat(InnerTransform):
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
         checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=self.prevent_cse)
-        # One object for all calls, by which JAX finds what it has traced.
+        # It is one object for all calls, because JAX finds its traces by the object.
         checkpointed = checkpoint(function)
 
         def call(*leaves: object) -> Any:
             if all(map(is_traced, leaves)):
                 out = checkpointed(*leaves)
             else:
-                # Flags and other non-arrays are captured, as they are in this call: so this is
-                # another function for JAX in each call.
+                # Flags and other values that are not arrays are captured as they are in this call,
+                # so this makes another function for JAX in each call.
                 out = call_on_slots(checkpoint, function, leaves)
             if rules is not None:
-                # Now that it is traced: that each filter has matched a module, or is a name.
+                # The function is traced now, so it is known which filters have matched something.
                 rules.check(function, leaves)
             return out
 
@@ -254,14 +262,16 @@ def _modules_of(plan: Plan, unflattened: Unflattened) -> Known:
     modules = {}
     for argument in plan.graph_arguments:
         for part in argument.parts:
-            # Paths start at the part, as users write them in filters. By the index of each object:
-            # a list with one path, the shortest, also for an object that is shared.
+            # Paths start at the part, because users write them so in filters. `paths_to_objects`
+            # returns a list with one path for each object, by index: the shortest path, even if the
+            # object is shared.
             start_path: Path = ()
             paths = structure.paths_to_objects([(start_path, part.child)])
             for index, [path] in paths.items():
                 if isinstance(structure.entries[index], NodeEntry):
                     module = unflattened.objects[index]
-                    modules[id(module)] = (path, module)  # with it, so that the id stays its own
+                    # The module is kept with its path, so that no other object gets its id.
+                    modules[id(module)] = (path, module)
     return Known(modules)
 
 
@@ -296,7 +306,7 @@ def remat(
       prevent_cse: as in ``jax.checkpoint``; False within a loop, where it is not needed.
       static_argnums: positions of static arguments. Flags (``bool``), strings and None need not be
         declared: they are always static.
-      static_argnames: their names.
+      static_argnames: the names of static arguments.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -339,7 +349,7 @@ def _read_policy(policy: Policy) -> Callable[..., bool] | _Rules | None:
     a policy of JAX or None → itself.
     """
     if isinstance(policy, str):
-        # Without the functions that make policies from their arguments.
+        # The functions with these prefixes make policies from arguments, so they are left out.
         prefixes = ("_", "save_", "offload_")
         names = [x for x in dir(jax.checkpoint_policies) if not x.startswith(prefixes)]
         if policy not in names:

@@ -1,16 +1,19 @@
-"""``saved_residuals``: what a function keeps from the forward to the backward pass.
+"""``saved_residuals``: the arrays that a function keeps from the forward to the backward pass.
 
-The function is differentiated in a trace without values, as by `jax.vjp`; the leaves of the
-pullback are the residuals. `analysis/residuals.py` finds what computes each of them.
+The function is differentiated in a trace without values, by `jax.vjp`. The leaves of the pullback
+are the residuals. `analysis/residuals.py` finds the operation that computes each of them.
 
 From other modules:
 
     Caller          what a trace needs of its call; ``called_by`` sets it for this thread
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    Lifted          what `jit` returns: ``_plan_without_running`` flattens the arguments of a call,
+    Lifted          the result of `jit`: ``_plan_without_running`` flattens the arguments of a call,
                     and ``_program(…).staged`` is JAX's jitted function of all leaves, which returns
                     groups of arrays and what was done to objects
-    RECORD          where a trace notes what calls of modules return, here for their names
+    RECORD          the list in which a trace writes down what calls of modules return; it is set
+                    here because operations then have the names of modules
+    is_inexact      whether an array has a derivative: floating-point or complex numbers
+    residual_of     the row for a residual; None for a constant
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 def saved_residuals(
     fun: Callable[..., object], /, *args: object, **kwargs: object
 ) -> SavedResiduals:
-    """Lists what a function keeps from the forward to the backward pass, without running it.
+    """Lists the arrays that a function keeps for the backward pass, without running it.
 
     Args:
       fun: a function of modules and arrays, such as a loss. All floating-point arrays of its
@@ -49,7 +52,7 @@ def saved_residuals(
 
     Returns:
       The arrays that are kept, each with the module that computes it, its size, and its memory.
-      What is kept inside a loop over layers is stacked, and its size is that for all layers.
+      Arrays that are kept inside a loop over layers are stacked, and the size is for all layers.
 
     Raises:
       TypeError: arguments are not arrays, or do not fit the signature of ``fun``.
@@ -71,7 +74,7 @@ def saved_residuals(
 
     lifted: Lifted[..., Any] = fun if isinstance(fun, Lifted) else jit(fun)
     plan, flat = lifted._plan_without_running(args, kwargs)
-    program = lifted._program(plan, flat).staged  # of all leaves
+    program = lifted._program(plan, flat).staged  # a function of all leaves
 
     def inexact_outputs(*leaves: object) -> list[jax.Array]:
         """Returns the floating-point arrays that the function returns or writes back."""
@@ -79,21 +82,21 @@ def saved_residuals(
         return [x for group in groups for x in group.arrays if is_inexact(x)]
 
     def vjp_of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes ``jax.vjp`` a transform of a function: of arrays → (outputs, pullback)."""
+        """Returns ``jax.vjp`` of a function: it takes arrays, and returns outputs and pullback."""
         return functools.partial(jax.vjp, function)
 
     def residuals(*leaves: object) -> list[jax.Array]:
         """Returns the arrays in the pullback at the floating-point leaves."""
         slots = [slot for slot, leaf in enumerate(leaves) if is_inexact(leaf)]
         _, pullback = call_on_slots(vjp_of, inexact_outputs, leaves, slots)
-        return jax.tree.leaves(pullback)  # it is a pytree of what it keeps
+        return jax.tree.leaves(pullback)  # the pullback is a pytree of the arrays that it keeps
 
     # While calls are recorded, the names of operations have the paths of modules.
     with RECORD(Calls()), called_by(Caller(lifted._fun, flat.objects)):
         jaxpr = jax.make_jaxpr(residuals)(*map(abstract, flat.leaves)).jaxpr
-    # Each once, as JAX may keep one array for several operations. A literal is a constant number of
-    # the program, and takes no memory.
+    # An array counts once, though JAX may keep it for several operations. A literal is a constant
+    # number of the program, and takes no memory.
     kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
-    # None for a constant, which no operation computes.
+    # A row is None for a constant, because no operation computes it.
     rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
     return SavedResiduals(row for row in rows if row is not None)

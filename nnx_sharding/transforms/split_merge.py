@@ -1,24 +1,25 @@
 """``split`` and ``merge``: a graph of NNX objects to a structure and arrays, and back.
 
-Both are thin: the core flattens and unflattens for every call. What is here is the form in which
-users see the arrays, states by path in groups by filter, and for `merge` into an existing graph the
-pairing of old and new objects by path and type. A structure (``core/structure.py``) is a table:
-each object has an *entry* in it, whose place is the *index* of the object, and *children* refer to
-objects by index. The arrays are in a list, in which each has a *slot*. Objects are modules,
-Variables and refs (``jax.Ref``), and static ones, such as functions. `merge` changes modules and
-Variables in place (``_CHANGED_IN_PLACE``), and makes all others again.
+Both are thin, because the core flattens and unflattens for every call. This file makes the form in
+which users see the arrays: states by path, in groups by filter. For `merge` into an existing graph
+it pairs old and new objects by path and type. A structure (``core/structure.py``) is a table: each
+object has an *entry* in it at the *index* of the object, and *children* refer to objects by index.
+The arrays are in a list, each in a *slot*. Objects are modules, Variables and refs (``jax.Ref``),
+and static ones, such as functions. `merge` changes modules and Variables in place
+(``_CHANGED_IN_PLACE``), and makes all other objects again.
 
 From other modules:
 
     Flat                what ``flatten`` returns: ``structure``, ``leaves`` (the arrays) and
                         ``objects``; ``updatable`` says whether the current trace may change them
-    flatten_known       the same, for a module that was seen before without reading it in Python
-    Location            where an array or a Variable is in a graph: its ``path`` and ``slots``, and
-                        the index of the Variable (``object_index``), or None
-    value_at            what a location has: an array, or the pytree that the Variable holds
-    pytree_of           of a Variable's entry, the container of the pytree that it holds, if any
+    flatten_known       does the same; a module of a known form is read without Python code
+    Location            the place of an array or a Variable in a graph: its ``path`` and ``slots``,
+                        and the index of the Variable (``object_index``), or None for an array
+    value_at            the content of a location: an array, or the pytree that the Variable holds
+    pytree_of           the container of the pytree in a Variable, from its entry; otherwise None
     rebuild             writes other arrays into the objects of a `Flat`; returns their graph
-    update_operations   what has to be done to give objects a new state; `perform` does it at once
+    update_operations   the operations that give objects a new state; `perform` does all at once
+    by_kind             lines for an error, under a title for each kind of problem that has any
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _NO_STRUCTURE = (
 def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     """Splits a graph of NNX objects into a hashable structure, and its arrays by path.
 
-    The graph is any pytree of modules, optimizers and Variables; they may share references,
-    also with each other, and form cycles. The graph is not changed.
+    The graph is any pytree of modules, optimizers and Variables. They may share references, even
+    with each other, and form cycles. The graph is not changed.
 
     Args:
       graph: what to split.
-      *filters: one group of arrays for each filter; an array goes to the first that matches.
+      *filters: one group of arrays for each filter; an array goes to the first one that matches.
         Without filters there is one group with all arrays.
 
     Returns:
@@ -79,7 +80,7 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
     predicates = [to_predicate(filter_) for filter_ in filters or (...,)]
     flat = flatten(graph)
     groups: list[dict[Path, Any]] = [{} for _ in predicates]  # by path
-    unmatched = []  # lines for an error
+    unmatched = []  # the lines of an error
     for location in locations_in(flat.structure):
         value = value_at(flat.structure, location, flat.leaves)
         subject = value if location.object_index is None else flat.objects[location.object_index]
@@ -129,14 +130,14 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
         raise TypeError(_NO_STRUCTURE.format(type=type(structure).__name__))
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
-        # What is shared in the graph is shared in the new one, whatever Flax's mode is.
+        # An object that is shared in the old graph is shared in the new one, in any mode of Flax.
         return unflatten(structure, leaves, share=True).root
     old = flatten_known(into)
-    # Nearly all merges, as of a state that was restored, change only arrays: these are written
-    # right into the objects. Others, as refs, have to be made again, which only `_merge_into` does.
+    # Nearly all merges change only arrays, for example of a restored state. `rebuild` writes these
+    # right into the objects. Objects such as refs have to be made again: only `_merge_into` does.
     only_arrays_differ = old.structure == structure
     if only_arrays_differ and all(isinstance(x, _CHANGED_IN_PLACE) for x in structure.entries):
-        if not old.updatable:  # `_merge_into` checks the objects that it keeps
+        if not old.updatable:  # `_merge_into` makes the same check itself
             _refuse_other_traces(old.objects)
         return rebuild(old, leaves)
     return _merge_into(old, structure, leaves)
@@ -146,32 +147,32 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
     """Changes the objects of a graph to the content of another structure.
 
     Args:
-      old: the graph, flattened. Its objects are kept where the new structure has one of the same
-        type at the same path.
+      old: the graph, flattened. An object is kept if the new structure has one of the same type at
+        the same path.
       structure: the new structure.
       leaves: the new arrays, by slot.
 
     Returns:
       The graph.
     """
-    # The index of each object in the new structure, and its index in the old one.
+    # The keys are indices in the new structure; the values are indices in the old one.
     pairs = _pair_objects(old.structure, structure)
     existing = {index: old.objects[old_index] for index, old_index in pairs.items()}
     _refuse_other_traces(existing.values())
-    # All is built and checked before anything is changed.
+    # Everything is built and checked before anything is changed.
     unflattened = unflatten(structure, leaves, existing=existing, share=True)
     changes: list[NodeChange] = []
     variables: list[int] = []
     for index, old_index in pairs.items():
         entry = structure.entries[index]
         old_entry = old.structure.entries[old_index]
-        # A pair is of two modules or of two Variables: others are not paired.
+        # A pair is of two modules or of two Variables, because no other objects are paired.
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
             continue
-        # What to set in the module: all attributes, as if it was new (``before=None``). They cannot
-        # be compared with the old ones, because children are indices into different tables. Without
-        # an old table, it does not matter which arrays are ``fresh`` ones.
+        # All attributes of the module are set, as if it was new (``before=None``). They cannot be
+        # compared with the old ones, because children are indices into different tables. Without an
+        # old table, ``fresh`` does not matter.
         change = node_changes(index, before=None, after=structure, fresh=frozenset())
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
@@ -203,7 +204,7 @@ def _refuse_other_traces(objects: Iterable[object]) -> None:
 def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     """Pairs modules and Variables of one type that are at the same path.
 
-    It walks through both graphs at once, from the roots, along the paths that both have.
+    The walk goes through both graphs at once, from the roots, along the paths that both have.
 
     Returns:
       The indices of objects in the old structure, by the index in the new one.
@@ -214,10 +215,10 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
     while stack:  # no recursion: models may be nested deeply
         old_child, new_child = stack.pop()
-        old_part, new_part = old_child, new_child  # what may hold other children
+        old_part, new_part = old_child, new_child  # the parts that may hold other children
         if isinstance(old_child, int) and isinstance(new_child, int):  # two objects
             if old_child in paired or new_child in pairs:
-                continue  # each is paired once, at its first path, however often it is shared
+                continue  # an object is paired once, at its first path, however often it is shared
             old_part, new_part = old.entries[old_child], new.entries[new_child]
             # An entry is None if the structure does not describe its object, as after a call.
             if not isinstance(old_part, _CHANGED_IN_PLACE) or new_part is None:
@@ -229,12 +230,12 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
         if all(isinstance(x, Container | NodeEntry) for x in (old_part, new_part)):
             old_parts, new_parts = parts_of(old_part), parts_of(new_part)  # children by path
             common = [path for path in new_parts if path in old_parts]
-            # The first one comes off the stack first.
+            # The order is reversed because the last item comes off the stack first.
             stack += [(old_parts[path], new_parts[path]) for path in reversed(common)]
     return pairs
 
 
-# Types that are certainly leaves of pytrees; other leaves are found by JAX.
+# These types are certainly leaves of pytrees. JAX finds other leaves.
 _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 _TREEDEF_OF_ARRAY = jax.tree_util.tree_structure(0)
 
@@ -243,27 +244,26 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
     """Returns the arrays of all groups in the order of the structure.
 
     Args:
-      structure: knows the path and the slots of each array, or of a Variable with a pytree of them.
+      structure: knows the path and the slots of each array or Variable.
       groups: the arrays by path: states, or nested mappings.
 
     Raises:
-      ValueError: there are other arrays than the structure has.
+      ValueError: arrays are missing, have unknown paths, or are pytrees of another form.
     """
     leaves: list[Any] = [None] * structure.num_leaves
     locations = {location.path: location for location in locations_in(structure)}
     values: dict[Path, Any] = {}  # an array, a Variable, or the pytree that a Variable holds
     for group in groups:
         values.update(_values(group, locations))
-    missing: list[str] = []  # lines for an error: of paths without a value in the groups
-    different: list[str] = []  # of values that are other pytrees than the Variable holds
+    missing: list[str] = []  # lines for paths without a value in the groups
+    different: list[str] = []  # lines for values that are other pytrees than the Variable holds
     for path, location in locations.items():
         where = path_string(path) or "the root"
         if path not in values:
             if location.slots:  # an empty pytree is never missing
                 missing.append(f"  {where}")
             continue
-        # The container of the pytree that the Variable holds; None if that is an array, as nearly
-        # always.
+        # A Variable nearly always holds an array. Then the pytree is None.
         index = location.object_index
         pytree = None if index is None else pytree_of(structure.entries[index])
         expected = _TREEDEF_OF_ARRAY if pytree is None else pytree.treedef
@@ -281,18 +281,18 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
 
 
 def _flatten_value(value: Any) -> tuple[Sequence[object], Any]:
-    """Returns the arrays in a value of :func:`_values`, and their treedef."""
+    """Returns the arrays in a value that :func:`_values` yields, and their treedef."""
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
-    if isinstance(value, _ARRAYS):  # nearly always, and faster
+    if isinstance(value, _ARRAYS):  # a shortcut for nearly all values, because it is faster
         return (value,), _TREEDEF_OF_ARRAY
     return jax.tree_util.tree_flatten(value)
 
 
 def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yields what a group holds, by path: ``{"a": {"b": x}}`` → ``("a", "b"), x``.
+    """Yields the content of a group, by path: ``{"a": {"b": x}}`` → ``("a", "b"), x``.
 
-    Mappings are opened, except where the structure has a Variable, whose value may be one.
+    Mappings are opened, but not at the path of a Variable, because its value may be a mapping.
 
     Args:
       group: a state or a mapping, or a bare array or Variable.
@@ -301,12 +301,12 @@ def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
         path, part = stack.pop()
-        # Not by indexing, as `part[key]`: a State returns any dict in it as another State, even one
-        # that is the value of a Variable.
+        # `part[key]` would not do, because a State returns any dict in it as another State, even
+        # one that is the value of a Variable.
         content = part.raw_mapping if isinstance(part, nnx.State) else part
         if isinstance(content, Mapping):
-            # Where the structure is a bare Variable, it has the empty path. An empty group, as
-            # `split` makes of a filter that matches nothing, is no value of that Variable.
+            # A bare Variable has the empty path. An empty group, which `split` makes for a filter
+            # that matches nothing, is no value of that Variable.
             is_empty_group = not path and not content
             if path not in known or is_empty_group:
                 stack += [((*path, key), value) for key, value in reversed([*content.items()])]

@@ -1,20 +1,22 @@
 """``vjp``, ``jvp`` and ``linearize`` for functions that take and return NNX objects.
 
 All three differentiate with respect to every *inexact* array (floating-point or complex) of the
-*primals*, the arguments that the user gives, and differ only in the transform of JAX that they
-apply. What that returns are functions of lists of arrays; the forms of the primals and of the
-output (:class:`~.tangents.TangentForm`) translate these from and to the user's pytrees. What a
-method is bound to is an argument as well, before the primals, but is not differentiated. A *slot*
-is the position of an array among those of all arguments.
+*primals*, the arguments that the user gives. They differ only in the transform of JAX that they
+apply. That transform returns functions of lists of arrays. The forms of the primals and of the
+output (:class:`~.tangents.TangentForm`) translate the lists from and to the user's pytrees. The
+object of a bound method is an argument as well, before the primals, but is not differentiated. A
+*slot* is the position of an array among those of all arguments.
 
 From other modules:
 
     Differentiable  a lifted function: it flattens its arguments and writes back what a call changes
     differentiate   its method: calls the function, applies a transform of JAX at the arrays in some
-                    slots, and returns what the user's function and the transform returned
+                    slots, and returns the results of the user's function and of the transform
     lift            makes a lifted function of a class for the user's function
     TangentForm     ``tangents_in`` takes tangents out of the user's objects, as a list of arrays;
                     ``build`` makes objects that hold a list of tangents
+    tangent_type    the type of an array's tangent; None for integers and other values without one
+    as_array        makes a JAX array of a Python number; hijax values stay unchanged
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ def vjp(
 ) -> Any:
     """Calls a function, and returns its output and the function that pulls cotangents back.
 
-    Without primals it is a decorator, whose function takes them. Changes that ``f`` makes to its
-    arguments are made to the caller's own objects.
+    Without primals it is a decorator, whose function takes the primals. Changes that ``f`` makes to
+    its arguments are made to the caller's own objects.
 
     Args:
-      f: the function. What it is bound to, if it is a method, is not differentiated.
+      f: the function. The object of a bound method is not differentiated.
       *primals: its arguments: modules, Variables, arrays, and pytrees of these.
       has_aux: whether ``f`` returns a pair of its output and auxiliary data.
       graph: as in :func:`~nnx_sharding.jit`.
@@ -57,9 +59,9 @@ def vjp(
 
     Returns:
       ``(output, pullback)``, or ``(output, pullback, aux)``. ``pullback`` takes cotangents in the
-      structure of the output, and returns a tuple with those of each primal: for a module a new
-      module with the cotangents in place of its arrays, those of integers of dtype ``float0``. It
-      can be called any number of times.
+      structure of the output, and returns a tuple with the cotangent of each primal. For a module
+      it is a new module with cotangents in place of its arrays; for integers they have dtype
+      ``float0``. ``pullback`` can be called any number of times.
 
     Raises:
       TypeError: cotangents of another shape or dtype than the output; no pair with ``has_aux``.
@@ -77,7 +79,7 @@ def vjp(
 
     The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
     """
-    if f is None or not primals:  # a decorator, or a function that takes the primals
+    if f is None or not primals:  # return a decorator, or a function that takes the primals
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
         return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
 
@@ -89,8 +91,8 @@ def vjp(
         output_arrays = output_form.tangents_in("vjp: cotangents", cotangents)
         # JAX's function has one argument, the list of the arrays in the primals.
         [primal_arrays] = pull_arrays(output_arrays)
-        positional, _ = primal_form.build(primal_arrays)  # of (positional, keywords)
-        return positional[-len(primals) :]  # without what the function is bound to
+        positional, _keywords = primal_form.build(primal_arrays)
+        return positional[-len(primals) :]  # leaves out the objects of a bound method
 
     return output, pullback, *aux
 
@@ -107,13 +109,13 @@ def jvp(
 ) -> Any:
     """Calls a function, and pushes tangents of its arguments forward.
 
-    Without primals it is a decorator, whose function takes primals and tangents.
+    Without primals and tangents it is a decorator, whose function takes both.
 
     Args:
       f: the function, as for :func:`vjp`.
       primals: its arguments, a tuple.
-      tangents: a tuple with the tangent of each: for a module one of the same structure, such as
-        ``jax.tree.map(jnp.ones_like, model)``. Those of integers are ignored.
+      tangents: a tuple with the tangent of each primal: for a module one of the same structure,
+        such as ``jax.tree.map(jnp.ones_like, model)``. Tangents of integers are ignored.
       has_aux: whether ``f`` returns a pair of its output and auxiliary data.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -137,7 +139,7 @@ def jvp(
 
     The semantics are those of ``jax.jvp`` and ``flax.nnx.jvp``.
     """
-    # A decorator, or a function that takes primals and tangents: both, so primals alone are not
+    # This returns a decorator, or a function that takes primals and tangents. Primals alone are not
     # enough for a call.
     if f is None or primals is None or tangents is None:
         options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
@@ -162,7 +164,7 @@ def linearize(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Calls a function, and returns its output and its linear approximation there.
+    """Calls a function, and returns its output and its linear approximation at the primals.
 
     Args:
       fun: the function, as for :func:`vjp`.
@@ -173,7 +175,8 @@ def linearize(
 
     Returns:
       ``(output, pushforward)``, or ``(output, pushforward, aux)``. ``pushforward`` takes a tangent
-      for each primal, as :func:`jvp` does, and returns that of the output, any number of times.
+      for each primal, as :func:`jvp` does, and returns the tangent of the output. It can be called
+      any number of times.
 
     Raises:
       TypeError: as for :func:`jvp`.
@@ -199,17 +202,17 @@ def linearize(
 
 
 class _Derivative(NamedTuple):
-    """What a function returned, and its derivative at the arguments."""
+    """The result of a function, and its derivative at the arguments."""
 
-    output: Any  # what the user's function returned, without auxiliary data
+    output: Any  # the result of the user's function, without auxiliary data
     aux: tuple[Any, ...]  # its auxiliary data: one item or none
-    # The pullback or the pushforward, a function of lists of arrays; of `jvp`, the tangents.
+    # The pullback or the pushforward, a function of lists of arrays; for `jvp`, the tangents.
     from_jax: Any
-    output_form: TangentForm  # for tangents of the output
+    output_form: TangentForm  # the form for tangents of the output
 
 
 class _AtPoint(Differentiable[..., Any]):
-    """A function that is differentiated with respect to all that is inexact in its arguments."""
+    """A function that is differentiated with respect to all inexact arrays in its arguments."""
 
     def differentiate_at(
         self, primals: Sequence[object], primal_form: TangentForm, transform: Callable[..., Any]
@@ -217,10 +220,10 @@ class _AtPoint(Differentiable[..., Any]):
         """Calls the function once, which may change the primals, and differentiates that call.
 
         Args:
-          primals: its arguments, without what it is bound to.
-          primal_form: the form of their tangents.
-          transform: ``jax.vjp`` or the like: of a function of a list of arrays, and of the arrays
-            at which it is differentiated. Called with ``has_aux=True``.
+          primals: the arguments of the function, without the objects of a bound method.
+          primal_form: the form of the tangents of the primals.
+          transform: ``jax.vjp``, or another function of a function of a list of arrays, and of the
+            arrays at which to differentiate. It is called with ``has_aux=True``.
         """
         call, flat = self._split((*self._bound, *primals), {})
         plan, _is_new = self._plan(call, flat)
@@ -230,32 +233,32 @@ class _AtPoint(Differentiable[..., Any]):
 
             def inexact_function(arrays: Sequence[object]) -> tuple[list[Any], Any]:
                 output_arrays, outputs = function(arrays)
-                # JAX wants a tangent for each output; integers and keys have none.
+                # JAX wants a tangent for each output, so outputs without tangents are left out.
                 return [x for x in output_arrays if tangent_type(x) is not None], outputs
 
-            # JAX arrays also in place of Python numbers, as `tangents_in` returns for tangents:
-            # both need the same dtype. To JAX, all outputs of the call are auxiliary data, whether
-            # or not the user has any.
+            # Python numbers become JAX arrays, as in `tangents_in`, because a primal and its
+            # tangent need the same dtype. To JAX, all outputs of the call are auxiliary data,
+            # whether or not the user has any.
             jax_arrays = [*map(as_array, arrays)]
             _, from_jax, outputs = transform(inexact_function, jax_arrays, has_aux=True)
             return from_jax, outputs
 
         returned, from_jax = self.differentiate(plan, flat, primal_form.slots, derivative_of)
         output, *aux = returned if self._transform.has_aux else (returned,)
-        # The user's objects, after the call: their tangents have this form.
+        # These are the user's objects after the call. Their tangents have this form.
         flat_output = flatten(output)
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
         return _Derivative(output, tuple(aux), from_jax, output_form)
 
     def primal_form(self, primals: Sequence[object]) -> TangentForm:
-        """Returns the form for tangents of the arguments, without bound objects."""
-        # Flattened once more, so that the form keeps static objects alive: the pullback may be
-        # called when the caller has dropped them.
+        """Returns the form for tangents of the primals, without objects of a bound method."""
+        # The arguments are flattened once more, because this form has to keep static objects alive:
+        # the pullback may be called when the caller has dropped them.
         flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])
         # The root of the structure has a child for each module, Variable or array of the arguments,
-        # in order. So the bound objects are the first ones, and the others belong to the primals.
+        # in order. The bound objects come first, so the children after them are the primals'.
         root: Any = flat.structure.root
-        # As in the structure, a module is one leaf, as is a Variable.
+        # A module or a Variable is one leaf here, because it is one child in the structure.
         treedef = jax.tree_util.tree_structure(tuple(primals), is_leaf=_compat.is_graph_object)
         differentiated = Container(treedef, root.children[len(self._bound) :])
         return TangentForm(flat, slots_by_path(flat.structure, differentiated))
@@ -268,7 +271,7 @@ def _differentiable(
     graph: bool | None,
     graph_updates: bool | None,
 ) -> _AtPoint:
-    """Wraps the user's function for one of these transforms, ``name``, with its options."""
+    """Wraps the user's function for the transform ``name``, with its options."""
     transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
-    made: _AtPoint = lift(_AtPoint, fun, transform, Roles(), graph, graph_updates)
-    return made
+    differentiable: _AtPoint = lift(_AtPoint, fun, transform, Roles(), graph, graph_updates)
+    return differentiable

@@ -10,6 +10,9 @@ From other modules:
     call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
     Inner           the base of functions that become part of a surrounding trace
     type_spec       the spec in the type of an array; None if no mesh axis is Explicit
+    type_mesh       the mesh in the type of an array; None without one
+    retype          gives an array another spec on a mesh, in its type
+    replace_slots   a copy of a list of arrays with others in some slots
 """
 
 from __future__ import annotations
@@ -52,19 +55,19 @@ def vmap(
 ) -> Any:
     """Vectorizes a function whose arguments and results may be NNX objects.
 
-    A mapped Variable has one more dimension outside the function than inside. What the function
-    writes to it is stacked along the same axis, and so are new Variables. A Variable that is not
-    mapped has to be the same for all elements after the call.
+    A mapped Variable has one more dimension outside the function than inside. Values that the
+    function writes to it are stacked along the same axis, and so are new Variables. A Variable that
+    is not mapped has to be the same for all elements after the call.
 
     Args:
       f: the function.
-      in_axes: the axis along which each argument is mapped, None for one that is not: one for all
-        of them, a tuple with one for each positional parameter, or a mapping from parameter names;
-        each a pytree prefix of its argument, with :class:`~nnx_sharding.StateAxes` allowed for a
-        module. Other keyword-only parameters are not mapped.
-      out_axes: likewise for the result.
+      in_axes: the axis along which each argument is mapped, None for an argument that is not: one
+        for all of them, a tuple with one for each positional parameter, or a mapping from parameter
+        names; each a pytree prefix of its argument, with :class:`~nnx_sharding.StateAxes` allowed
+        for a module. Other keyword-only parameters are not mapped.
+      out_axes: the axes of the result, in the same form.
       axis_name: a name for the axis, for collectives.
-      axis_size: its size, if nothing is mapped.
+      axis_size: the size of the axis, if nothing is mapped.
       spmd_axis_name: the mesh axis over which it is sharded, for constraints in the function.
       transform_metadata: metadata of Variables for the axis, as ``flax.nnx.vmap`` takes them:
         ``{nnx.PARTITION_NAME: "layers"}`` names it in their logical axes.
@@ -93,15 +96,16 @@ def vmap(
 
     The semantics are those of ``jax.vmap`` and ``flax.nnx.vmap``.
     """
-    # Pytrees of `Axis` and `CARRY` in place of what the user wrote; ``written`` lists all of them.
+    # The specs are pytrees of `Axis` and `CARRY` in place of the user's axes; ``written`` lists all
+    # of them.
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
-    # Axes of `scan` may have been copied from there.
+    # A user who turns a `scan` into a `vmap` may have kept its axes.
     if CARRY in (*in_specs.written, *out_specs.written):
         raise TypeError("vmap: Carry is for scan; the elements of vmap are independent.")
     transform = _Vmap(
         in_specs=in_specs,
         out_specs=out_specs,
-        options=jax_options(  # hashable, as the key of a plan has them
+        options=jax_options(  # hashable, because they are in the key of a plan
             axis_name=axis_name, axis_size=axis_size, spmd_axis_name=spmd_axis_name
         ),
         metadata=tuple((transform_metadata or {}).items()),
@@ -115,7 +119,7 @@ def vmap(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vmap(Mapped):
-    """What ``vmap`` decides."""
+    """The options of ``vmap``, and what they decide: the mapped function, and checks of results."""
 
     name: str = "vmap"
 
@@ -126,9 +130,10 @@ class _Vmap(Mapped):
           plan: has an axis for each array (``specs``) and each group of outputs (``out_specs``).
           function: the pure function, of the arrays of one element.
         """
-        # The user's options of `jax.vmap`, which are kept as hashable pairs.
+        # The user's options of `jax.vmap` are kept as hashable pairs.
         options: dict[str, Any] = {key: option.value for key, option in self.options}
-        options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)  # for the outcome
+        # The last axis is for the outcome.
+        options["out_axes"] = (*(axis.index for axis in plan.out_specs), None)
         in_axes = tuple(axis.index for axis in plan.specs)
 
         def call_mapped(*leaves: object) -> Any:
@@ -141,11 +146,12 @@ class _Vmap(Mapped):
                 for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True))
                 if axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
             }
-            if not captured:  # the direct way, on which errors of JAX name the arguments
+            # Without captured arrays, errors of JAX can name the arguments.
+            if not captured:
                 try:
                     return jax.vmap(function, in_axes, **options)(*leaves)
                 except Exception as error:
-                    # Adds a note to JAX's error for keys of all elements in place of one.
+                    # Adds a note to JAX's error if a key is the keys of all elements.
                     _explain_stacked_keys(error, plan, leaves)
                     raise
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
@@ -156,21 +162,21 @@ class _Vmap(Mapped):
         return call_mapped
 
     def stacks_captured(self, array: object) -> bool:
-        """Whether a captured array is stacked; one that is equal for all elements need not be."""
+        """Whether a captured array is stacked: unless it is equal for all elements."""
         return _compat.varies_in_vmap(array)
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[object], specs: Sequence[Axis]
     ) -> None:
-        """Raises a ``ValueError`` also for results that are not mapped, but differ by element.
+        """Raises a ``ValueError`` for results that cannot be stacked, or differ without an axis.
 
         Args:
           fun_name: the name of the user's function.
           names: the expression for each result, such as ``output[0]`` or ``model.count``.
           leaves: the arrays in the trace.
-          specs: the axis of each.
+          specs: the axis of each result.
         """
-        super().check_outputs(fun_name, names, leaves, specs)
+        super().check_outputs(fun_name, names, leaves, specs)  # raises for axes that do not fit
         lines = [
             f"  {name}, {type_text(leaf)}"
             for name, leaf, spec in zip(names, leaves, specs, strict=True)
@@ -192,21 +198,22 @@ def _shard_alike(
 ) -> tuple[Any, ...]:
     """Returns the arrays with their mapped dimensions sharded over the same Explicit axes.
 
-    JAX refuses others. A dimension that is replicated, such as that of keys which the user's
-    function has split, becomes like that of the other arrays, as on Auto axes: nothing is sent.
+    JAX refuses mapped dimensions that are sharded differently. A replicated dimension, such as that
+    of keys that the user's function has split, is sharded like that of the other arrays, as on Auto
+    axes: nothing is sent.
 
     Args:
       leaves: the arrays, by slot.
-      in_axes: the axis along which each is mapped, or None.
-      names: the expression for each, such as ``x`` or ``model.kernel``.
+      in_axes: the axis along which each array is mapped; None if it is not mapped.
+      names: the expression for each array, such as ``x`` or ``model.kernel``.
 
     Raises:
       ValueError: mapped dimensions are sharded over different axes.
     """
-    # The mapped dimension of each array, by slot. What JAX has an error for, it gets as it is:
-    # a dimension that an array does not have, and dimensions of different sizes.
+    # The mapped dimension of each array, by slot. Arrays for which JAX has an error of its own are
+    # passed on unchanged: an array without that dimension, and dimensions of different sizes.
     dimensions: dict[int, int] = {}
-    shapes = [shape_of(leaf) or () for leaf in leaves]  # () of a hijax type, which is left alone
+    shapes = [shape_of(leaf) or () for leaf in leaves]  # (): a hijax type, which is left alone
     for slot, (axis, shape) in enumerate(zip(in_axes, shapes, strict=True)):
         if axis is not None and -len(shape) <= axis < len(shape):
             dimensions[slot] = axis % len(shape)
@@ -215,13 +222,13 @@ def _shard_alike(
     if len(sizes) != 1 or not any(any(spec_axes(spec)) for spec in given):
         return leaves
     aligned = [*_put_on_mesh(leaves, [*dimensions])]
-    # The mesh axes that shard each mapped dimension, none if it is replicated.
+    # The mesh axes that shard each mapped dimension, by slot; empty if it is replicated.
     specs = {slot: type_spec(aligned[slot]) or PartitionSpec() for slot in dimensions}
     mesh_axes = {
         slot: axes_of(pad_entries(specs[slot], dimension + 1)[dimension])
         for slot, dimension in dimensions.items()
     }
-    wanted = next(filter(None, mesh_axes.values()), ())
+    wanted = next(filter(None, mesh_axes.values()), ())  # the axes of the first sharded dimension
     unlike = set[int]()
     for slot, dimension in dimensions.items():
         spec, leaf = specs[slot], aligned[slot]
@@ -245,9 +252,9 @@ def _shard_alike(
 
 
 def _put_on_mesh(leaves: tuple[Any, ...], slots: Sequence[int]) -> Sequence[Any]:
-    """Returns the arrays with those in ``slots`` that are on no mesh replicated on that in context.
+    """Returns the arrays, with those in ``slots`` that are on no mesh replicated on the context's.
 
-    These are constants and NumPy arrays. Without Explicit axes in context, all stay as they are.
+    Such arrays are constants and NumPy arrays. Without Explicit axes in context, nothing changes.
     """
     if not axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
         return leaves
@@ -261,11 +268,11 @@ def _put_on_mesh(leaves: tuple[Any, ...], slots: Sequence[int]) -> Sequence[Any]
 def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -> None:
     """Adds a note to an error of JAX for an array of random keys in place of a single one.
 
-    That is raised where the function draws from a stream whose keys, one for each element, are not
-    mapped. The note names these. All other errors are left alone.
+    JAX raises it if the function draws from a stream whose keys, one for each element, are not
+    mapped. The note names these keys. All other errors are left alone.
 
     Args:
-      error: what was raised in the trace.
+      error: the exception that was raised in the trace.
       plan: the plan of the call, with the names and axes of its arrays.
       leaves: the arrays, by slot.
     """

@@ -1,17 +1,17 @@
 """``while_loop`` and ``fori_loop`` for functions of NNX objects.
 
-Both are loops without slices: everything is the same for all steps, or carried
+Both are loops without slices: an argument is the same for all steps, or carried
 (:class:`~.scan.Loop`). The loop is a function of these arguments:
 
     while_loop   objects, init_val              the same for all steps, carried
     fori_loop    objects, i, init_val, upper    the same, carried, carried, the same
 
-``objects`` is the list of what the user's functions are bound to, such as the model of a method. A
-*pure function* takes the arrays of all arguments, calls ``fun`` of the *caller*
-(:class:`~.call_context.Caller`), and returns output arrays and an *outcome*: what that did to
-objects. In the name of the call it runs the body. The condition is a second function of the same
-arrays: the same pure function, traced with the condition put into the caller; the one array that it
-returns is taken from its outputs.
+``objects`` is the list of the objects to which the user's functions are bound, such as the model of
+a method. A *pure function* takes the arrays of all arguments, calls ``fun`` of the *caller*
+(:class:`~.call_context.Caller`), and returns output arrays and an *outcome*: what ``fun`` did to
+objects. In a step, ``fun`` runs the body. The condition is a second function of the same arrays:
+the same pure function, traced with the condition put into the caller. The condition's result is the
+one array that is taken from its outputs.
 
 `fori_loop` carries its counter, ``i``. With a known number of steps it is a `scan`, as in JAX, so
 that it can be differentiated in reverse mode; otherwise the counter is compared with ``upper``.
@@ -24,6 +24,8 @@ From other modules:
                 whose first argument is ``objects``; ``bound`` says which of these each uses.
                 ``leading`` names the arguments of the loop in messages
     Specs       for each argument, or for the result: ``BROADCAST`` (the same), or ``CARRY``
+    check_carry raises an error unless a carry has the form and the modules of the one before
+    compile_at_top_level  makes a function that is compiled as one program outside of any trace
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def while_loop(
 ) -> Any:
     """Calls a function repeatedly while a condition holds, in one loop of the program.
 
-    Variables that the body does not write are inputs of the loop, and not copied in it.
+    Variables that the body does not write are inputs of the loop, and are not copied in it.
 
     Args:
       cond_fun: a function of the carry that returns a bool scalar. It may call modules, but change
@@ -98,7 +100,7 @@ def while_loop(
 
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
-    # In this order: the condition is the first function of the call, the body the last one.
+    # The order counts: the condition is the first function of the call, the body the last one.
     given = {"cond_fun": cond_fun, "body_fun": body_fun}
     functions = Functions("while_loop", given, leading=("functions", "init_val"), num_operands=0)
     transform = _While(
@@ -128,7 +130,7 @@ def fori_loop(
     Args:
       lower: the first integer; an integer scalar.
       upper: the integer after the last one. With bounds that are known while tracing, the loop is a
-        ``scan``, which can be differentiated in reverse mode; else it is a ``while_loop``.
+        ``scan``, which can be differentiated in reverse mode; otherwise it is a ``while_loop``.
       body_fun: a function of the integer and the carry that returns the next carry, as for
         :func:`while_loop`.
       init_val: the first carry.
@@ -160,9 +162,9 @@ def fori_loop(
     """
     lower = scalar_value("fori_loop", "lower", lower, "iu", "an integer scalar")
     upper = scalar_value("fori_loop", "upper", upper, "iu", "an integer scalar")
-    # In one type, with options for `scan` if the number of steps is known.
+    # Both bounds get one type. The options for `scan` are empty if the number of steps is unknown.
     lower, upper, scan_options = _fori_bounds(lower, upper, unroll)
-    # The names, the specs and the arguments are in one order.
+    # The names, the specs and the arguments below are in one order.
     functions = Functions(
         "fori_loop",
         {"body_fun": body_fun},
@@ -178,8 +180,8 @@ def fori_loop(
         options=jax_options(**scan_options),
     )
     args = functions.objects, lower, init_val, upper
-    # The counter is an argument of its own, and not in the carry of the user, so that messages name
-    # his carry as he wrote it.
+    # The counter is an argument of its own, and not in the user's carry, so that messages name the
+    # carry as the user wrote it.
     _last_i, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
     return last
 
@@ -187,11 +189,13 @@ def fori_loop(
 def _fori_bounds(
     lower: Any, upper: Any, unroll: int | bool | None
 ) -> tuple[int | jax.Array, int | jax.Array, dict[str, Any]]:
-    """Returns the bounds of a loop in one type, and options of ``scan``; none if one is traced.
+    """Returns the bounds of a loop in one type, and options of ``scan``.
+
+    The options are empty if a bound is traced, because then the number of steps is unknown.
 
     Args:
       lower: the user's lower bound, an integer scalar.
-      upper: his upper bound, likewise.
+      upper: the user's upper bound, an integer scalar.
       unroll: how many steps to unroll in one iteration; None for the default.
 
     Raises:
@@ -201,7 +205,7 @@ def _fori_bounds(
     types = [jax.typeof(x) for x in (lower, upper)]
     # A Python number has a weak type, and takes the dtype of the other bound.
     dtypes = {x.dtype for x in types if not x.weak_type}
-    if not dtypes:  # two such numbers, traced: JAX's default
+    if not dtypes:  # both are Python numbers, or traced ones: JAX's default applies
         dtypes = {jnp.result_type(*types)}
     if len(dtypes) > 1:
         raise TypeError(
@@ -211,12 +215,12 @@ def _fori_bounds(
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
-        # Under `jax.disable_jit`, JAX has no `scan` without steps, but such a `while_loop`.
+        # Under `jax.disable_jit`, JAX's `scan` cannot run without steps, but its `while_loop` can.
         if length or not jax.config.jax_disable_jit:
-            # JAX's `scan` takes no None; 1 is its default.
+            # JAX's `scan` takes no None for `unroll`; 1 is its default.
             options = {"length": length, "reverse": False, "unroll": unroll or 1}
             return lower, upper, options
-    elif unroll not in (None, False, 1):  # as in JAX, also True passes, which equals 1
+    elif unroll not in (None, False, 1):  # True equals 1, so it passes as well, as in JAX
         raise ValueError(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
             "traced. Pass them as static values, or leave unroll out."
@@ -227,41 +231,42 @@ def _fori_bounds(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _While(Scan):
-    """What ``while_loop`` and ``fori_loop`` decide. With ``options`` it runs as a ``scan``."""
+    """The options of ``while_loop`` and ``fori_loop``. With ``options`` it runs as a ``scan``."""
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
     is_fori: bool  # whether it is ``fori_loop``
-    # For each function, the positions of what it is bound to in ``objects``: a part of the key by
+    # For each function, the positions of its objects in ``objects``. They are part of the key by
     # which a trace is found.
     bound: tuple[tuple[int, ...], ...]
     carried: int | str | None = None
     returned: int | None = None
 
     def stacks_captured(self, array: object) -> bool:
-        return False  # the number of steps may be unknown
+        return False  # the number of steps may be unknown, so nothing can be stacked
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
-        """Returns what the pure function calls at each step: the body, with a check of its carry.
+        """Returns the function that the pure function calls at each step.
 
-        Its arguments are those of the loop, in the table of this module. It returns the next carry;
-        for ``fori_loop``, the next counter and the next carry.
+        That is the body with a check of its carry. It takes the arguments of the loop, as in the
+        table of this module. It returns the next carry; for ``fori_loop``, the next counter and the
+        next carry.
         """
-        # `_trace_condition` has put the condition in the place of the `Functions` of the call. It
-        # is called as it is, since it returns no carry to check.
+        # `_trace_condition` has put the condition in the place of the `Functions` of the call. The
+        # condition is called as it is, because it returns no carry to check.
         if not isinstance(caller.fun, Functions):
             return super().user_function(plan, caller, unflattened)
         body = caller.fun.bind(-1)  # the last function, after the condition if there is one
 
         def while_step(objects: Sequence[object], carry: object) -> object:
-            new = body(objects, carry)
-            # Raises an error unless it has the same form, and the same modules.
-            check_carry(self.name, name_of(body), carry, new)
-            return new
+            new_carry = body(objects, carry)
+            # Raises an error unless the new carry has the same form, and the same modules.
+            check_carry(self.name, name_of(body), carry, new_carry)
+            return new_carry
 
         def fori_step(objects: Sequence[object], i: Any, carry: object, upper: object) -> Any:
-            new = body(objects, i, carry)
-            check_carry(self.name, name_of(body), carry, new)
-            return i + 1, new
+            new_carry = body(objects, i, carry)
+            check_carry(self.name, name_of(body), carry, new_carry)
+            return i + 1, new_carry
 
         return fori_step if self.is_fori else while_step
 
@@ -274,7 +279,7 @@ class _While(Scan):
 class _WhileLoop(Loop):
     """A loop that runs as long as a condition holds.
 
-    That is a ``while_loop``, or a ``fori_loop`` with a traced bound.
+    It is a ``while_loop``, or a ``fori_loop`` with a traced bound.
     """
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
@@ -286,35 +291,36 @@ class _WhileLoop(Loop):
         """Runs ``jax.lax.while_loop``.
 
         Args:
-          step: returns the next carry, and an output without arrays: what the step did to objects.
+          step: returns the next carry, and an output without arrays that says what the step did.
           carry: the first carry.
-          mapped: is empty, since such a loop has no slices.
+          mapped: is empty, because such a loop has no slices.
           static: the leaves that JAX does not trace, in pairs with their slots.
 
         Returns:
           The last carry, and the output of a step.
         """
         caller = current_caller()
-        assert caller is not None  # a loop runs in a call
-        # A function of the arguments of the loop: of `fori_loop` our own, of `while_loop` the
-        # user's condition, which is the first of his functions.
+        assert caller is not None  # a loop only runs in a call
+        # The condition takes the arguments of the loop. For `fori_loop` it is our own function, for
+        # `while_loop` the user's, which is the first one of the call.
         is_fori = cast("_While", self._transform).is_fori
         condition = _is_below if is_fori else caller.fun.bind(0)
-        # JAX returns the carry alone, so what a step did is noted here, once for each trace of the
-        # body. JAX may trace it again if types are weak, and runs the last trace.
+        # JAX returns the carry alone, so each trace of the body records here what a step did. JAX
+        # may trace the body again if types are weak. It runs the last trace, so the last item
+        # counts.
         step_outputs: list[Any] = []
 
         def holds(carry: OutputGroup) -> jax.Array:
             return self._trace_condition(condition, caller, self._leaves(static, carry, mapped))
 
         def body(carry: OutputGroup) -> OutputGroup:
-            new: OutputGroup
-            new, step_output = step(carry, mapped)
+            new_carry: OutputGroup
+            new_carry, step_output = step(carry, mapped)
             step_outputs.append(step_output)
-            return new
+            return new_carry
 
         last = jax.lax.while_loop(holds, body, carry)
-        if not step_outputs:  # under `jax.disable_jit`, a loop without steps does not trace one
+        if not step_outputs:  # under `jax.disable_jit`, a loop without steps traces no step
             jax.eval_shape(body, carry)
         return last, step_outputs[-1]
 
@@ -323,19 +329,24 @@ class _WhileLoop(Loop):
     ) -> jax.Array:
         """Returns the condition for these leaves, a traced bool scalar.
 
-        The pure function is traced once more, and calls the condition in place of the body: so both
+        The pure function is traced once more, and calls the condition instead of the body, so both
         get modules made of the same leaves.
 
         Args:
           condition: the user's function, or :func:`_is_below`.
           caller: the call that is being traced, whose ``fun`` runs the body.
           leaves: all leaves of the arguments, by slot.
+
+        Raises:
+          TypeError: the condition returns no bool scalar.
+          ValueError: the condition changes an object.
         """
         fun_name = name_of(condition)
 
         def checked_condition(*args: object) -> Any:
             out = condition(*args)
-            # In a `shard_map`, the type may also say that it differs between devices.
+            # In a `shard_map`, the type may also say that the value differs between devices, so
+            # types are not compared as a whole.
             aval: Any = jax.typeof(out) if is_array(out) else None
             if getattr(aval, "dtype", None) != jnp.bool_ or aval.shape != ():
                 raise TypeError(
@@ -346,8 +357,9 @@ class _WhileLoop(Loop):
         # The pure function calls `checked_condition` in this block.
         with called_by(caller._replace(fun=checked_condition)):
             *groups, outcome = self._function(*leaves)  # new arrays, and what was done to objects
-        # A loop takes nothing but the bool from its condition, so changes would be lost. These are
-        # the indices of Variables with other arrays or metadata, of static objects and of modules.
+        # A loop takes nothing but the bool from its condition, so other changes would be lost.
+        # `changed` has the indices of Variables with other arrays or metadata, of static objects
+        # and of modules.
         changed = {*outcome.values, *outcome.metadata, *outcome.statics}
         changed |= {change.node for change in outcome.nodes}
         raise_listed(
@@ -356,14 +368,14 @@ class _WhileLoop(Loop):
             [f"  {name}" for name in self._names_of(sorted(changed)).values()],
             "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
         )
-        # By slot after the call: arrays of the groups, and of the inputs where they are unchanged.
+        # By slot after the call: an array of the groups, or of the inputs if it is unchanged.
         arrays_after = outcome.arrays(leaves, groups)
-        # The structure after the call also has the objects of the arguments. Its root is what the
-        # condition returned, of which the bool is the only array.
+        # The structure after the call also has the objects of the arguments, but its root is the
+        # condition's result, and the bool is the only array there.
         [slot] = outcome.structure.root_slots
         return cast(jax.Array, arrays_after[slot])
 
 
 def _is_below(objects: object, i: Any, init_val: object, upper: Any) -> Any:
-    """Is the condition of ``fori_loop``, whose arguments it takes."""
+    """The condition of ``fori_loop``, a function of the loop's arguments."""
     return i < upper
