@@ -1,20 +1,26 @@
 """``auto_axes`` and ``explicit_axes`` for functions that take and return NNX objects.
 
 Over an Explicit mesh axis, the sharding of an array is a part of its type in a trace; over an
-Auto axis, the compiler chooses it. Around the function there is the *outer* mesh, inside of it the
-*inner* mesh: the same devices with other axis types (``AxisTypeChange``). To *retype* an array is
-to give it the same values with a sharding on the other mesh in its type. Both transforms retype the
-arrays of the arguments, call the function, and retype what it returns:
+Auto axis, the compiler chooses it. The mesh around the function is the *outer* mesh, and the mesh
+inside the function is the *inner* mesh. Both have the same devices, but other axis types
+(``AxisTypeChange``). To *retype* an array is to give it the same values with a sharding on the
+other mesh in its type. Both transforms retype the arrays of the arguments, call the function, and
+retype what it returns:
 
     auto_axes       in: the sharding is kept, but not in the type    out: ``out_sharding``
     explicit_axes   in: ``in_sharding``                              out: the compiler chooses
 
-Variables of the arguments have the types after the call that they had before, or their old values,
-if the function raises an error. Modules are flattened for this (``Flat``) into their arrays, the
-*leaves*, their ``objects`` (modules, Variables), and a ``structure`` that describes the rest; a
-*slot* is the index of a leaf. A *location* is the place of a Variable or array in an argument or
-the result, with the part of the user's specs that is for it; its name is the expression for it,
-such as ``model.kernel``. ``RetypedArrays`` has the arrays before the call and in it.
+After the call, Variables of the arguments have the types that they had before it. If the function
+raises an error, they have their old values as well. Modules are flattened for this (``Flat``) into
+their arrays, the *leaves*, their ``objects`` (modules, Variables), and a ``structure`` that
+describes the rest. A *slot* is the index of a leaf. A *location* is the place of a Variable or
+array in an argument or the result, with the part of the user's specs that is for it. The name of a
+location is the expression for it, such as ``model.kernel``.
+
+From other modules: `RetypedArrays` has the arrays before the call and in it. `call_retyped` puts
+the inner arrays into the user's modules, calls the function, and flattens arguments and result. The
+modules keep the inner arrays until `rebuild` puts other arrays into them. `restore` gives static
+objects their old content back. `fit_shardings` raises an error unless all specs fit.
 """
 
 from __future__ import annotations
@@ -55,11 +61,11 @@ def auto_axes(
 ) -> Any:
     """Runs a function with mesh axes Auto that are Explicit outside it.
 
-    ``jax.sharding.auto_axes``, for functions and methods whose arguments and results may hold
-    modules. The compiler then chooses how values are sharded in the function, for example where JAX
+    This is ``jax.sharding.auto_axes`` for functions and methods whose arguments and results may
+    hold modules. The compiler chooses how values are sharded in the function, for example where JAX
     cannot type an operation. Variables of modules among the arguments are converted like arrays.
-    After the call they have their previous types; an exception leaves all of them unchanged. What
-    the function captures is not converted: pass it as an argument.
+    After the call they have their previous types; an exception leaves all of them unchanged. Values
+    that the function captures are not converted: pass them as arguments.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -102,8 +108,8 @@ def explicit_axes(
 ) -> Any:
     """Runs a function with mesh axes Explicit that are Auto outside it.
 
-    ``jax.sharding.explicit_axes``, for functions and methods whose arguments and results may hold
-    modules: JAX then knows in the function how each value is sharded over these axes, and refuses
+    This is ``jax.sharding.explicit_axes`` for functions and methods whose arguments and results may
+    hold modules. In the function, JAX knows how each value is sharded over these axes, and refuses
     to guess. Variables among the arguments are converted as by :func:`auto_axes`.
 
     Args:
@@ -150,10 +156,11 @@ def _decorate(
     parameters = Parameters(function, Roles(), len(bound))  # no static or donated arguments
     axis_names = None if axes is None else axes_of(axes)
     mode = _AxisMode(kind, name, option, function, parameters, axis_names)
-    declared = None if specs is None else mode.check(specs)  # misspelt ones fail here
+    # The specs are checked here, so that misspelt ones fail when the function is decorated.
+    declared = None if specs is None else mode.check(specs)
 
-    # The name and docstring of the function. Its attributes, too, but not those of a module, which
-    # are its Variables and submodules.
+    # The wrapper gets the name, docstring and attributes of the function. It does not get the
+    # attributes of a module, because they are Variables and submodules.
     @functools.wraps(fun, updated=() if is_module else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: object, **kwargs: object) -> Any:
@@ -168,10 +175,10 @@ def _decorate(
 
 
 class _CallResult(NamedTuple):
-    """What a call returned, on its way out."""
+    """The arguments and the result after a call, with arrays on both meshes."""
 
-    after: Flat  # arguments and result after the call, with arrays on the inner mesh
-    outer: Sequence[Any]  # by slot, the same arrays on the outer mesh
+    flat: Flat  # arguments and result after the call, with arrays on the inner mesh
+    outer_leaves: Sequence[Any]  # by slot, the same arrays on the outer mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +188,9 @@ class _AxisMode:
     Attributes:
       kind: the type of the axes in the function.
       name: the name of the transform, for errors.
-      option: its option with the specs, for errors.
+      option: the name of the option with the specs, for errors.
       function: the function.
-      parameters: those of the function.
+      parameters: the parameters of the function.
       axes: the axes; None for all.
     """
 
@@ -205,7 +212,7 @@ class _AxisMode:
 
         Args:
           args: the positional arguments, with modules among them.
-          kwargs: those by name.
+          kwargs: the arguments by name.
           specs: the user's ``in_sharding`` or ``out_sharding``.
         """
         flat = flatten((args, kwargs))
@@ -213,15 +220,18 @@ class _AxisMode:
         if change is None:  # no axis changes its type
             return self.function(*args, **kwargs)
         call = self._call_auto if self.kind is AxisType.Auto else self._call_explicit
-        undo = _undo(flat.objects)  # for modules and Variables
+        undo = _record_undo(flat.objects)  # for modules and Variables
         try:
-            after, outer = call((args, kwargs), flat, specs, change)
-            # The arguments' own Variables get the outer arrays, though Flax may count them as those
-            # of another trace (``foreign``); the result is returned with such arrays.
-            return rebuild(after, outer, foreign=True)
-        except BaseException:  # also KeyboardInterrupt: Variables must not keep the inner types
+            flat_after, outer_leaves = call((args, kwargs), flat, specs, change)
+            # The Variables of the arguments get the outer arrays, although Flax may count the
+            # Variables as those of another trace (``foreign``). The result is returned with outer
+            # arrays as well.
+            return rebuild(flat_after, outer_leaves, foreign=True)
+        # KeyboardInterrupt is caught as well, because Variables must not keep the inner types.
+        except BaseException:
             undo()
-            # What `undo` does not know: static objects, such as configurations.
+            # Static objects, such as configurations, are restored here, because `undo` only knows
+            # modules and Variables.
             restore(flat.structure, flat.objects, flat.structure.static_indices())
             raise
 
@@ -229,7 +239,7 @@ class _AxisMode:
         """Finds the mesh of a call, and which of its axes get another type in the function.
 
         Args:
-          flat: the arguments, flattened; the types of their arrays name a mesh.
+          flat: the arguments, flattened. The types of their arrays may have a mesh.
           specs: the user's specs.
 
         Returns:
@@ -238,8 +248,8 @@ class _AxisMode:
         Raises:
           NoMeshError: ``explicit_axes`` has no mesh.
         """
-        # The mesh in context, else that of a spec, else that of an array: arrays that were never
-        # placed have none in their types.
+        # The mesh is the one in context, else the mesh of a spec, else the mesh of an array. Arrays
+        # that were never placed have no mesh in their types.
         meshes = (spec.mesh for spec in specs.written if isinstance(spec, NamedSharding))
         mesh = mesh_of_types(flat.leaves, default=next(meshes, None))
         if mesh is None:
@@ -248,8 +258,8 @@ class _AxisMode:
             raise NoMeshError(f"{self.name} has no mesh. Call within `with jax.set_mesh(mesh):`.")
         change = AxisTypeChange.of(mesh, self.axes, self.kind, name=self.name)
         if change is None and self.kind is AxisType.Explicit:
-            # All axes are Explicit already. Arguments are still to be sharded as in_sharding says,
-            # so this is a change from the mesh to itself.
+            # All axes are Explicit already. The change is from the mesh to itself, because
+            # arguments still have to be sharded as in_sharding says.
             abstract = getattr(mesh, "abstract_mesh", mesh)
             change = AxisTypeChange(outer=abstract, inner=abstract)
         return change
@@ -259,18 +269,19 @@ class _AxisMode:
     ) -> _CallResult:
         """Calls the function with Auto axes, and types its results as ``out_sharding`` says.
 
-        Arrays in Variables of the arguments get the types that these had before the call.
+        Arrays in Variables of the arguments get the types that they had before the call.
 
         Args:
           tree: the arguments of the call, ``(args, kwargs)``.
-          flat: the same, flattened.
+          flat: the arguments, flattened.
           specs: the user's ``out_sharding``.
           change: the outer and the inner mesh.
         """
-        arrays = RetypedArrays.of(change, flat.leaves)  # with the same sharding, not in the type
-        after = self._call_retyped(flat, arrays)
-        # Variables of the arguments, without specs, and the result with the user's. The arguments
-        # come first, so that errors name a Variable by them, not as a part of the result.
+        # On the inner mesh, arrays keep their sharding, but their types do not have it any more.
+        arrays = RetypedArrays.of(change, flat.leaves)
+        flat_after = self._call_retyped(flat, arrays)
+        # The result has the user's specs; Variables of the arguments have none. The arguments come
+        # first, so that errors name a Variable by its argument, not as a part of the result.
         arguments = [
             argument.objects_only() for argument in self._arguments(tree, flat, prefix=None)
         ]
@@ -278,41 +289,44 @@ class _AxisMode:
             "output",
             prefix=specs.tree,
             value=None,  # the structure says all that is needed
-            child=after.structure.root,
+            child=flat_after.structure.root,
             caller=f"{self.name}: {self.option}",
         )
-        locations = locate(after.structure, [*arguments, output])
-        names = slot_names(len(after.leaves), locations)
-        declared = self._declared_specs(locations, names, after, change.outer)
-        # On the outer mesh: with the declared type, or with that of the array that it replaces.
+        locations = locate(flat_after.structure, [*arguments, output])
+        names = slot_names(len(flat_after.leaves), locations)
+        declared = self._declared_specs(locations, names, flat_after, change.outer)
+        # On the outer mesh, an array has the declared type, or the type of the array that it
+        # replaces. An array with neither is an error.
         typed = arrays.leave_with_specs(
-            flat.structure, after, declared, names, name=self.name, option=self.option
+            flat.structure, flat_after, declared, names, name=self.name, option=self.option
         )
-        return _CallResult(after, typed.leaves)
+        return _CallResult(flat_after, typed.leaves)
 
     def _call_explicit(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
     ) -> _CallResult:
         """Types the arguments as ``in_sharding`` says, and calls the function with Explicit axes.
 
-        ``specs`` are the user's ``in_sharding``; the others are as for :meth:`_call_auto`.
+        ``specs`` are the user's ``in_sharding``; the other arguments are those of
+        :meth:`_call_auto`.
         """
         locations = locate(flat.structure, self._arguments(tree, flat, prefix=specs.tree))
         names = slot_names(len(flat.leaves), locations)
         declared = self._declared_specs(locations, names, flat, change.inner)
         self._check_all_declared(names, flat.leaves, declared)
-        # Those without a spec, such as scalars, keep the sharding that they have.
+        # An array without a spec, such as a scalar, keeps the sharding that it has.
         pairs = zip(flat.leaves, declared, strict=True)
-        inside = [retype(leaf, change.inner, spec) for leaf, spec in pairs]
-        arrays = RetypedArrays(change, leaves=flat.leaves, inside=inside)
-        after = self._call_retyped(flat, arrays)
-        # On the outer mesh, unchanged arrays are those of the arguments again, and a new one in a
-        # Variable has the type of the one before: `outer` has these.
-        outer, untyped = arrays.leave(flat.structure, after)
-        # All others have no spec, and need none: over Auto axes, a type names no sharding.
+        inner_leaves = [retype(leaf, change.inner, spec) for leaf, spec in pairs]
+        arrays = RetypedArrays(change, leaves=flat.leaves, inside=inner_leaves)
+        flat_after = self._call_retyped(flat, arrays)
+        # On the outer mesh, unchanged arrays are the arrays of the arguments again, and a new array
+        # in a Variable has the type of the one that it replaces. `outer_leaves` has both, and
+        # `untyped` has all other arrays, by slot.
+        outer_leaves, untyped = arrays.leave(flat.structure, flat_after)
+        # Untyped arrays need no spec, because a type has no sharding over Auto axes.
         for slot, array in untyped.items():
-            outer[slot] = retype(array, change.outer)
-        return _CallResult(after, outer)
+            outer_leaves[slot] = retype(array, change.outer)
+        return _CallResult(flat_after, outer_leaves)
 
     def _check_all_declared(
         self, names: Sequence[str], leaves: Arrays, declared: Sequence[PartitionSpec | None]
@@ -326,8 +340,8 @@ class _AxisMode:
         """
         lines = []
         for name, leaf, spec in zip(names, leaves, declared, strict=True):
-            # Without a mesh in its type, a leaf is no array, or on no mesh yet, so that JAX takes
-            # it for replicated.
+            # A leaf without a mesh in its type needs no spec: it is not an array, or it is not on a
+            # mesh yet, and JAX treats it as replicated.
             is_typed = type_mesh(leaf) is not None
             if spec is None and is_typed and leaf.ndim:
                 lines.append(array_line(name, leaf))
@@ -366,7 +380,7 @@ class _AxisMode:
         Raises:
           ValueError: specs do not fit the mesh or a shape, or differ for a shared Variable.
         """
-        # Of a `NamedSharding`, only the spec counts: its mesh has the types of the other side.
+        # Only the spec of a `NamedSharding` counts, because its mesh may have other axis types.
         resolved = resolve(locations, flat.objects, flat.leaves, spec_of=_as_spec)
         fitted = fit_shardings(self.name, names, flat.leaves, resolved, mesh, explicit=True)
         return [_as_spec(sharding) for sharding in fitted]  # fitted ones are on the mesh
@@ -377,9 +391,10 @@ def _as_spec(sharding: object) -> Any:
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
 
-def _undo(objects: Objects) -> Callable[[], None]:
+def _record_undo(objects: Objects) -> Callable[[], None]:
     """Records what modules and Variables hold; returns a function that gives it back to them."""
-    # Nodes of other libraries may keep their content elsewhere.
+    # Nodes of other libraries without a `__dict__` are left out, because they keep their content in
+    # a place that is not known here.
     nodes = [node for node in objects if _compat.is_node(node) and hasattr(node, "__dict__")]
     attributes = [(vars(node), dict(vars(node))) for node in nodes]
     # The metadata is copied, since the function may change it in place.
@@ -390,9 +405,9 @@ def _undo(objects: Objects) -> Callable[[], None]:
     ]
 
     def undo() -> None:
-        for present, before in attributes:
-            present.clear()
-            present.update(before)
+        for current_attributes, old_attributes in attributes:
+            current_attributes.clear()
+            current_attributes.update(old_attributes)
         for variable, value, metadata in variables:
             _compat.set_value(variable, value)
             _compat.set_metadata(variable, metadata)
