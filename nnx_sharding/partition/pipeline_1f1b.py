@@ -1,34 +1,42 @@
 """1F1B: a pipeline in which each stage runs one forward and one backward pass in turn.
 
-GPipe (``pipeline_loop.py``) is one loop forward, which JAX differentiates, so that the activations
-of all M microbatches are kept. Here the backward pass of a microbatch starts as soon as its loss is
-known, so that at most K = 2S - 1 are kept for S stages (``pipeline_timetable.py`` has a picture).
-S - 1 ticks have only a forward pass, M have both, and S - 1 only a backward pass: M + S - 1 of
-each, as with GPipe, and so is the share of idle time.
+GPipe (``pipeline_loop.py``) is one forward loop that JAX differentiates, so the activations of all
+M microbatches are kept. In 1F1B, the backward pass of a microbatch starts as soon as its loss is
+known, so for S stages the activations of at most K = 2S - 1 microbatches are kept
+(``pipeline_timetable.py`` has a picture). S - 1 ticks have only a forward pass, M ticks have both,
+and S - 1 ticks have only a backward pass. Each kind of pass takes M + S - 1 ticks, as with GPipe,
+so the share of idle time is the same.
 
 One tick is::
 
     forward         prefix → x        of the microbatch that enters the first stage
                     layers            of all stages, each for its own microbatch
-                    send              what they return to the next stage
+                    send              the layers' outputs, to the next stage
     differentiate   suffix → loss     of the microbatch that leaves the last stage, and its gradient
     backward        layers            of all stages, each for another microbatch
-                    send              the gradients of what they got to the stage before
+                    send              the gradients of the layers' inputs, to the stage before
                     prefix            of the microbatch whose gradient leaves the first stage
 
-All ticks of a phase are one ``scan``. The backward pass cannot come from JAX's transposition of
-that, so gradients are sums in the carry. What a later tick reads waits in *rings* of K slots: slot
-``tick % K`` is written at each tick, and read up to K - 1 ticks later.
+All ticks of a phase are one ``scan``. JAX's transposition of a scan would run the backward pass
+after all ticks, so gradients are computed in each tick, and added to sums in the carry. Values that
+a later tick reads wait in *rings* of K slots: each tick writes slot ``tick % K``, and the slot is
+read up to K - 1 ticks later.
 
-``pipeline_parts.py`` cuts the loss into parts: ``parts.run_prefix`` and others, functions from
-inputs to outputs of the loss, both as dicts by position. Its words are *targets* (the parameters);
-*fixed* and *varying* (what layers get besides x: with all microbatches alike, or not); *early* and
-*late* (state that is known before the layers, or after them). Gradients of *split* targets are kept
-as *shard sums*, (shards, …), until the loop is done. An output may be an input of a later part::
+``pipeline_parts.py`` cuts the loss into parts, such as ``parts.run_prefix``. A part is a function
+from inputs to outputs of the loss, both as dicts by position. Words of that module: *targets* are
+the parameters. Layers get values besides x, which are *fixed* if they are the same for all
+microbatches, and *varying* otherwise. State is *early* if it is known before the layers, and *late*
+if it is known after them. Gradients of *split* targets are kept as *shard sums*, (shards, …), until
+the loop is done. An output may be an input of a later part::
 
     loss.state[i]         the input with the old value of the Variable that gets output i
-    loss.result_of[i]     the input with what the layers return in place of x, which is output i
-    loss.written_of[i]    the input with what the layers write in place of their array, output i
+    loss.result_of[i]     the input with the layers' result for x; output i is this x
+    loss.written_of[i]    the input with the array that the layers write; output i is the old array
+
+From other modules: `find_call` traces the loss, and raises an error unless it calls one pipeline.
+`traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable.is_busy` says
+whether items are microbatches: a stage with another item is idle. `StagedLayers.constrain` shards
+the first dimension over the stages, and `constrain_rows` the rows as well.
 """
 
 from __future__ import annotations
@@ -64,39 +72,41 @@ def accumulate_interleaved(
     Args:
       gradient: differentiates the loss.
       call: its call with the first microbatch.
-      batch: for each array in the arguments that has rows a pair: the array of the first
-        microbatch, as it is in ``call``, and that of all microbatches, (M, rows, …).
-      dtype: that of sums of gradients; None for their own.
+      batch: a pair for each array in the arguments that has rows: the array of the first
+        microbatch, the same object as in ``call``, and the array of all microbatches,
+        (M, rows, …).
+      dtype: the dtype of sums of gradients; None for the dtypes of the gradients.
       row_axes: mesh axes that shard the rows.
       is_split: for each array that is differentiated, whether none of these axes shards it. Its
-        gradient is then added up over them once, after the loop.
+        gradient is then added up over the axes once, after the loop.
 
     Returns:
-      The mean of the losses, or with auxiliary data a pair with these, stacked, and the sum of the
-      gradients of each array that is differentiated.
+      A pair. The first item is the mean of the losses; with auxiliary data, it is a pair of the
+      mean and the stacked data. The second item has the sum of the gradients of each array that is
+      differentiated.
     """
     flat = call.flat
-    slots = traced_slots(flat.leaves)  # of all arrays in the arguments: the inputs of the loss
+    slots = traced_slots(flat.leaves)  # the slots of all arrays in the arguments: the loss's inputs
     position_of = {slot: i for i, slot in enumerate(slots)}  # slot → number of the input
     all_microbatches = {id(first): stacked for first, stacked in batch}
     batch_by_position = {}
     for i, slot in enumerate(slots):
-        # The arguments hold the same objects as `batch`, which tells which of them have rows.
+        # Arrays with rows are found by identity, because the arguments hold the objects in `batch`.
         if (stacked := all_microbatches.get(id(flat.leaves[slot]))) is not None:
             batch_by_position[i] = stacked
     targets = [position_of[slot] for slot in call.slots]
-    names = [call.plan.names[slot] for slot in call.slots]  # such as ``model.up.kernel``
+    names = [call.plan.names[slot] for slot in call.slots]  # for example ``model.up.kernel``
 
     def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
-        """Runs the pipeline in the loss; returns the gradients, and what the loss returns."""
+        """Runs the pipeline in the loss; returns the gradients and the outputs of the loss."""
         loss = TracedLoss(function, arrays, flat, slots, find_call(function, arrays))
-        assert loss.call.staged is not None
-        # All stages get all rows of a microbatch, so the axis of the stages divides none.
+        assert loss.call.staged is not None  # `find_call` has refused a loss without a pipeline
+        # The axis of the stages divides no rows, because all stages get all rows of a microbatch.
         axes = tuple(axis for axis in row_axes if axis != loss.call.staged.axis)
-        split = {}  # target → its name; none if the rows are not sharded
+        split = {}  # target → its name; empty if the rows are not sharded
         if axes:
             triples = zip(targets, names, is_split, strict=True)
-            split = {target: name for target, name, splits in triples if splits}
+            split = {target: name for target, name, is_target_split in triples if is_target_split}
         parts = LossParts(loss, targets, batch_by_position.keys(), split)
         sums = ShardSums(loss.call.staged.mesh, axes)
         loop = OneForwardOneBackward(parts, arrays, batch_by_position, dtype, sums)
@@ -110,18 +120,22 @@ def accumulate_interleaved(
 
 
 class Accumulated(NamedTuple):
-    """What the loop returns, by the positions of outputs; ``gradients`` by those of the targets."""
+    """The results of the loop.
 
-    returned: ByPosition  # what the loss returns, of all microbatches, (M, …)
-    state: ByPosition  # what Variables get, after the last microbatch
+    ``returned`` and ``state`` are by the positions of outputs, ``gradients`` by the positions of
+    the targets, which are inputs.
+    """
+
+    returned: ByPosition  # what the loss returns for all microbatches, (M, …)
+    state: ByPosition  # the values that Variables have after the last microbatch
     gradients: ByPosition  # the sums of the gradients of the targets
 
 
 class _Carry(NamedTuple):
-    """What one tick passes to the next, with the shapes of the arrays in each field.
+    """The arrays that one tick passes to the next, with the shapes of each field.
 
-    ``totals`` has positions of inputs, the targets. All other fields have those of outputs, but for
-    ``residuals``, which have numbers of their own.
+    ``totals`` is by the positions of inputs, the targets. ``residuals`` have numbers of their own.
+    All other fields are by the positions of outputs.
     """
 
     sent: ByPosition  # the x that each stage gets for its forward pass, (S, rows, …)
@@ -129,13 +143,13 @@ class _Carry(NamedTuple):
     written: ByPosition  # the arrays of the layers that layers write, (S, D, …)
     early: ByPosition  # the early state that the next microbatch enters with
     late: ByPosition  # the late state that the next microbatch leaves with
-    residuals: Residuals  # rings: slot t mod K has what forward passes of tick t kept, (S, K, …)
+    residuals: Residuals  # rings: slot t mod K has the residuals of the passes of tick t, (S, K, …)
     past_early: ByPosition  # rings: the early state with which microbatch t entered, (K, …)
-    past_varying: ByPosition  # rings: what else layers get with microbatch t, (K, …)
-    # Sums over the microbatches so far. Those of split targets are shard sums: one more dimension
-    # in front, (shards, …).
+    past_varying: ByPosition  # rings: the varying values that microbatch t has, (K, …)
+    # The totals are sums over the microbatches so far. The totals of split targets are shard sums,
+    # with one more dimension in front, (shards, …).
     totals: ByPosition  # gradients of the targets by prefix and suffix, in the targets' shapes
-    fixed_totals: ByPosition  # gradients of what is fixed: of layers (S, D, …), of others (S, …)
+    fixed_totals: ByPosition  # gradients of fixed values: (S, D, …) for layers, else (S, …)
 
 
 class OneForwardOneBackward:
@@ -145,13 +159,13 @@ class OneForwardOneBackward:
 
         _parts, _loss   the parts of the loss, and the loss itself, with its positions
         _arrays         the inputs of the loss, with one microbatch
-        _batch          those of them that have rows, with all microbatches, (M, rows, …)
-        _fixed          what layers get with all microbatches alike, by position
+        _batch          the inputs that have rows, with all microbatches, (M, rows, …)
+        _fixed          the fixed values that layers get, by position; set by :meth:`run`
         _stages         the layers of all stages: their forward and their backward pass
         _staged         constrains arrays (S, …) to the stages, and sends them to the next one
         _time           says which microbatch each stage has at a tick, and which slot of a ring
         _sums           makes and constrains shard sums
-        _dtype          the dtype of sums of gradients; None for their own
+        _dtype          the dtype of sums of gradients; None for the dtypes of the gradients
     """
 
     def __init__(
@@ -167,22 +181,27 @@ class OneForwardOneBackward:
         Args:
           parts: the parts of the loss.
           arrays: the inputs of the loss, with one microbatch.
-          batch: the inputs that have rows, of all microbatches, (M, rows, …).
-          dtype: that of sums of gradients; None for their own.
+          batch: the inputs that have rows, with all microbatches, (M, rows, …).
+          dtype: the dtype of sums of gradients; None for the dtypes of the gradients.
           sums: computes gradients as one sum for each shard of the rows, (shards, …).
         """
-        assert parts.loss.call.staged is not None  # `find_call` has refused a loss without one
+        # `find_call` has refused a loss without a pipeline.
+        assert parts.loss.call.staged is not None
         self._parts, self._loss, self._staged = parts, parts.loss, parts.loss.call.staged
         self._arrays, self._batch = dict(enumerate(arrays)), batch
         self._dtype, self._sums = dtype, sums
         num_microbatches = len(next(iter(batch.values())))  # M, the same in all arrays
-        self._time = Timetable(self._staged.stages, num_microbatches)  # which microbatch is where
+        self._time = Timetable(self._staged.stages, num_microbatches)
         self._stages = TracedStages(parts)
 
     def run(self) -> Accumulated:
-        """Runs all ticks, and what comes before and after them once for all microbatches."""
+        """Runs all ticks, and the parts that run once: the fixed values before, the ending after.
+
+        Returns:
+          Outputs, state and gradients. Sets ``_fixed``.
+        """
         parts, loss, inputs = self._parts, self._loss, self._arrays
-        # What layers get with all microbatches alike, and its derivative by the targets.
+        # The fixed values, and their derivative by the targets.
         self._fixed = parts.run_fixed(inputs)
         _, pull_fixed = jax.vjp(
             lambda targets: parts.run_fixed_with_gradients(inputs | targets),
@@ -194,12 +213,13 @@ class OneForwardOneBackward:
         carry, _ = self._scan(self._run_warm, carry, 0, warm)
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
-        # The gradient of a target: by prefix and suffix, plus by what is fixed, such as the layers.
+        # The gradient of a target is the one by prefix and suffix, plus the one by the fixed
+        # values, for example the layers' parameters.
         gradients = self._added_up(carry.totals, parts.split)
         [by_fixed] = pull_fixed(self._fixed_gradients(carry))
         for i, gradient in gradients.items():
             gradients[i] = gradient + by_fixed[i].astype(gradient.dtype)
-        # State that depends on what layers write is computed from what they wrote last.
+        # State that depends on the arrays that layers write is computed from the last ones.
         inputs_at_the_end = (
             inputs
             | _rename(carry.early, loss.state)
@@ -218,14 +238,19 @@ class OneForwardOneBackward:
         return self._forward(carry, tick), None
 
     def _run_steady(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, ByPosition]:
-        """Runs a tick with a forward pass, a loss, which it returns, and a backward pass."""
+        """Runs a tick with a forward pass, a loss and a backward pass.
+
+        Returns:
+          The carry, and all that the loss returns for the microbatch that leaves the last stage, by
+          position: its value and auxiliary data.
+        """
         carry = self._forward(carry, tick)
-        # Stages send in a ring, so the first one has got what the last one returned. It is read
+        # The last stage sends to the first one, so its output is at index 0 of `sent`. It is read
         # there because XLA compiles a slice of the last stage, [-1], as a shift of all stages.
         leaving = {i: x[0] for i, x in carry.sent.items()}  # (rows, …)
         carry, returned, d_leaving = self._differentiate(carry, tick, leaving)
-        # The gradient of what each stage returned, (S, rows, …): the last one has it from the loss,
-        # the others from the next stage, which sent it in the tick before.
+        # The gradients of the stages' outputs, (S, rows, …). The last stage has its gradient from
+        # the loss. Each other stage has it from the next stage, which sent it in the tick before.
         d_out = {
             i: _where(self._time.is_last, d_leaving[i], d_sent)
             for i, d_sent in carry.d_sent.items()
@@ -239,20 +264,22 @@ class OneForwardOneBackward:
     def _forward(self, carry: _Carry, tick: jax.Array) -> _Carry:
         """Runs the forward pass of one tick: the prefix, the layers of all stages, and the send."""
         parts, time = self._parts, self._time
-        slot = time.slot(tick)  # of the rings, for what this tick keeps
-        # 1. The prefix of the microbatch that enters the first stage; its number is the tick. When
-        # all have entered, the last one does so again, and what comes of it is ignored.
+        slot = time.slot(tick)  # this tick writes to this slot of each ring
+        # 1. The prefix runs for the microbatch that enters the first stage; its number is the tick.
+        # When all have entered, the last one enters again, and its results are ignored.
         entering = jnp.minimum(tick, time.microbatches - 1)
-        before = parts.run_prefix(self._inputs(entering, carry.early))
-        past_early = _put(carry.past_early, carry.early, slot)  # for the backward pass of it
-        past_varying = _put(carry.past_varying, _pick(before, parts.varying), slot)
-        # 2. What the layers get. The first stage has x from the prefix, the others were sent it.
+        prefix_outputs = parts.run_prefix(self._inputs(entering, carry.early))
+        # The backward pass of this microbatch reads the early state again.
+        past_early = _put(carry.past_early, carry.early, slot)
+        past_varying = _put(carry.past_varying, _pick(prefix_outputs, parts.varying), slot)
+        # 2. The layers' inputs. The first stage has x from the prefix, the others were sent it.
         x = {  # (S, rows, …)
-            i: self._staged.constrain_rows(_where(time.is_first, before[i], sent))
+            i: self._staged.constrain_rows(_where(time.is_first, prefix_outputs[i], sent))
             for i, sent in carry.sent.items()
         }
         items = time.forward(tick)  # (S,): stage s has microbatch `tick - s`
-        # Each stage gets what its own microbatch entered with: (K, …) → (S, …).
+        # Each stage gets the varying values with which its own microbatch entered:
+        # (K, …) → (S, …).
         varying = {
             i: self._staged.constrain(jnp.take(ring, time.slot(items), axis=0))
             for i, ring in past_varying.items()
@@ -260,12 +287,14 @@ class OneForwardOneBackward:
         # 3. The layers. Variables that they write have their newest values in `carry.written`.
         arrays = self._fixed | carry.written | x | varying
         out, written, residuals = self._stages.forward(arrays)  # each array (S, …)
-        # 4. What the next tick gets. State only changes for real microbatches: early state not once
-        # all have entered, and that of layers not in idle stages.
+        # 4. The next tick's carry. State only changes for real microbatches, so early state does
+        # not change once all have entered, and idle stages write nothing.
         is_entering, is_busy = time.is_busy(tick), time.is_busy(items)
         return carry._replace(
             sent=self._send(out, 1),
-            early={i: jnp.where(is_entering, before[i], old) for i, old in carry.early.items()},
+            early={
+                i: jnp.where(is_entering, prefix_outputs[i], old) for i, old in carry.early.items()
+            },
             written={i: _where(is_busy, written[i], old) for i, old in carry.written.items()},
             residuals=_put(carry.residuals, residuals, slot, axis=1),
             past_early=past_early,
@@ -278,13 +307,14 @@ class OneForwardOneBackward:
         """Computes the loss of the microbatch that leaves the last stage, and its gradient.
 
         Args:
-          carry: what the forward pass of this tick passed on.
+          carry: the carry after the forward pass of this tick.
           tick: the tick.
-          leaving: what the last stage returned, (rows, …), by the position of the x it replaces.
+          leaving: the output of the last stage, (rows, …), by the position of the x it replaces.
 
         Returns:
-          The carry, with new totals and late state; what the loss returns; and the gradient of
-          ``leaving``, by the same positions, for floating-point arrays.
+          Three items: the carry, with new totals and late state; the outputs that the loss returns,
+          by position; and the gradients of the floating-point arrays in ``leaving``, by the same
+          positions as there.
         """
         parts, loss = self._parts, self._loss
         microbatch = self._time.leaving(tick)
@@ -293,7 +323,7 @@ class OneForwardOneBackward:
             | _rename(carry.late, loss.state)
             | _rename(leaving, loss.result_of)
         )
-        # The suffix is differentiated by the targets, and by what the layers returned.
+        # The suffix is differentiated by the targets, and by the layers' results.
         results = [loss.result_of[i] for i in parts.x_with_gradients]
 
         def gradients_and_outputs(inputs: ByPosition, _: object) -> tuple[ByPosition, ByPosition]:
@@ -315,14 +345,14 @@ class OneForwardOneBackward:
         """Runs the backward pass of one tick: the layers of all stages, the send, and the prefix.
 
         Args:
-          carry: what this tick has computed so far.
+          carry: the carry with all that this tick has computed so far.
           tick: the tick.
-          d_out: the gradient of what each stage returned for its microbatch, (S, rows, …).
+          d_out: the gradient of each stage's output for its microbatch, (S, rows, …).
         """
         parts, time = self._parts, self._time
         items = time.backward(tick)  # (S,): the microbatch of each stage
         is_busy = time.is_busy(items)  # (S,): an idle stage has a number that is no microbatch
-        # What each stage kept of its microbatch in the forward pass: (S, K, …) → (S, …).
+        # The residuals that each stage kept of its microbatch: (S, K, …) → (S, …).
         slots = time.slots_on_stages(items)
         kept = {n: self._staged.take_on_stages(ring, slots) for n, ring in carry.residuals.items()}
         gradients = self._stages.backward(
@@ -331,7 +361,7 @@ class OneForwardOneBackward:
         # An idle stage computes with whatever is in its ring, so its gradients may be inf or nan.
         d_fixed = {}
         for i in parts.fixed_with_gradients:
-            # Gradients are (S, …); those of split ones are shard sums, (shards, S, …).
+            # Gradients are (S, …). The gradients of split values are shard sums, (shards, S, …).
             on_stages = is_busy[None] if i in parts.split_fixed else is_busy
             d_fixed[i] = _where(on_stages, gradients[i], 0)
         d_x = _pick(gradients, parts.x_with_gradients)  # (S, rows, …)
@@ -339,19 +369,19 @@ class OneForwardOneBackward:
         return carry._replace(
             fixed_totals=_add(carry.fixed_totals, d_fixed),
             totals=_add(carry.totals, by_prefix),
-            # To the stage before, which returned this x. What an idle stage sends gets to one that
-            # is idle in the next tick.
+            # The gradients go to the stage before, which returned this x. An idle stage may send
+            # anything, because the receiver is idle in the next tick.
             d_sent=self._send(d_x, -1),
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: ByPosition) -> ByPosition:
-        """Returns gradients of the targets by the prefix, such as those of an embedding.
+        """Returns gradients of the targets by the prefix, for example of an embedding.
 
         Args:
-          carry: what this tick has computed so far.
-          item: the microbatch whose backward pass ends in the first stage; negative while none has
-            come so far, for which the gradients are 0.
-          d_x: the gradients of what each stage got, (S, rows, …); those of the first are read.
+          carry: the carry with all that this tick has computed so far.
+          item: the microbatch whose backward pass ends in the first stage. It is negative while no
+            microbatch has come so far; the gradients are then 0.
+          d_x: the gradients of each stage's inputs, (S, rows, …). Only the first stage's are read.
         """
         parts, microbatch = self._parts, jnp.maximum(item, 0)
         inputs = self._inputs(microbatch, self._early_of(carry, microbatch))
@@ -364,7 +394,7 @@ class OneForwardOneBackward:
                 _pick(inputs, parts.targets),
             )
             [d_targets] = pull(d_first)
-            return d_targets, ()  # and nothing else
+            return d_targets, ()  # `_with_shard_sums` allows further results; there are none
 
         d_targets, _ = self._with_shard_sums(gradients, inputs, d_first)
         return d_targets
@@ -378,18 +408,19 @@ class OneForwardOneBackward:
         """Runs a function that differentiates a part of the loss, for one microbatch.
 
         Args:
-          function: a function of ``inputs`` and ``d_first`` that returns gradients by the position
-            of the input, and anything else.
-          inputs: the inputs of the loss. Those of the batch, and what the layers returned, are
+          function: a function of ``inputs`` and ``d_first`` that returns a pair: gradients by the
+            position of the input, and a pytree of further results.
+          inputs: the inputs of the loss. The arrays of the batch and the layers' results are
             (rows, …).
           d_first: further arrays, (rows, …).
 
         Returns:
-          What the function returns, with the gradients of split targets as shard sums.
+          The pair that the function returns, with the gradients of split targets as shard sums.
         """
-        have_rows = {*self._batch, *self._loss.results}
-        # The dimension of the rows; none in an array (M,) of the batch, which is a scalar here.
-        row_dims = {i: 0 if i in have_rows and x.ndim else None for i, x in inputs.items()}
+        with_rows = {*self._batch, *self._loss.results}
+        # The dimension of the rows of each input. An array (M,) of the batch has none, because it
+        # is a scalar in one microbatch.
+        row_dims = {i: 0 if i in with_rows and x.ndim else None for i, x in inputs.items()}
         return self._sums.evaluate(
             lambda arrays: function(*arrays),
             (inputs, d_first),
@@ -400,12 +431,12 @@ class OneForwardOneBackward:
     def _first_carry(self) -> _Carry:
         """Returns the carry of the first tick: zeros, and state as it is before the call.
 
-        No value of ``sent`` or of a ring is used before a tick has written it, but idle stages
-        compute with what is there.
+        A value of ``sent`` or of a ring only counts once a tick has written it, but idle stages
+        compute with the values of this carry.
         """
         parts, loss = self._parts, self._loss
         stages, slots = self._time.stages, self._time.slots  # S and K
-        types = loss.closed.out_avals  # of the outputs of the loss
+        types = loss.closed.out_avals  # the types of the loss's outputs, by position
         sent = {
             i: self._staged.constrain_rows(_zeros((stages, *types[i].shape), types[i].dtype))
             for i in loss.x
@@ -427,7 +458,7 @@ class OneForwardOneBackward:
             written=_pick(self._fixed, loss.written_of),
             early=early,
             late=late,
-            residuals={  # on their stages
+            residuals={  # sharded over the stages
                 n: self._staged.constrain(_zeros((stages, slots, *kept.shape), kept.dtype))
                 for n, kept in self._stages.residual_types.items()
             },
@@ -440,13 +471,13 @@ class OneForwardOneBackward:
         )
 
     def _zero_fixed_total(self, position: int) -> jax.Array:
-        """Returns zeros, to which the stages add the gradients of a fixed array.
+        """Returns zeros to which the stages add the gradients of a fixed array.
 
-        They are (S, …) on the stages; shard sums, (shards, S, …), if the array is split.
+        The zeros are (S, …) on the stages, or shard sums, (shards, S, …), if the array is split.
         """
         array = self._fixed[position]
-        # All stages have the same array, unless it is one of the layers, (S, D, …). Each stage adds
-        # up a gradient of its own, and these are summed after the loop.
+        # An array of the layers is (S, D, …). All stages share any other fixed array. Each stage
+        # adds up a gradient of its own for it, and `_fixed_gradients` sums these after the loop.
         if position not in self._loss.layers:
             array = jnp.broadcast_to(array, (self._time.stages, *array.shape))
         dtype = dtype_of_sums(array, self._dtype)
@@ -458,11 +489,11 @@ class OneForwardOneBackward:
         """Returns the inputs of the loss for a microbatch, by its number.
 
         Args:
-          microbatch: the number, () of integers.
-          early: the early state with which it enters, by the positions of outputs.
+          microbatch: the number, a scalar of integers.
+          early: the early state with which the microbatch enters, by the positions of outputs.
         """
-        of_microbatch = {i: _take(stacked, microbatch) for i, stacked in self._batch.items()}
-        return self._arrays | of_microbatch | _rename(early, self._loss.state)
+        microbatch_arrays = {i: _take(stacked, microbatch) for i, stacked in self._batch.items()}
+        return self._arrays | microbatch_arrays | _rename(early, self._loss.state)
 
     def _early_of(self, carry: _Carry, microbatch: jax.Array) -> ByPosition:
         """Returns the early state with which a microbatch entered."""
@@ -470,36 +501,36 @@ class OneForwardOneBackward:
         return {i: _take(ring, slot) for i, ring in carry.past_early.items()}
 
     def _fixed_gradients(self, carry: _Carry) -> ByPosition:
-        """Returns the gradients of what is fixed, in the types in which the loss computes it."""
-        types = self._loss.closed.out_avals  # of the outputs of the loss, by position
+        """Returns the gradients of the fixed values, by position, in the dtypes of these values."""
+        types = self._loss.closed.out_avals  # the types of the loss's outputs, by position
         totals = self._added_up(carry.fixed_totals, self._parts.split_fixed)  # (S, …)
         gradients = {}
         for i, total in totals.items():
-            # Layers have a part for each stage, (S, D, …). What else is fixed, all stages read, and
-            # each has added up a gradient of its own: (S, …) → (…).
+            # An array of layers has a part for each stage, (S, D, …). All stages read any other
+            # fixed value, and each has added up a gradient of its own: (S, …) → (…).
             gradient = total if i in self._loss.layers else total.sum(0)
-            gradients[i] = gradient.astype(types[i].dtype)  # from the dtype of sums
+            gradients[i] = gradient.astype(types[i].dtype)  # sums may have another dtype
         return gradients
 
     def _added_up(self, totals: ByPosition, names: Mapping[int, str]) -> ByPosition:
-        """Returns sums of gradients, with shard sums added up: (shards, …) → (…).
+        """Returns sums of gradients, by position, with shard sums added up: (shards, …) → (…).
 
-        ``names`` has a name, for reports, for each position whose total is shard sums.
+        ``names`` has the positions whose totals are shard sums, each with a name for reports.
         """
         return {i: add_up(x, 0, names[i]) if i in names else x for i, x in totals.items()}
 
     def _send(self, x: ByPosition, shift: int) -> ByPosition:
-        """Sends arrays, (S, rows, …), to the next stage; with a shift of -1 to the one before."""
+        """Sends arrays, (S, rows, …), to the next stage; with a shift of -1 to the stage before."""
         return {i: self._staged.send(array, shift) for i, array in x.items()}
 
 
 def _pick(arrays: Mapping[int, Any], positions: Iterable[int]) -> ByPosition:
-    """Returns those of some arrays that have these positions."""
+    """Returns the arrays at these positions."""
     return {i: arrays[i] for i in positions}
 
 
 def _rename(arrays: ByPosition, position_of: Mapping[int, int]) -> ByPosition:
-    """Returns outputs of the loss as inputs: ``position_of`` maps one position to the other."""
+    """Returns outputs of the loss as inputs: ``position_of`` maps output to input positions."""
     return {position_of[i]: x for i, x in arrays.items()}
 
 
@@ -519,21 +550,22 @@ def _put(
 
 
 def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
-    """Returns x on the stages where ``on_stage``, (S,), is true, and y on the others.
+    """Returns x on the stages where ``on_stage``, (S,), is true, and y on the other stages.
 
-    Arrays are (S, …), but one may be the same for all stages, (…). With (1, S), they are (n, S, …).
+    The arrays x and y are (S, …), but one of them may be the same for all stages, (…). If
+    ``on_stage`` is (1, S), they are (n, S, …).
     """
     ndim = max(jnp.ndim(x), jnp.ndim(y))
     return jnp.where(on_stage.reshape(*on_stage.shape, *[1] * (ndim - on_stage.ndim)), x, y)
 
 
 def _add(totals: ByPosition, new: ByPosition) -> ByPosition:
-    """Adds gradients to their sums, in the dtype of these."""
+    """Adds gradients to their sums, in the dtypes of the sums."""
     return {i: total + new[i].astype(total.dtype) for i, total in totals.items()}
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns an array of zeros, also of keys."""
+    """Returns an array of zeros; for a dtype of PRNG keys, an array of equal keys."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape, dtype)
     key = jax.random.key(0, impl=dtype._impl.name)

@@ -1,4 +1,4 @@
-"""Which microbatch is where in 1F1B, where stages run one forward and one backward pass in turn.
+"""The timetable of 1F1B, a pipeline whose stages run one forward and one backward pass in turn.
 
 Stage s of S computes microbatch i forward at tick ``i + s``, and backward at tick
 ``i + 2 (S-1) - s``. For S = 3 and M = 5, with A for the backward pass of microbatch a::
@@ -10,11 +10,11 @@ Stage s of S computes microbatch i forward at tick ``i + s``, and backward at ti
               └ warm ─┘──── steady ────┘─ cool ┘
               forward        both       backward
 
-An *item* is a microbatch by its number, also one that is not in 0 … M-1: then the stage is idle. A
-stage has at most K = 2S - 1 items in flight, so what its backward pass needs is in a *ring* of K
-slots: what the forward pass of tick t keeps is in slot t mod K.
+An *item* is the number of a microbatch. A stage whose item is not in 0 … M-1 is idle. A stage has
+at most K = 2S - 1 items in flight, so the values that its backward pass needs are in a *ring* of K
+slots: the forward pass of tick t writes slot t mod K.
 
-The schedule is PipeDream's with flushes (Narayanan et al., 2021, arXiv:2006.09503).
+The schedule is the one of PipeDream with flushes (Narayanan et al., 2021, arXiv:2006.09503).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Timetable(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The length of a ring: a stage has at most so many items in flight."""
+        """The length of a ring, which is the largest number of items that a stage has in flight."""
         return 2 * self.delay + 1
 
     @property
@@ -79,13 +79,18 @@ class Timetable(NamedTuple):
         return tick - 2 * self.delay
 
     def is_busy(self, items: jax.Array) -> jax.Array:
-        """Whether items are microbatches."""
+        """Whether items are microbatches, so that a stage with such an item is not idle."""
         return (items >= 0) & (items < self.microbatches)
 
     def slot(self, tick: jax.Array) -> jax.Array:
-        """Returns the slot for what forward passes keep. The first stage's item is the tick."""
+        """Returns the slot of a ring that the forward passes of a tick write.
+
+        The tick is also the number of the item that enters the first stage, so the slot of an item
+        in the ring of the first stage is found in the same way.
+        """
         return tick % self.slots
 
     def slots_on_stages(self, items: jax.Array) -> jax.Array:
-        """Returns where each stage has what it kept of its item, (S,): by the tick of that."""
+        """Returns the slot in which each stage has what it kept of its item, (S,)."""
+        # Stage s computed item i forward at tick i + s.
         return self.slot(items + jnp.arange(self.stages))
