@@ -1,4 +1,4 @@
-"""The loop of a pipeline: layers on stages, through which microbatches pass.
+"""The loop of a pipeline: microbatches pass through layers on stages.
 
     S  stages, the shards of one mesh axis
     M  microbatches; microbatch i has every M-th row of the batch, ``x[i::M]``
@@ -18,23 +18,24 @@ Each array has a first dimension for the stages, sharded over the mesh axis. One
 
     feed      the first stage takes a microbatch from its buffer; others have what they were sent
     compute   ``vmap`` over the stages of "call my group of layers"
-    send      ``ppermute``: each stage to the next one, and the last one to the first, which stores
-              that in its buffer, where it has read the microbatch: as the input of the next repeat,
-              or as a result
+    send      ``ppermute``: each stage to the next one, and the last one to the first. The first
+              stage stores what it is sent where it has read the microbatch from its buffer: as the
+              input of the next repeat, or as a result
 
-All R·M + S - 1 ticks are one ``scan``, so that autodiff gives the schedule of the backward pass. It
-is one program for all stages: each has a buffer, though only that of the first is read, and a stage
-without an item (``.``) computes as well, with rows of the batch; what it returns is never stored,
-and what it writes to Variables is discarded.
+All R·M + S - 1 ticks are one ``scan``, so that autodiff gives the schedule of the backward pass.
+All stages run the same program, so each has a buffer, although only the first stage's is read. A
+stage without an item (``.``) computes with rows of the batch. Its output is never stored, and the
+values that it writes to Variables are discarded.
 
-*Further arguments* are what all layers get besides the rows ``x``; those that have rows, too, are
-on all stages, and each takes the rows of its microbatch. `StagedLayers` (``staged_layers.py``)
-has the arrays of the layers, each with a *slot*. Layers run as copies with other arrays, and may
-change their Variables; `write_back` then writes these to the original.
+*Further arguments* are all arguments of the layers but the rows ``x``. If they have rows, they are
+on all stages, and each stage takes the rows of its microbatch. `StagedLayers`
+(``staged_layers.py``) has the arrays of the layers, each with a *slot*. Layers run as copies with
+other arrays, and may change their Variables; `write_back` then writes the changed arrays to the
+original.
 
-The schedule is that of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
-Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473); its form as one program is that of GSPMD (Xu
-et al., 2021, arXiv:2105.04663, section 3.3).
+The schedule is the one of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
+Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473). Its form as one program is the one of GSPMD
+(Xu et al., 2021, arXiv:2105.04663, section 3.3).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PipelineLoop:
         _sizes          S, M and R, and how many items and ticks there are
         _has_rows       for each leaf in the further arguments whether it has rows
         _call_stages    calls the layers of all stages: ``(layers, x, stages, tick) → x``
-        _split_further  the further arguments, split into microbatches; in :meth:`run`
+        _split_further  the further arguments, split into microbatches; set by :meth:`run`
     """
 
     def __init__(self, staged: StagedLayers, has_rows: Sequence[bool]):
@@ -89,20 +90,23 @@ class PipelineLoop:
         self._staged, self._sizes, self._has_rows = staged, staged.sizes, has_rows
         call_stage = self.call_stage
         if staged.is_remat:  # only the inputs of a stage are kept for its backward pass
-            # In a scan, no compiler merges what is recomputed with the forward pass.
+            # `prevent_cse` is not needed in a scan, because no compiler merges the recomputation
+            # with the forward pass there.
             call_stage = remat(call_stage, prevent_cse=False, graph=True, graph_updates=True)
-        # The arguments of `call_stage`: layers and x have a dimension of stages, (S, …), but for
-        # Variables that all layers share; the stage is a number of each; all have the same tick.
+        # The axes of the arguments of `call_stage`. Layers and x have a dimension of stages,
+        # (S, …); `layer_axes` leaves it out for Variables that all layers share. Each stage has its
+        # own number. All stages have the same tick.
         layers, x, stage, tick = layer_axes(staged.stack.shared), 0, 0, None
         self._call_stages = vmap(
             call_stage,
             in_axes=(layers, x, stage, tick),
-            spmd_axis_name=staged.axis,  # which constraints in layers give to the stages
-            **LAYER_OPTIONS,  # which layers that share Variables need
+            # Constraints in layers shard the dimension of the stages over this axis.
+            spmd_axis_name=staged.axis,
+            **LAYER_OPTIONS,  # graph mode, because layers may share Variables
         )
 
     def run(self, x: Any) -> Any:
-        """Returns what the last layer returns for a batch, and updates the layers.
+        """Returns the output of the last layer for a batch, and updates the layers.
 
         Args:
           x: a pytree of arrays of shape (batch, …).
@@ -110,18 +114,19 @@ class PipelineLoop:
         staged, flat, slots = self._staged, self._staged.flat, self._staged.slots
         self._split_further = _SplitFurther(staged.further, self._has_rows, self._microbatches)
         rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
-        # A copy with arrays (S, R, D, …). The caller's layers, (L, …), are written to after the
-        # loop.
+        # The loop runs a copy with arrays (S, R, D, …). The caller's layers, (L, …), are written to
+        # after the loop.
         on_stages = {slot: staged.to_stages(slot) for slot in slots}
         layers = _copy_layers(flat, on_stages, staged.stack, nnx.spmd.add_axis)
-        before = flatten_layer(layers)
+        flat_before = flatten_layer(layers)
         buffer = jax.tree.map(self._split_rows, x)  # (S, M, rows, …)
-        # Stages that wait compute with rows of the batch, as zeros might have no finite gradient.
+        # Stages that wait compute with rows of the batch, because the gradient for zeros might not
+        # be finite.
         inputs = jax.tree.map(lambda parts: parts[:, 0], buffer)  # (S, rows, …)
         # The layers are the same object in each tick, which updates their Variables.
         ticks = scan(self.run_tick, in_axes=(None, Carry, 0), out_axes=Carry, **LAYER_OPTIONS)
         buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self._sizes.ticks))
-        old = {slot: before.leaves[slot] for slot in slots}
+        old = {slot: flat_before.leaves[slot] for slot in slots}
         write_back(flat, flatten_layer(layers), old, lambda _, leaf: staged.from_stages(leaf))
         self._collect_sown(rows)
         return jax.tree.map(_join_rows, buffer)
@@ -139,7 +144,7 @@ class PipelineLoop:
           The new carry.
         """
         buffer, inputs = carry
-        stages = jnp.arange(self._sizes.stages)  # the number of each
+        stages = jnp.arange(self._sizes.stages)  # the numbers of the stages
         feed = functools.partial(self._feed_first_stage, tick)
         store = functools.partial(self._store_last_stage, tick)
         inputs = jax.tree.map(feed, buffer, inputs)
@@ -148,7 +153,7 @@ class PipelineLoop:
         return jax.tree.map(store, buffer, sent), sent
 
     def call_stage(self, layers: Any, x: Any, stage: jax.Array, tick: jax.Array) -> Any:
-        """Calls the layers of one stage, within a ``vmap`` over all, and updates their Variables.
+        """Calls the layers of one stage, within a ``vmap`` over stages, and updates the layers.
 
         Args:
           layers: the layers of this stage, whose arrays are (R, D, …).
@@ -157,42 +162,49 @@ class PipelineLoop:
           tick: the tick.
 
         Returns:
-          What the last layer of the stage returns; of no meaning if the stage has no item.
+          The output of the last layer of the stage. It has no meaning if the stage has no item.
         """
         staged, sizes = self._staged, self._sizes
         item = tick - stage
         has_item = (item >= 0) & (item < sizes.items)
-        # A stage without an item computes as well: some repeat and microbatch that there are.
+        # A stage without an item computes as well, with a repeat and a microbatch that exist.
         repeat = jnp.clip(item // sizes.microbatches, 0, sizes.repeats - 1)
-        microbatch = item % sizes.microbatches  # in 0 … M-1, also of a negative item
+        microbatch = item % sizes.microbatches  # in 0 … M-1, even if the item is negative
         # The D layers of this repeat, as a copy: (R, D, …) → (D, …).
         flat = flatten_layer(layers)
-        before = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in staged.slots}
-        group = _copy_layers(flat, before, staged.stack, nnx.spmd.remove_axis)
+        old = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in staged.slots}
+        group = _copy_layers(flat, old, staged.stack, nnx.spmd.remove_axis)
         args, kwargs = self._split_further.of_microbatch(microbatch)
         out = staged.call_layers(group, x, args, kwargs)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
-            """Puts a new array of the copy, (D, …), in its place in that of the stage."""
-            kept = jnp.where(has_item, new, before[slot])
+            """Returns the stage's array, (R, D, …), with a new array of the copy, (D, …), in it."""
+            kept = jnp.where(has_item, new, old[slot])
             return _put(flat.leaves[slot], kept, repeat, axis=0)
 
-        # To the Variables of `layers`, what has changed in those of the copy.
-        write_back(flat, flatten_layer(group), before, put_into_repeat)
+        # The arrays that have changed in the copy are written to the Variables of `layers`.
+        write_back(flat, flatten_layer(group), old, put_into_repeat)
         return out
 
     def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
-        """Gives the first stage a microbatch: (S, M, rows, …) and (S, rows, …) → (S, rows, …)."""
+        """Returns x with a microbatch for the first stage.
+
+        The buffer is (S, M, rows, …), and x is (S, rows, …), before and after.
+        """
         stages = jnp.arange(self._sizes.stages)
         is_first = stages.reshape(-1, *[1] * (x.ndim - 1)) == 0  # (S, 1, …)
         microbatch = take(buffer, tick % self._sizes.microbatches, axis=1)
         return self._staged.constrain_rows(jnp.where(is_first, microbatch, x))
 
     def _store_last_stage(self, tick: jax.Array, buffer: jax.Array, sent: jax.Array) -> jax.Array:
-        """Stores what the first stage got from the last one: (S, rows, …) into (S, M, rows, …)."""
-        item = tick - (self._sizes.stages - 1)  # of the last stage
+        """Returns the buffer, (S, M, rows, …), with the arrays that were sent, (S, rows, …), in it.
+
+        Only the first stage's buffer counts: it stores the output of the last stage.
+        """
+        item = tick - (self._sizes.stages - 1)  # the item of the last stage
         index = item % self._sizes.microbatches
-        # Until the last stage has an item, the first one has not read this microbatch.
+        # While the last stage has no item, the buffer keeps this microbatch, because the first
+        # stage has not read it yet.
         stored = jnp.where(item >= 0, sent, take(buffer, index, axis=1))
         buffer = _put(buffer, stored, index, axis=1)
         return self._staged.constrain(buffer, None, *self._staged.row_entry)  # (S, M, rows, …)
@@ -205,12 +217,16 @@ class PipelineLoop:
 
     def _microbatches(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches, on all stages: (batch, …) → (M, rows, …)."""
-        # Every M-th row is of one microbatch, so that rows stay on their devices.
+        # A microbatch has every M-th row, so that rows stay on their devices.
         parts = leaf.reshape(-1, self._sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
         return jnp.swapaxes(parts, 0, 1)
 
     def _collect_sown(self, rows: int) -> None:
-        """Puts what layers sowed for ``nnx.capture`` into the form that it has in one call."""
+        """Orders the values that layers sowed for ``nnx.capture`` as in a call without stages.
+
+        Raises:
+          ValueError: a sown value has no rows.
+        """
         flat = self._staged.flat
         for index in captures(flat.structure):
             sown = _compat.get_value(flat.objects[index])
@@ -225,9 +241,12 @@ class PipelineLoop:
           rows: the number of rows of a microbatch.
           keys: JAX's path of the array in what a layer sowed: the name, then keys in its value.
           leaf: the array.
+
+        Raises:
+          ValueError: the array has no rows.
         """
         shape_in_layer = leaf.shape[3:]
-        # What has no rows, such as a mean, cannot be put together from microbatches.
+        # An array without rows, such as a mean, cannot be put together from microbatches.
         if shape_in_layer[:1] != (rows,):
             name = jax.tree_util.keystr(keys[:1])
             raise ValueError(
@@ -241,8 +260,8 @@ class PipelineLoop:
         take_items = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=sizes.items)
         items = jax.vmap(take_items, in_axes=(1, 0))(leaf, jnp.arange(sizes.stages))
         items = items.reshape(sizes.stages, sizes.repeats, sizes.microbatches, *items.shape[2:])
-        # Layer (r·S + s)·D + d, and row r·M + m of the batch, which is row r of microbatch m:
-        # (S, R, M, D, rows, …) → (R, S, D, rows, M, …).
+        # The order is that of layers, (r·S + s)·D + d, then of rows of the batch. Row i of
+        # microbatch m is row i·M + m: (S, R, M, D, rows, …) → (R, S, D, rows, M, …).
         layers = jnp.moveaxis(items, (1, 0, 3, 4, 2), range(5))
         batch = rows * sizes.microbatches
         length = self._staged.stack.length  # L
@@ -250,26 +269,27 @@ class PipelineLoop:
 
 
 class _SplitFurther:
-    """The further arguments of layers; what has rows, (batch, …), is split into microbatches."""
+    """The further arguments of layers; arrays with rows are split into microbatches."""
 
     def __init__(
         self,
         further: Further,
         has_rows: Sequence[bool],
-        split: Callable[[jax.Array], jax.Array],
+        to_microbatches: Callable[[jax.Array], jax.Array],
     ):
-        """Splits arguments.
+        """Keeps the further arguments, and splits the arrays with rows into microbatches.
 
         Args:
           further: the arguments.
           has_rows: for each leaf in them whether it is an array with rows.
-          split: splits an array: (batch, …) → (M, rows, …).
+          to_microbatches: splits an array: (batch, …) → (M, rows, …).
         """
         self._leaves, self._treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
+        leaves_and_flags = enumerate(zip(self._leaves, has_rows, strict=True))
         self._microbatches = {  # by the position of the leaf
-            position: split(leaf)
-            for position, (leaf, splits) in enumerate(zip(self._leaves, has_rows, strict=True))
-            if splits
+            position: to_microbatches(leaf)
+            for position, (leaf, leaf_has_rows) in leaves_and_flags
+            if leaf_has_rows
         }
 
     def of_microbatch(self, index: jax.Array) -> Further:
@@ -287,7 +307,7 @@ def _join_rows(buffer: jax.Array) -> jax.Array:
 
 
 def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Returns an array with another part at an index: the inverse of `take`."""
+    """Returns x with ``part`` at an index along an axis, where `take` would read it."""
     return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
 
 
@@ -298,15 +318,16 @@ def _copy_layers(
 
     Args:
       flat: the layers, flattened.
-      new: the arrays of the copy that are not those of the layers, by slot.
-      stack: the stack whose layers these are.
+      new: by slot, the arrays of the copy that differ from the arrays of the layers.
+      stack: the stack of the layers.
       change: ``nnx.spmd.add_axis`` or ``remove_axis``, which changes the names of dimensions in
         the metadata of Variables in the same way.
     """
     layers = with_arrays(flat, new)
     copied = flatten_layer(layers)
-    pass_tags(flat, copied)  # so that activation shardings know the modules
-    # What the copy sows is collected in the Variables that `nnx.capture` has put on the original.
+    pass_tags(flat, copied)  # activation shardings know modules by their tags
+    # `nnx.capture` has put Variables on the original. The copy gets the same ones, so that they
+    # collect what it sows.
     for old, module in zip(flat.objects, copied.objects, strict=True):
         captured = vars(old).get(_compat.CAPTURES) if _compat.is_node(old) else None
         if captured:

@@ -1,10 +1,16 @@
-"""How a call of a ``Stack``, or of the blocks of a list, becomes a pipeline while it is traced.
+"""Runs a call of a ``Stack``, or of the blocks of a list, as a pipeline while it is traced.
 
 The strategy gives a :class:`Schedule` to the modules of a pipeline: a ``Stack``, or each block of a
 list. Tracing knows these modules by their *tag* (the argument and the path), and asks the schedule
-for each of their calls. It checks the call, and runs the loop of ``pipeline_loop.py`` in its place;
-calls of blocks are gathered first (``pipeline_blocks.py``), and run as a ``Stack`` that is made for
-the call. *Further arguments* are what all layers get besides the rows ``x``.
+for each of their calls. The schedule checks the call, and runs the loop of ``pipeline_loop.py``
+instead of it. Calls of blocks are collected first (``pipeline_blocks.py``), and run as a ``Stack``
+that is made for the call. *Further arguments* are all arguments of the layers but the rows ``x``.
+
+From other modules: `BlockCalls.add` returns the pending output of a block, or None for the last
+block of the list. `calls_before` returns the calls of the blocks before, and raises an error if x
+is not the output of the block before. `mesh_in_trace` returns a mesh with the axis types that it
+has in the current trace. `write_back` writes the arrays that changed in a copy of layers to the
+original. `raise_listed` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -50,9 +56,9 @@ NO_PREFETCH = (
 class _LayersCall(NamedTuple):
     """A call of layers that are to run in stages."""
 
-    x: Any  # what the first layer gets: a pytree of arrays (batch, …)
-    further: Further  # its further arguments
-    has_rows: Sequence[bool]  # for each leaf in these whether it is an array (batch, …) as well
+    x: Any  # the first layer's input: a pytree of arrays (batch, …)
+    further: Further  # the further arguments of the layers
+    has_rows: Sequence[bool]  # for each leaf in ``further`` whether it is an array (batch, …)
     mesh: AnyMesh
     row_axes: tuple[str, ...]  # the mesh axes that shard the rows
 
@@ -61,13 +67,13 @@ class _LayersCall(NamedTuple):
 class Schedule(PipelineSizes):
     """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing.
 
-    Tracing asks it for each call of a module that has it: `redirect` says what to call instead,
-    `wrap` how to call that.
+    Tracing asks the schedule of a module for each call of the module: `redirect` returns the module
+    to call instead, and `wrap` the function that calls it.
 
     Attributes:
       axis, stages, microbatches, repeats: the sizes of the pipeline, with the mesh axis.
       blocks: the number of blocks of a list; 0 for a Stack.
-      specs: of the Variables in a block, by path; none for a Stack.
+      specs: the specs of the Variables in a block, by path; empty for a Stack.
       rows: the names of parameters of a layer, after x, that have the rows of the batch.
       interleaves: whether the schedule is 1F1B, which ``accumulate_gradients`` runs.
     """
@@ -94,30 +100,31 @@ class Schedule(PipelineSizes):
           kwargs: the other arguments.
 
         Returns:
-          The tag, the module and its ``(args, kwargs)``: for a ``Stack``, the same; for the last
-          block of a list, the list and what its first block got. For other blocks, nothing is to
-          be called: the module is None, and the arguments are the pending output.
+          The tag, the module and its ``(args, kwargs)``. They are unchanged for a ``Stack``. For
+          the last block of a list, they are the list and the arguments of its first block. For
+          other blocks, nothing is to be called: the module is None, and the third item is the
+          pending output instead of arguments.
         """
         if not self.blocks:
             return tag, module, (args, kwargs)
-        list_path, number = tag.path[:-1], tag.path[-1]  # of ``blocks/3``: ``blocks``, 3
+        list_path, number = tag.path[:-1], tag.path[-1]  # ``blocks/3`` → ``blocks``, 3
         names = parameters_of(module)
         if not args and names and names[0] in kwargs:  # block(x=x)
             kwargs = {**kwargs}
             args = (kwargs.pop(names[0]),)
         x = args[0] if args else None
         further = args[1:], kwargs
-        # Block 0 begins the calls of its list. Another block gets what the one before returned,
-        # a pending output, which knows the calls so far.
+        # Block 0 begins the calls of its list. Another block gets the pending output of the block
+        # before, which knows the calls so far.
         if number == 0:
             calls = BlockCalls(tag._replace(path=list_path), self.blocks, x, further)
         else:
             calls = calls_before(tag, list_path, number, x)
         pending = calls.add(tag, module, further)
-        if pending is not None:  # not the last block
+        if pending is not None:  # None only for the last block
             return tag, None, pending
-        # The rows are those of the first block. All blocks have equal further arguments, so those
-        # of the last one, which is being called, stand for all.
+        # The rows are the first block's input. All blocks have equal further arguments, so the
+        # further arguments of the last block, which is being called, stand for all.
         return calls.tag, calls.finish(), ((calls.x, *args[1:]), kwargs)
 
     def wrap(
@@ -133,7 +140,8 @@ class Schedule(PipelineSizes):
 
         Args:
           module: the ``Stack``, or the ``nnx.List`` of blocks.
-          call: what would be called without a pipeline. It is not used: stages call the layers.
+          call: the function that would be called without a pipeline. It is not used, because the
+            stages call the layers.
           mesh: the mesh of the strategy.
           batch_axes: the mesh axes that shard the batch.
           axes_of_rows: returns the mesh axes over which the rows of an array are declared to be
@@ -156,18 +164,20 @@ class Schedule(PipelineSizes):
             if is_in_accumulation:
                 schedule = dataclasses.replace(schedule, microbatches=1)
 
-            # 2. The rows. Each stage gets all of them, so the axis of the stages divides none; and
-            # in a `shard_map`, they are already those of one device along its (Manual) axes.
-            unused = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
-            row_axes = tuple(axis for axis in batch_axes if axis not in unused)
+            # 2. The rows. The axis of the stages does not shard them, because each stage gets all
+            # rows. Neither do the (Manual) axes of a `shard_map` around the call, because its rows
+            # are those of one device along these axes already.
+            axes_without_rows = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
+            row_axes = tuple(axis for axis in batch_axes if axis not in axes_without_rows)
             further = args, kwargs
             layer = module[0] if self.blocks else module.layers
-            further_names = parameters_of(layer)[1:]  # the first one is that of `x`
+            further_names = parameters_of(layer)[1:]  # the first parameter is `x`
             leaves = further_leaves(further, further_names)
-            has_rows = schedule._have_rows(x, leaves, row_axes, axes_of_rows)
+            has_rows = schedule._find_rows(x, leaves, row_axes, axes_of_rows)
             schedule._check_inputs(module, x, leaves, has_rows)
 
-            # 3. The loop. Stacks within a layer are called as usual, not as further pipelines.
+            # 3. The loop. `RUNNING` makes Stacks within a layer be called as usual, not as further
+            # pipelines.
             run = schedule._run_blocks if self.blocks else schedule._run_stack
             token = RUNNING.set(True)
             try:
@@ -175,8 +185,8 @@ class Schedule(PipelineSizes):
                     out = run(module, _LayersCall(x, further, has_rows, call_mesh, row_axes))
             finally:
                 RUNNING.reset(token)
-            # Outside of `accumulate_gradients`, 1F1B ran as GPipe. That returns the same, but keeps
-            # the activations of all microbatches as soon as it is differentiated.
+            # Outside of `accumulate_gradients`, 1F1B ran as GPipe. GPipe returns the same, but it
+            # keeps the activations of all microbatches if it is differentiated, so that is refused.
             if self.interleaves and not is_in_accumulation:
                 return jax.tree.map(functools.partial(_refuse_gradient, self.microbatches), out)
             return out
@@ -184,11 +194,12 @@ class Schedule(PipelineSizes):
         return run_stages
 
     def _run_stack(self, layers: Stack, call: _LayersCall) -> Any:
-        """Runs a ``Stack`` in stages, and returns what its last layer returns.
+        """Runs a ``Stack`` in stages, and returns the output of its last layer.
 
-        With 1F1B, no layer runs here: `accumulate_gradients` first traces the loss, to find what is
-        in front of the pipeline and behind it, and then runs the layers in a loop of its own. While
-        it traces, `PIPELINE_CALL` notes this call, and returns arrays that stand for the results.
+        With 1F1B, no layer runs here. `accumulate_gradients` first traces the loss, to find its
+        parts in front of the pipeline and behind it, and then runs the layers in a loop of its own.
+        While it traces, `PIPELINE_CALL` notes this call, and returns arrays that stand for the
+        results.
         """
         staged = StagedLayers(
             self,  # the sizes of the pipeline
@@ -212,20 +223,20 @@ class Schedule(PipelineSizes):
               ↓ row i of each new array
             list     block i
 
-        The blocks stay those of the model: only their Variables get new arrays.
+        The model keeps its blocks: only their Variables get new arrays.
         """
         layers = stack([*blocks])
-        flat = flatten_layer(layers.layers)
-        # Modules in the stack are new. They get the tags of the first block's modules, by which
-        # activation shardings know them.
-        pass_tags(flatten_layer(blocks[0]), flat)
+        flat_before = flatten_layer(layers.layers)
+        # Modules in the stack are new. They get the tags of the first block's modules, because
+        # activation shardings know modules by their tags.
+        pass_tags(flatten_layer(blocks[0]), flat_before)
         out = self._run_stack(layers, call)
-        after = flatten_layer(layers.layers)  # the same objects, some with new arrays
+        flat_after = flatten_layer(layers.layers)  # the same objects, some with new arrays
         for number, block in enumerate(blocks):
-            _write_row(block, number, before=flat, after=after)
+            _write_row(block, number, flat_before, flat_after)
         return out
 
-    def _have_rows(
+    def _find_rows(
         self,
         x: object,
         leaves: Sequence[FurtherLeaf],
@@ -234,11 +245,11 @@ class Schedule(PipelineSizes):
     ) -> list[bool]:
         """Returns for each leaf in further arguments whether it is split with the batch.
 
-        These are the arrays that ``rows`` names, and those that are declared to be sharded in their
-        first dimension as the rows of x are, and have as many.
+        Two kinds of arrays are split: those that ``rows`` names, and those with as many rows as x
+        whose first dimension is declared to be sharded like the rows of x.
 
         Args:
-          x: what the first layer gets.
+          x: the first layer's input.
           leaves: the leaves in the further arguments.
           row_axes: the mesh axes that shard the rows of x.
           axes_of_rows: returns the mesh axes over which the first dimension of an array is declared
@@ -253,11 +264,12 @@ class Schedule(PipelineSizes):
                 return False
             first_dimension = array.shape[:1]
             if leaf.parameter in self.rows:
-                return first_dimension != (1,)  # one that is the same for all rows stays whole
-            # The number of rows counts, too: over the same axes, a parameter may be sharded.
+                return first_dimension != (1,)  # with one row for all, an array stays whole
+            # The number of rows is compared as well, because the same axes may shard a parameter.
             has_as_many = first_dimension != () and first_dimension == first_dimension_of_x
+            # A NumPy array has no declared sharding.
             if not has_as_many or not row_axes or isinstance(array, np.ndarray):
-                return False  # a NumPy array has not been declared
+                return False
             return axes_of_rows(array) >= {*row_axes}
 
         return [has_rows(leaf) for leaf in leaves]
@@ -265,11 +277,15 @@ class Schedule(PipelineSizes):
     def _on_mesh(self, mesh: AnyMesh, layers: int) -> Schedule:
         """Returns the schedule with as many stages as the mesh of a call has.
 
-        The specs may be of another mesh: a step with them also runs on one device, for comparison.
+        The mesh may have another number of stages than the specs, because a step may also run on
+        one device, for comparison.
 
         Args:
           mesh: the mesh of the call.
           layers: the number of layers, which stages times repeats have to divide.
+
+        Raises:
+          ValueError: the mesh has no axis for the stages, or they do not divide the layers.
         """
         stages = mesh.shape.get(self.axis, 0)
         if stages == self.stages:
@@ -289,28 +305,29 @@ class Schedule(PipelineSizes):
         further: Sequence[FurtherLeaf],
         has_rows: Sequence[bool],
     ) -> None:
-        """Refuses what cannot be split into microbatches.
+        """Raises a ValueError if the inputs cannot be split into microbatches.
 
         Args:
           layers: the ``Stack``, or the list of blocks.
-          x: what the first layer gets.
+          x: the first layer's input.
           further: the leaves in the further arguments.
-          has_rows: for each of these whether it is split with the batch.
+          has_rows: for each leaf in ``further`` whether it is split with the batch.
         """
         count = self.microbatches
-        # The first stage would read a microbatch of the next repeat before the last one has stored
-        # it, which is S ticks after it entered.
+        # The output of the last stage is stored S ticks after a microbatch has entered. With fewer
+        # microbatches than stages, the first stage would read it for the next repeat before that.
         if self.repeats > 1 and count < self.stages:
             raise ValueError(
                 f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
                 "repeats, the last stage would not be done when the first one goes on."
             )
         _check_captures(layers)
-        of_rows = [*itertools.compress(further, has_rows)]
+        further_with_rows = [*itertools.compress(further, has_rows)]
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
-        shapes |= {leaf.accessor: jnp.shape(leaf.value) for leaf in of_rows}
-        batch = next((shape[0] for shape in shapes.values() if shape), 0)  # of the first array
+        shapes |= {leaf.accessor: jnp.shape(leaf.value) for leaf in further_with_rows}
+        # The first array that is no scalar tells the size of the batch; 0 if all are scalars.
+        batch = next((shape[0] for shape in shapes.values() if shape), 0)
         wrong_shapes = {
             where: shape
             for where, shape in shapes.items()
@@ -324,14 +341,15 @@ class Schedule(PipelineSizes):
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
-        # An array of as many rows is a mask or the like, most likely: it would not fit the rows of
-        # a microbatch. That is no problem with one microbatch, and a first dimension of 1 says that
-        # there are no rows.
-        unsplit = [leaf for leaf, splits in zip(further, has_rows, strict=True) if not splits]
+        # An array with as many rows as the batch is most likely a mask or the like, and would not
+        # fit the rows of a microbatch, so it is refused. With one microbatch, it would fit. With a
+        # batch of one row, its first dimension of 1 may say that there are no rows.
         suspects = [
             leaf
-            for leaf in unsplit
-            if isinstance(leaf.value, jax.Array) and leaf.value.shape[:1] == (batch,)
+            for leaf, is_split in zip(further, has_rows, strict=True)
+            if not is_split
+            and isinstance(leaf.value, jax.Array)
+            and leaf.value.shape[:1] == (batch,)
         ]
         if batch <= 1 or count == 1:
             return
@@ -349,7 +367,7 @@ class Schedule(PipelineSizes):
         return path[:-1] if self.blocks else path
 
     def report_unscheduled(self, module: str) -> None:
-        """Warns that layers ran, but not in stages."""
+        """Warns that the layers of a module, given by its name, ran, but not in stages."""
         remedy = "Call its blocks one after the other: for block in blocks: x = block(x)."
         if not self.blocks:
             remedy = (
@@ -366,21 +384,22 @@ class Schedule(PipelineSizes):
     def report_other_method(
         self, tag: Tag, method: str, args: tuple[object, ...], out: object
     ) -> None:
-        """Warns if blocks of a list are called by a method of which no pipeline is made.
+        """Warns if blocks of a list are called by another method, which runs without a pipeline.
 
         Args:
           tag: says which module was called, such as ``blocks/3``.
-          method: the name of its method, which is not ``__call__``.
-          args: its positional arguments.
-          out: what it returned.
+          method: the name of the method, which is not ``__call__``.
+          args: the positional arguments of the method.
+          out: the output of the method.
         """
-        # Once, for block 0 of a list: all others are called alike. A Stack has no blocks.
+        # The warning is for block 0 only, because all blocks are called alike. A Stack has no
+        # blocks.
         if not self.blocks or not tag.path or tag.path[-1] != 0:
             return
-        # A method that runs a layer returns arrays like its first arguments, (x, …) → (x, …).
-        # Others, such as one that makes a mask, are no mistake.
-        returned = _shapes(out)
-        if not returned or returned != _shapes(args)[: len(returned)]:
+        # A method that runs a layer returns arrays like its first arguments, (x, …) → (x, …). A
+        # method that does something else, such as making a mask, is no mistake.
+        returned_shapes = _shapes(out)
+        if not returned_shapes or returned_shapes != _shapes(args)[: len(returned_shapes)]:
             return
         warn_or_raise(
             UnshardedWarning,
@@ -391,36 +410,36 @@ class Schedule(PipelineSizes):
         )
 
 
-def _write_row(block: nnx.Module, number: int, before: Flat, after: Flat) -> None:
+def _write_row(block: nnx.Module, number: int, flat_before: Flat, flat_after: Flat) -> None:
     """Writes to a block its row of the arrays that have changed in a stack of blocks.
 
     Args:
-      block: the block. Its objects and arrays are numbered as those of the stack, which was made
-        of equal blocks.
-      number: its index in the stack.
-      before: the stack as it was made, with arrays (L, …).
-      after: the same stack after it ran.
+      block: the block. Its objects and arrays have the same numbers as in the stack, because the
+        stack was made of equal blocks.
+      number: the index of the block in the stack.
+      flat_before: the stack as it was made, with arrays (L, …).
+      flat_after: the same stack after it ran.
     """
 
     def row(slot: int, stacked: jax.Array) -> jax.Array:
         return stacked[number]  # (L, …) → (…)
 
     flat = flatten_layer(block)
-    # An array has changed if the stack holds another one in its slot than before.
-    write_back(flat, after, dict(enumerate(before.leaves)), in_form=row)
-    # What layers sowed, (L, …), was not there before. It is in Variables of `nnx.capture`, whose
-    # indices these are.
+    # An array has changed if the stack now holds another object in its slot.
+    write_back(flat, flat_after, dict(enumerate(flat_before.leaves)), in_form=row)
+    # `captures` returns the indices of the Variables of `nnx.capture`, which hold the sown values,
+    # (L, …). `write_back` leaves them out, because they were not there before.
     for index in captures(flat.structure):
-        sown = _compat.get_value(after.objects[index])
+        sown = _compat.get_value(flat_after.objects[index])
         _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
 
 
 def _check_axis_types(mesh: AnyMesh, x: object) -> None:
-    """Refuses a call on a mesh with axes of a type that the loop cannot run with.
+    """Raises a ValueError for a call on a mesh with axes of a type that the loop cannot run with.
 
     Args:
       mesh: the mesh of the call.
-      x: what the first layer gets.
+      x: the first layer's input.
     """
     if varying := set().union(*map(_compat.varying_axes, jax.tree.leaves(x))):
         raise ValueError(
@@ -438,13 +457,16 @@ def _check_axis_types(mesh: AnyMesh, x: object) -> None:
 
 
 def parameters_of(layer: object) -> list[str]:
-    """Returns the names of what a layer is called with, those of positions first."""
+    """Returns the names of the parameters of a layer's ``__call__``, without ``self``.
+
+    Positional parameters come before keyword-only ones.
+    """
     parameters = inspect.signature(type(layer).__call__).parameters.values()
     return [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)][1:]
 
 
 def _shapes(tree: object) -> list[tuple[int, ...]]:
-    """Returns the shapes of the arrays in a pytree, apart from those in modules."""
+    """Returns the shapes of the arrays in a pytree, without the arrays in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [x.shape for x in leaves if _compat.is_plain_array(x)]
 
@@ -453,22 +475,23 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
 def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
     """Returns x, an output of the layers, such that differentiating it is an error.
 
-    JAX calls the rule for its derivative, `_raise_no_gradient`, only where x depends on what is
+    JAX calls the rule for the derivative, `_raise_no_gradient`, only if x depends on what is
     differentiated. So an evaluation runs, and a gradient outside of ``accumulate_gradients`` is
     refused, whatever transform takes it.
 
     Args:
-      microbatches: the number of microbatches, for the message of the rule.
-      x: the output.
+      microbatches: the number of microbatches, for the message of `_raise_no_gradient`.
+      x: the output of the layers.
     """
     return x
 
 
 @_refuse_gradient.defjvp
 def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> NoReturn:
-    """Raises the error of `_refuse_gradient`, as its rule for derivatives.
+    """Raises a ValueError; JAX calls this as the rule for derivatives of `_refuse_gradient`.
 
-    JAX passes what is not differentiated, ``microbatches``, then the inputs and their tangents.
+    JAX passes the argument that is not differentiated, ``microbatches``, then the inputs and their
+    tangents.
     """
     text = message(
         'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '
@@ -484,12 +507,13 @@ def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> 
 
 
 def _check_captures(layers: nnx.Module) -> None:
-    """Raises an error if ``nnx.capture`` collects from these layers what it cannot in a pipeline.
+    """Raises a ValueError if ``nnx.capture`` cannot collect from these layers in a pipeline.
 
-    A second call would have to be merged with what the first has sown. A perturbation is an input,
-    not an output, of which each microbatch would need its rows.
+    There are two such cases. The layers have sown in an earlier call, and the values of both calls
+    would have to be merged. Or there are perturbations, which are inputs, so that each microbatch
+    would need its rows of them.
     """
-    # In each module, `nnx.capture` puts a tuple of Variables. Each holds a dict of what was sown.
+    # `nnx.capture` gives each module a tuple of Variables. Each holds a dict of sown values.
     captured = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
     collecting = itertools.chain.from_iterable(captured)
     if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in collecting):
@@ -501,10 +525,11 @@ def _check_captures(layers: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def _explain_changed_arguments(further: Further) -> Iterator[None]:
-    """Within the block, names the Variables of further arguments that layers may have changed.
+    """Within the block, explains Flax's error for a change of a Variable of further arguments.
 
-    Flax refuses to change a Variable of another trace, by an error that does not say which one it
-    is. So all but parameters are listed, which layers only read.
+    Flax refuses to change a Variable of another trace, but its error does not name the Variable. So
+    this raises a ValueError that lists all Variables of the further arguments but parameters, which
+    layers only read. If there are none, Flax's error is about something else and stays as it is.
     """
     try:
         yield
@@ -521,7 +546,7 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
                 if not isinstance(variable, nnx.Param):
                     name = accessor(leaf.accessor, location.path)
                     lines.append(f"  {name}: {type(variable).__name__}")
-        if not lines:  # Flax's error is about something else
+        if not lines:
             raise
         head = "pipeline: layers change Variables of their further arguments. Of those, there are:"
         remedy = (
@@ -534,8 +559,8 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
 def has_interleaved_pipeline(objects: Iterable[object]) -> bool:
     """Whether a strategy has chosen ``schedule="1f1b"`` for some of these modules.
 
-    A module of the arguments has a tag, with its path and the activation shardings that may be for
-    it (``sources``), one of which may have a schedule for its calls.
+    A module of the arguments has a tag with its path, and with the activation shardings that may be
+    for it (``sources``). One of these may have a schedule for calls of the module.
     """
     for module in objects:
         tag = _compat.tag_of(module) if _compat.is_node(module) else None
