@@ -1,26 +1,28 @@
-"""The parts of a traced loss: what is before the layers of a pipeline, at them, and after them.
+"""The parts of a traced loss: before the layers of a pipeline, at them, and after them.
 
 ``pipeline_loss.py`` traces the loss of one microbatch, and names everything by its position among
-the inputs or the outputs of that trace. Here these are sorted by when they are known. For
+the inputs or the outputs of that trace. This module sorts them by the time when they are known. For
 microbatch i, in a pipeline that computes several microbatches at once::
 
-    fixed      what layers get with all microbatches alike: their own arrays, and constants
-    prefix     what is before the layers, such as an embedding: gives x, varying and early
-    suffix     what is after them, such as a head: gives what the loss returns, and late
+    fixed      values that layers get with all microbatches alike: their own arrays, and constants
+    prefix     the part before the layers, such as an embedding: computes x, varying and early
+    suffix     the part after them, such as a head: computes the loss's results, and late
 
-    varying    what else layers get with microbatch i, such as a mask
-    early      state that microbatch i+1 needs to enter: that before the layers (random streams)
-    late       state that microbatch i+1 needs to leave: that after the layers (statistics)
-    ending     state that depends on what layers write to their own Variables: known after the last
+    varying    other values that layers get with microbatch i, such as a mask
+    early      state before the layers (random streams): microbatch i+1 needs it to enter
+    late       state after the layers (statistics): microbatch i+1 needs it to leave
+    ending     state that depends on arrays that layers write to their own Variables: known after
+               the last microbatch
 
 *Targets* are the inputs that are differentiated, parameters. Gradients of *split* targets are kept
 as one sum for each shard of the rows (``shard_sums.py``) until all microbatches are done.
 
-Of the `TracedLoss`, this reads (all by position): the outputs ``x``, ``layers`` and ``others``,
-which are what the layers get; the outputs ``returned``, and ``state``, which maps each output that
-a Variable gets to the input with its old value; and the inputs ``results`` and ``written``, which
-are what the layers return and write. A `Part` is some of the outputs, as a function of the inputs
-that they depend on.
+This module reads from the `TracedLoss` (all by position): the outputs ``x``, ``layers`` and
+``others``, which are the layers' inputs; the outputs ``returned``, and ``state``, which maps each
+output that a Variable gets to the input with its old value; and the inputs ``results`` and
+``written``, which are the arrays that the layers return and write. A `Part` is some of the outputs,
+as a function of the inputs that they depend on (``used``). `refuse_loss` raises an error only if
+there are reasons.
 """
 
 from __future__ import annotations
@@ -33,15 +35,17 @@ from .pipeline_loss import Part, TracedLoss, refuse_loss
 class LossParts:
     """A traced loss in parts, each a function of the inputs of the loss.
 
-    The module's docstring has the words.
+    The docstring of the module explains the words.
 
     Attributes:
+      loss: the traced loss.
       targets: the positions of the inputs that are differentiated.
       early, late, ending, varying, fixed: the positions of outputs.
       fixed_with_gradients: the fixed outputs that are floating-point and depend on targets.
-      x_with_gradients: the floating-point arrays among what the first layer gets.
+      x_with_gradients: the floating-point arrays in the first layer's input x.
       split: the split targets, with the name of each, such as ``model.up.kernel``.
-      split_fixed: the fixed outputs that depend on split targets only, with the name of one.
+      split_fixed: the fixed outputs with a gradient that depend on split targets only, each with
+        the name of one of these targets.
       run_…: the parts. Each takes the inputs, by position, and returns its outputs, by position.
 
     ``_depends`` has for each output the positions of the inputs that it depends on.
@@ -54,7 +58,7 @@ class LossParts:
         rows: Collection[int],
         split: Mapping[int, str],
     ):
-        """Cuts a loss.
+        """Cuts a loss into parts.
 
         Args:
           loss: the loss.
@@ -69,19 +73,21 @@ class LossParts:
         closed = loss.closed
         self._depends = [{*Part(closed, [i]).used} for i in range(len(closed.out_avals))]
 
-        # New state, by when it is known: after the last microbatch, after the layers, before them.
+        # New state is sorted by the time when it is known: after the last microbatch (ending),
+        # after the layers (late), or before them (early).
         self.ending = self._dependent(loss.state, loss.written)
-        others = [i for i in loss.state if i not in self.ending]
+        early_or_late = [i for i in loss.state if i not in self.ending]
         self.late = list[int]()
         known_after = {*loss.results}  # the inputs that are known after the layers
-        # What depends on late state is late, too, so this is repeated until nothing is added.
-        while found := set(self._dependent(others, known_after)).difference(self.late):
-            self.late += sorted(found)
-            known_after.update(loss.state[i] for i in found)  # the next microbatch reads it there
-        self.early = [i for i in others if i not in self.late]
+        # State that depends on late state is late as well, so this is repeated until nothing is
+        # added. The next microbatch reads late state from the input with the Variable's old value.
+        while new_late := set(self._dependent(early_or_late, known_after)).difference(self.late):
+            self.late += sorted(new_late)
+            known_after.update(loss.state[i] for i in new_late)
+        self.early = [i for i in early_or_late if i not in self.late]
 
-        # What the layers get: what differs between microbatches, and all else. The inputs that
-        # differ, and are known before the layers, are the batch and early state.
+        # The layers' inputs besides x are varying or fixed. The inputs of the loss that differ
+        # between microbatches and are known before the layers are the batch and early state.
         known_before = {*rows, *(loss.state[i] for i in self.early)}
         self.varying = self._dependent(loss.others, known_before)
         self.fixed = [*loss.layers, *(i for i in loss.others if i not in self.varying)]
@@ -90,9 +96,9 @@ class LossParts:
             i for i in self._dependent(self.fixed, self.targets) if loss.has_gradient(i)
         ]
         self.x_with_gradients = [i for i in loss.x if loss.has_gradient(i)]
-        # An array of layers may come from several targets: the blocks of a list, which are stacked.
-        # Its gradient is kept as shard sums if all of theirs may be. Reports know it by a module,
-        # so the name of one target has to do.
+        # An array of layers may depend on several targets, because the blocks of a list are
+        # stacked. Its gradient is kept as shard sums if all these targets are split. The name of
+        # one target is enough, because reports only take the module from it.
         self.split_fixed = dict[int, str]()
         for i in self.fixed_with_gradients:
             sources = sorted(self._depends[i].intersection(targets))
@@ -104,16 +110,16 @@ class LossParts:
         self.run_fixed_with_gradients = Part(closed, self.fixed_with_gradients)
         self.run_prefix = Part(closed, [*loss.x, *self.varying, *self.early])
         self.run_x_with_gradients = Part(closed, self.x_with_gradients)
-        # Callbacks run once for each microbatch, with its loss.
+        # Only the suffix has callbacks, so they run once for each microbatch.
         self.run_suffix = Part(loss.with_callbacks, [*loss.returned, *self.late])
         self.run_ending = Part(closed, self.ending)
 
     def _dependent(self, outputs: Iterable[int], inputs: Iterable[int]) -> list[int]:
-        """Returns those of some outputs that depend on any of some inputs."""
+        """Returns the outputs that depend on at least one of these inputs."""
         return [i for i in outputs if self._depends[i].intersection(inputs)]
 
     def _check(self, known_before: set[int], known_after: set[int]) -> None:
-        """Refuses a loss whose microbatches cannot pass each other.
+        """Raises a ValueError for a loss whose microbatches cannot pass each other.
 
         Args:
           known_before: the inputs that differ between microbatches, and are known before the
@@ -124,27 +130,29 @@ class LossParts:
           ValueError: lists all reasons.
         """
         loss, reasons = self.loss, list[str]()
-        of_microbatch = known_before | known_after  # all inputs that differ between microbatches
-        # What layers write, and state that depends on it, is known after the last microbatch only.
+        microbatch_inputs = known_before | known_after  # all that differ between microbatches
+        # Arrays that layers write, and state that depends on them, are known after the last
+        # microbatch only. So no microbatch can read them, neither before nor after the layers.
+        # State that depends on them is computed once, at the end, so it cannot read a microbatch.
         known_at_the_end = {*loss.written, *(loss.state[i] for i in self.ending)}
-
-        # So no microbatch can read it, neither before nor after the layers; and what depends on it
-        # is computed once, at the end, when no microbatch is there to be read.
-        of_each_microbatch = [*loss.returned, *self.early, *self.late, *loss.x, *loss.others]
-        is_read = self._dependent(of_each_microbatch, known_at_the_end)
-        if is_read or self._dependent(self.ending, of_microbatch):
+        microbatch_outputs = [*loss.returned, *self.early, *self.late, *loss.x, *loss.others]
+        reads_end_too_early = self._dependent(microbatch_outputs, known_at_the_end)
+        if reads_end_too_early or self._dependent(self.ending, microbatch_inputs):
             reasons.append("what layers write is used outside of them")
-        # A part with no outputs has all callbacks, and what these read.
+        # A part with no outputs has all callbacks, so it uses the inputs that callbacks read.
         read_by_callbacks = Part(loss.with_callbacks, []).used
         if known_at_the_end.intersection(read_by_callbacks):
             reasons.append("a callback, such as jax.debug.print, reads what layers write")
-        # A microbatch enters before the one in front of it has left the layers.
+        # The layers' inputs cannot depend on results or late state, because a microbatch enters
+        # before the one in front of it has left the layers.
         if self._dependent([*loss.x, *self.varying], known_after):
             reasons.append("what layers get depends on what is written after they are called")
-        # A stage has its layers once, and calls them with several microbatches.
-        if self._dependent(loss.layers, of_microbatch):
+        # The layers' arrays cannot differ between microbatches, because a stage has its layers
+        # once, and calls them with several microbatches.
+        if self._dependent(loss.layers, microbatch_inputs):
             reasons.append("the parameters of layers depend on the microbatch")
-        # The backward pass returns gradients of x and of what is fixed, but of nothing varying.
+        # A varying value cannot have a gradient, because the backward pass only returns gradients
+        # of x and of fixed values.
         varying_with_targets = self._dependent(self.varying, self.targets)
         if any(loss.has_gradient(i) for i in varying_with_targets):
             reasons.append("further arguments of layers depend on the microbatch and on parameters")

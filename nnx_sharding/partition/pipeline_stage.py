@@ -2,19 +2,24 @@
 
 JAX's ``vjp`` of the layers returns their outputs and the *residuals*, which are all that the
 transpose needs. Forward and backward pass of a microbatch are some ticks apart (``pipeline_1f1b``),
-so the residuals wait in a ring. Those that depend only on what all microbatches have in common,
-such as parameters, would be the same in each slot: they are computed again, and the ring keeps the
-others.
+so the residuals wait in a ring. A residual that depends only on values that all microbatches have
+in common, such as parameters, would be the same in each slot. Such residuals are computed again,
+and the ring keeps the others.
 
-All S stages run at once, as ``vmap`` over the stages: what each stage has for itself is (S, …). The
-layers get and return dicts by *position*, that of an output of the traced loss (``TracedLoss``):
+All S stages run at once, by ``vmap`` over the stages. An array that differs between stages is
+(S, …). The layers get and return dicts by *position*, the position of an output of the traced loss
+(``TracedLoss``):
 
-    fixed          what is the same for all microbatches, such as the parameters of the layers
-    x, varying     what differs: x, which goes from stage to stage, and what else they get
-    out            what the layers return, by the position of the x that it is for the next stage
+    fixed          inputs that are the same for all microbatches, such as the layers' parameters
+    x, varying     inputs that differ: x, which goes from stage to stage, and all others
+    out            the layers' outputs, by the position of the x that they are in the next stage
     written        new arrays of layers, by the position of the old ones
 
-Residuals have no positions. Their *number* is the place in the list that ``vjp`` returns.
+Residuals have no positions. Their *number* is the index in the list that ``vjp`` returns.
+
+From other modules: `ShardSums.evaluate` runs a function that returns gradients, with the *wanted*
+gradients as one sum for each shard of the rows. A `Part` is some outputs of a trace as a function
+of the inputs that they depend on, and ``used`` has the positions of these inputs.
 """
 
 from __future__ import annotations
@@ -32,30 +37,36 @@ Residuals: TypeAlias = dict[int, Any]  # by their numbers in the order of `jax.v
 
 
 class TracedStages:
-    """The layers of all stages, traced once, and cut into what each pass needs.
+    """The layers of all stages, traced once, and cut into a part for each pass.
 
     Attributes:
-      residual_types: by number, the types of the residuals that the ring keeps, of one stage and
-        microbatch.
+      residual_types: by number, the types of the residuals that the ring keeps, for one stage and
+        one microbatch.
 
-    Its private attributes. Outputs are those of the trace of all stages:
+    Its private attributes; an *output* is an output of the trace of all stages:
 
-        _inputs          the positions of what the layers get, in the order of the trace's inputs
+        _axis            the mesh axis of the stages
+        _inputs          the positions of the layers' inputs, in the order of the trace's inputs
         _out, _written   by position, the output with what the layers return, or write
-        _residuals       by number, the output with the residual
-        _kept            the same for those that the ring keeps
+        _residuals       the output with each residual, in the order of the residuals' numbers
+        _kept            by number, the output with each residual that the ring keeps
         _run_forward     a function from inputs to out, written, and the residuals that are kept
-        _recompute       a function from what is fixed to the other residuals
-        _transpose       the tree of the function that ``vjp`` returned, with residuals as leaves
+        _recompute       a function from fixed inputs to the other residuals
+        _transpose       the tree of the function that ``vjp`` returned, with residuals as leaves;
+                         set while the forward pass is traced
     """
 
     def __init__(self, parts: LossParts):
-        """Traces the layers of a loss."""
+        """Traces the layers of a loss.
+
+        Raises:
+          ValueError: a layer has a callback with side effects that returns something.
+        """
         loss, call = parts.loss, parts.loss.call
-        assert call.staged is not None
+        assert call.staged is not None  # `find_call` has refused a loss without a pipeline
         self._axis = call.staged.axis
-        # 1. The types of what the layers get, by position. Arrays of layers are (S, …) already, and
-        # what all stages have in common has no dimension for them. Else there is one for each.
+        # 1. The types of the layers' inputs, by position. Arrays of layers are (S, …) already.
+        # Inputs that all stages share have no dimension for the stages. All others get one.
         shared = {*loss.others}.difference(parts.varying)
         inputs = (*loss.layers, *loss.x, *loss.others)
         types = {i: as_type(loss.closed.out_avals[i]) for i in inputs}
@@ -63,33 +74,36 @@ class TracedStages:
             types[i] = as_type(types[i], call.staged.stages)
         self._inputs = sorted(types)  # in the order of the trace's inputs: JAX sorts the keys
 
-        # 2. The trace of all stages at once: a `shard_map` in a layer has to know of the `vmap`.
-        of_all_stages = jax.vmap(
+        # 2. The trace. All stages are traced at once, because a `shard_map` in a layer has to be in
+        # the `vmap` when it is traced.
+        forward_of_all_stages = jax.vmap(
             self._forward_of_one_stage(parts),
             in_axes=({i: None if i in shared else 0 for i in types},),
             spmd_axis_name=self._axis,
         )
-        with_callbacks, results = jax.make_jaxpr(of_all_stages, return_shape=True)(types)
+        with_callbacks, results = jax.make_jaxpr(forward_of_all_stages, return_shape=True)(types)
         closed = without_callbacks(with_callbacks, "a layer")
-        # In each of the three results, a number for each array: which output of this trace it is.
+        # The three results, with the index of the output of this trace in place of each array.
         result_types, treedef = jax.tree.flatten(results)  # (S, …)
         numbered = jax.tree.unflatten(treedef, range(len(result_types)))
         self._out, self._written, self._residuals = numbered
 
         # 3. The residuals that depend on a microbatch are kept in a ring. The others depend on
-        # constants only: on what is fixed, and not written by the layers of another microbatch.
+        # constants only: fixed inputs that layers do not write, because a written array changes
+        # from one microbatch to the next.
         constants = {*parts.fixed}.difference(loss.written_of)
         self._kept: dict[int, int] = {}  # number of a residual → output of this trace
         for number, output in enumerate(self._residuals):
-            read = {self._inputs[n] for n in Part(closed, [output]).used}
-            if not read.issubset(constants):
+            inputs_read = {self._inputs[n] for n in Part(closed, [output]).used}
+            if not inputs_read.issubset(constants):
                 self._kept[number] = output
         self.residual_types = {
             number: jax.ShapeDtypeStruct(result_types[output].shape[1:], result_types[output].dtype)
             for number, output in self._kept.items()
         }
 
-        # 4. Callbacks in layers run in the forward pass, not again where residuals are recomputed.
+        # 4. Callbacks in layers run in the forward pass. They do not run again when residuals are
+        # recomputed, because `closed` has none.
         kept = self._kept.values()
         self._run_forward = Part(
             with_callbacks, [*self._out.values(), *self._written.values(), *kept]
@@ -101,24 +115,25 @@ class TracedStages:
     ) -> Callable[[ByPosition], tuple[ByPosition, ByPosition, list[Any]]]:
         """Returns the forward pass of the layers of one stage, as a function to trace.
 
-        Its argument is what the layers get; their own arrays are (D, …) for D layers. It returns
-        what they return (``out``), what they write, and the list of all residuals. When it is
-        traced, it stores the transpose, which :meth:`backward` calls, in ``_transpose``.
+        The function's argument is the layers' inputs, by position; arrays of D layers are (D, …).
+        It returns the layers' outputs (``out``), the arrays that they write (``written``), and the
+        list of all residuals. When it is traced, it stores the transpose, which :meth:`backward`
+        calls, in ``_transpose``.
         """
         loss, call = parts.loss, parts.loss.call
-        assert call.staged is not None
+        assert call.staged is not None  # `find_call` has refused a loss without a pipeline
         is_remat = call.staged.is_remat
-        # Calls of layers have their arrays by slot, here they have positions.
+        # A call of layers has their arrays by slot, but this module has them by position.
         position_of_slot = dict(zip(call.layers, loss.layers, strict=True))
         differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
 
         def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
             def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
-                """Runs the layers as a function of what is differentiated.
+                """Runs the layers as a function of the inputs that are differentiated.
 
                 Returns:
-                  What has a gradient of what the layers return, and, with no gradients, all that
-                  they return and write.
+                  The outputs that have a gradient. As auxiliary data, without gradients, a pair of
+                  all outputs and the written arrays.
                 """
                 merged = arrays | chosen
                 layers, x, others = (
@@ -126,13 +141,14 @@ class TracedStages:
                     for positions in (loss.layers, loss.x, loss.others)
                 )
                 results, written_by_slot = call.call_layers(layers, x, others)
-                # What a stage returns is the x of the next one, so it has the same positions, and a
-                # gradient where x has one.
+                # The output of a stage is the x of the next stage, so it has the positions of x,
+                # and a gradient where x has one.
                 out = dict(zip(loss.x, results, strict=True))
                 written = {position_of_slot[slot]: x for slot, x in written_by_slot.items()}
                 return {i: out[i] for i in parts.x_with_gradients}, (out, written)
 
-            # Without `prevent_cse`, as the recomputation is in another iteration of the loop.
+            # `prevent_cse` is not needed, because the recomputation is in another iteration of the
+            # loop.
             run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
             chosen = {i: arrays[i] for i in sorted(differentiated)}
             _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
@@ -143,20 +159,20 @@ class TracedStages:
         return forward
 
     def _as_inputs(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns arrays by their number among the inputs of the trace of the stages."""
+        """Returns arrays by their index among the inputs of the trace of the stages."""
         return {n: arrays[i] for n, i in enumerate(self._inputs) if i in arrays}
 
     def forward(self, arrays: ByPosition) -> tuple[ByPosition, ByPosition, Residuals]:
         """Runs all stages forward.
 
         Args:
-          arrays: what the layers get, (S, …) but for what all stages have in common.
+          arrays: the layers' inputs, by position: (S, …), or (…) if all stages share them.
 
         Returns:
-          Three dicts of arrays (S, …): what the layers return, by the positions of x; what they
-          write, by the positions of layers; and, by number, the residuals that the ring keeps.
+          Three dicts of arrays (S, …): the layers' outputs, by the positions of x; the arrays that
+          they write, by the positions of layers; and the residuals that the ring keeps, by number.
         """
-        outputs = self._run_forward(self._as_inputs(arrays))  # by output of the trace
+        outputs = self._run_forward(self._as_inputs(arrays))  # by the index of the trace's output
         out = {i: outputs[output] for i, output in self._out.items()}
         written = {i: outputs[output] for i, output in self._written.items()}
         kept = {number: outputs[output] for number, output in self._kept.items()}
@@ -173,18 +189,18 @@ class TracedStages:
         """Runs all stages backward.
 
         Args:
-          fixed: what the layers get with all microbatches alike.
+          fixed: the fixed inputs of the layers.
           kept: the residuals of each stage's microbatch, from the ring, (S, …).
-          d_out: the gradients of what the layers returned, apart from integers, (S, rows, …).
+          d_out: the gradients of the layers' floating-point outputs, (S, rows, …).
           sums: computes gradients as one sum for each shard of the rows.
           wanted: the positions whose gradients are such shard sums, (shards, S, …).
 
         Returns:
-          The gradients of what the layers got, (S, …), by position: of what is fixed and of x, as
-          far as they have one.
+          The gradients of x and of fixed inputs, by position, for those that have a gradient. They
+          are (S, …); the wanted ones are shard sums.
         """
-        recomputed = self._recompute(self._as_inputs(fixed))  # by output of the trace
-        residuals = [  # all of them, in the order of their numbers
+        recomputed = self._recompute(self._as_inputs(fixed))  # by the index of the trace's output
+        residuals = [  # all residuals, in the order of their numbers
             kept[number] if number in kept else recomputed[output]
             for number, output in enumerate(self._residuals)
         ]
@@ -194,15 +210,14 @@ class TracedStages:
             residuals, d_out = inputs
             # The function that `vjp` returned in the forward pass, with these residuals in it.
             run_transpose = jax.tree.unflatten(self._transpose, residuals)
-            [gradients] = run_transpose(d_out)  # of the only argument of what was differentiated
+            [gradients] = run_transpose(d_out)  # the differentiated function has one argument
             return gradients  # type: ignore[no-any-return]
 
-        def of_all_stages(inputs: Any) -> tuple[ByPosition, tuple[()]]:
+        def transpose_all_stages(inputs: Any) -> tuple[ByPosition, tuple[()]]:
             gradients = jax.vmap(transpose, spmd_axis_name=self._axis)(inputs)
-            return gradients, ()  # and nothing besides gradients, which `evaluate` allows
+            return gradients, ()  # `evaluate` allows further results; there are none
 
-        # Where the rows are: nowhere in residuals, as far as is known; in gradients, (S, rows, …),
-        # in dimension 1.
+        # The dimension of the rows: unknown in residuals; dimension 1 in gradients, (S, rows, …).
         row_dims = [None] * len(residuals), dict.fromkeys(d_out, 1)
-        gradients, _ = sums.evaluate(of_all_stages, (residuals, d_out), row_dims, wanted)
+        gradients, _ = sums.evaluate(transpose_all_stages, (residuals, d_out), row_dims, wanted)
         return gradients
