@@ -20,7 +20,7 @@ shape for one layer is known. If a parameter is in a `Stack` and was made by ``v
 dimensions of the `Stack` come first.
 
 From other modules: `count_layer_dimensions` maps a slot to the number of dimensions of layers that
-`Stack` objects put in front of the array; slots outside of any `Stack` are missing.
+a ``Stack`` has put in front of the array; slots outside of any ``Stack`` are missing.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ the loop is done. An output may be an input of a later part::
 
 From other modules: `find_call` traces the loss, and raises an error unless it calls one pipeline.
 `traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable.is_busy` says
-whether items are microbatches: a stage with another item is idle. `StagedLayers.constrain` shards
-the first dimension over the stages, and `constrain_rows` the rows as well.
+whether items are microbatches: a stage with another item is idle. `constrain` (of the layers on
+their stages) shards the first dimension over the stages, and `constrain_rows` the rows as well.
 """
 
 from __future__ import annotations
