@@ -1,30 +1,36 @@
 """The context of a function while it is traced: the scope that shards its activations.
 
-Models do not know how they are sharded. A :class:`Scope` does: while a function is traced, each
-call of a module comes to it (``intercept.py``), and it
+Models do not know how they are sharded. A :class:`Scope` knows it. While a function is traced, the
+scope gets each call of a module (``intercept.py``), and it
 
     finds      what the user or a strategy declared for the module, by its path (``tagging.py``)
     gathers    the module's own parameters, as FSDP does, for the duration of the call
                (``gathering.py``)
-    retypes    Explicit axes to Auto in the call, where shardings are inferred (``axis_types.py``)
+    retypes    Explicit axes to Auto in the call, if shardings are inferred (``axis_types.py``)
     constrains what the method takes and returns (``constraining.py``), and the columns of a layer
                (``columns.py``)
     records    what was chosen, for reports (``calls.py``)
 
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
-tag of the original (``trace_keys.py``). A *source* is one ``ActivationSharding``, of the user or of
-a strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, as a
-pipeline does. The *plan* is what is known of the function before its trace; its ``batch_axes`` are
-the mesh axes that shard the rows of the data.
+tag of the original (``trace_keys.py``). A *source* is one ``ActivationSharding`` of the user or of
+a strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, for
+example in a pipeline. The *plan* is what is known of the function before its trace; its
+``batch_axes`` are the mesh axes that shard the rows of the data.
 
 From other modules:
 
     Frame             one call of a module: its ``tag``, ``method``, and what was chosen for arrays
-    RECORD            the record of the current trace, if it is made for a report; else None
+    RECORD            the record of the current trace, if it is made for a report; otherwise None
     type_spec         the spec in the type of an array; None if none of its axes is Explicit
     spec_and_mesh     the spec of a sharding and its mesh; None for a sharding without a spec
     with_handler      calls a function, and passes the calls of modules in it to a handler
-    current_handler   that handler: a `Scope`, or what another transform, as ``remat``, has set
+    current_handler   that handler: a `Scope`, or one that another transform, ``remat``, has set
+    pass_tags, pass_paths  pass on tags of modules, and paths within ``remat``, to their copies
+    inferred_axes     the Explicit axes that are Auto in a method: all or none
+    spec_of_columns   the spec of an output whose last dimensions are columns of a kernel, or None
+    refuse_untyped    always raises an error of ours that names the module
+    refuse_constraint, explain
+                      raise an error of ours, or add a note, if they can explain the given error
 """
 
 from __future__ import annotations
@@ -120,41 +126,41 @@ def sharded_activations(
     pass_paths(caller, unflattened)
     scope = Scope(plan, plan.transform, unflattened, leaves)
     if not scope.is_needed:
-        # The function may be traced within another one, whose scope knows modules by their tags. A
-        # scope of its own would have given the copies tags itself.
+        # The function may be traced within another one, whose scope knows modules by their tags.
+        # The scope of this function has tagged no copies, so they get the tags of the originals.
         pass_tags(caller, unflattened)
         yield caller.fun
         return
-    # Modules ask for the mesh in context. Without one, it is the mesh in the types of the arrays.
+    # Modules ask for the mesh in context. Without one, the mesh in the types of the arrays is set.
     mesh = None
     if jax.sharding.get_abstract_mesh().empty:
         meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
         mesh = next(meshes, None)
-    # What the caller's block raises, which traces the function, arrives here: errors of the user's
-    # code too, which leave as they are.
+    # The caller's block traces the function, so its errors arrive here. Among them are errors of
+    # the user's code, which leave as they are.
     try:
         # JAX uses a trace again only if `CONTEXT` holds the same object as when it was made.
         with CONTEXT(scope.context), in_context(mesh):
             yield functools.partial(scope.run, caller.fun)
-    except _compat.SHARDING_ERRORS as error:  # of an operation outside of modules
+    except _compat.SHARDING_ERRORS as error:  # an operation outside of modules raised it
         add_hint_outside(error)
         raise
     except ValueError as error:
         # An error of a module has a note already, with the module's name.
         if not is_explained(error):
-            refuse_constraint(error, plan.transform.name)  # returns if it is another error
+            refuse_constraint(error, plan.transform.name)  # returns unless it can explain the error
         raise
 
 
 def declared_rows(x: object) -> NamedSharding | None:
-    """Returns how the first dimension of an array is declared to be sharded in this trace.
+    """Returns the sharding that is declared in this trace for the first dimension of an array.
 
     A declaration is for one array, such as a batch, and does not pass on to its microbatches. Code
-    that makes these constrains them by the sharding that this returns for the batch. None outside
-    of a trace with a strategy, or if nothing is declared.
+    that makes microbatches constrains them by the sharding that this returns for the batch. The
+    result is None outside of a trace with a strategy, or if nothing is declared.
     """
     scope = current_handler()
-    # Another transform, such as a `remat` with filters, may handle the calls of modules here.
+    # The handler may be another transform's, such as that of a `remat` with filters.
     if not isinstance(scope, Scope) or not isinstance(x, jax.Array):
         return None
     return scope.declared_rows(x)
@@ -164,7 +170,7 @@ class Scope:
     """The handler of the calls of modules during one trace.
 
     ``context`` is the key of this trace for JAX (`TraceContext`), with the filters that matched in
-    it: ``used`` has pairs of the number of a source and of the filter in it.
+    the trace: ``used`` has pairs of the number of a source and of the filter in it.
 
     Its private attributes:
 
@@ -176,13 +182,13 @@ class Scope:
         _axes            the axes of this mesh, except those that are Manual in a `shard_map`
         _explicit_axes   the Explicit axes in the types of the arguments
         _sources         what is declared: first by the user (``_num_declared``), then by strategies
-        _outer           the handler around it, if any
+        _outer           the handler around this scope; None if there is none
         _observes        whether it handles calls even if nothing is declared
         _tagger          makes the tags of modules
         _constrainer     constrains activations, and collects specs that do not fit (``mismatches``)
         _whole_outputs   warns of outputs that are gathered for operations outside of modules
         _schedules       the schedules for modules in the arguments, by name and path of the module
-        _pending         what calls returned that a schedule runs later, with the last of them
+        _pending         the results of calls that a schedule runs later, with the last of them
     """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
@@ -200,26 +206,27 @@ class Scope:
         self._schedules: dict[Place, CallSchedule] = {}
         self._whole_outputs = WholeOutputs()
 
-        # The mesh, and which of its axes may shard activations.
+        # These lines find the mesh, and the axes of it that may shard activations.
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = frozenset(
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
         )
         self._mesh = _mesh_of(plan)
-        axes_of_map = transform.usable_axes or ()  # of a `shard_map`; None in `jit`
+        axes_of_map = transform.usable_axes or ()  # the Manual axes of a `shard_map`; none in `jit`
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(axes_of_map)
 
-        # To explain JAX's errors about Explicit axes, and to record calls for a report, it handles
-        # calls though nothing is declared. The scope of a trace around this one does both already.
-        # Captured arrays may be on the mesh in context though no argument is.
+        # The scope handles calls even if nothing is declared, to explain JAX's errors about
+        # Explicit axes, and to record calls for a report. The scope of a trace around this one does
+        # both already. The context counts because captured arrays may be on its mesh though no
+        # argument is.
         context = jax.sharding.get_abstract_mesh()
         has_explicit = self._explicit_axes or axes_of_type(context, AxisType.Explicit)
         is_recorded = RECORD.value is not None
         self._outer = current_handler()
         self._observes = self._outer is None and bool(has_explicit or is_recorded)
 
-        # What is declared for the whole function. `_tag_arguments` adds what single arguments have,
-        # so the context, which is found by all of it, comes last.
+        # The first source is declared for the whole function. `_tag_arguments` adds the sources of
+        # single arguments. The context depends on all sources, so it comes last.
         declared = transform.activation_shardings
         self._sources = [] if declared is None else [declared]
         self._num_declared = len(self._sources)
@@ -229,14 +236,14 @@ class Scope:
         self.context = self._context()
 
     def _context(self) -> TraceContext:
-        """Returns what JAX keys this trace by: one object for equal declarations.
+        """Returns the key of this trace for JAX: one object for equal declarations.
 
-        JAX uses the trace of an inner function again only for the same object: so inner functions
-        with equal declarations share a trace. Not in another outermost trace, where filters that
-        have matched in the earlier trace would seem to match nothing.
+        JAX uses the trace of an inner function again only for the same object, so inner functions
+        with equal declarations share a trace. Another outermost trace has other objects, because
+        filters that have matched in an earlier trace would seem to match nothing.
         """
         outer: TraceContext | None = CONTEXT.value
-        # All contexts in one outermost trace share this dictionary of them.
+        # All contexts in one outermost trace share this dictionary.
         contexts = {} if outer is None else outer.within_outermost
         key = tuple(self._sources), self._plan.batch_axes
         if key not in contexts:
@@ -251,27 +258,28 @@ class Scope:
     def run(self, fun: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the user's function, with this scope as the handler of the calls of modules in it.
 
-        If the function is itself a method of its first argument, its call is one of a module, too.
+        If the function is a method of its first argument, a module, its call is handled, too.
+        Raises an error if something that is declared does not fit or is not used.
         """
         out = self._run(fun, args, kwargs)
-        self._check()  # here, as an error at the end of a block would show frames of contextlib
+        self._check()  # an error at the end of the caller's block would show frames of contextlib
         self._whole_outputs.warn(self._transform, out)
         return out
 
     def _run(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
-        """Calls the user's function with this handler; what it returns is not checked yet."""
+        """Calls the user's function with this handler, and returns its result unchecked."""
         if not args or not isinstance(args[0], nnx.Module):
             return self._with_uses(fun, args, kwargs)
-        # Whether ``fun`` is a method of that module's class, as in `jit(Model.__call__)(model, x)`.
-        # The class may hold it within decorators, each of which has the next in `__wrapped__`.
+        # A method of the module's class may be given as ``fun``: `jit(Model.__call__)(model, x)`.
+        # The class may hold it within decorators, each of which has the next one in `__wrapped__`.
         name = getattr(fun, "__name__", "")
         method = original_of(inspect.getattr_static(type(args[0]), name, None))
         while method is not None and method is not fun:
             method = original_of(getattr(method, "__wrapped__", None))
         if method is None:
             return self._with_uses(fun, args, kwargs)
-        # ``fun`` is the plain function, which no descriptor of the class intercepts. So this scope
-        # is called as the handler of that call, as a descriptor would do it.
+        # ``fun`` is the plain function, which no descriptor of the class intercepts. So this calls
+        # the scope as the handler of that call, as a descriptor would do.
         module, *others = args
         bound = functools.partial(fun, module)
         return self._with_uses(self, (module, name, bound, tuple(others), kwargs), {})
@@ -279,11 +287,11 @@ class Scope:
     def _with_uses(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a function with this handler, and reports schedules that it did not use.
 
-        A schedule is used if the module that it is for is called, so that the schedule runs.
+        A schedule counts as used if its module is called, because then the schedule runs.
         """
-        # Public methods are intercepted anyway; these are, though their names may be private.
+        # Public methods are intercepted in any case. Declared ones may have private names.
         declared_methods = {x.method for source in self._sources for x in source.shardings}
-        is_inner = SCHEDULE_USES.get() is not None  # then the outermost trace reports them
+        is_inner = SCHEDULE_USES.get() is not None  # True: the outermost trace reports schedules
         if is_inner or not self._schedules:
             return with_handler(self, declared_methods, fun, *args, **kwargs)
         uses = ScheduleUses()
@@ -299,26 +307,26 @@ class Scope:
         """Tags the modules in all arguments, and records the schedules that are given for them.
 
         An argument whose ``in_shardings`` are a strategy has a source of its own, which is added to
-        those that are declared for all arguments.
+        the sources that are declared for all arguments.
         """
         for_all = tuple(self._sources)
-        # Of each part of an argument, what is declared for it alone; None for most.
+        # The last item is declared for the part of an argument alone; for most parts it is None.
         parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
         for argument in self._plan.graph_arguments:
             for part in argument.parts:
-                has_rules = isinstance(part.spec, StateSharding)  # what a strategy returns
+                has_rules = isinstance(part.spec, StateSharding)  # a strategy returns one
                 parts.append((argument, part, part.spec.activations if has_rules else None))
-        # Explanations and records name modules by their tags, so they need these, too.
+        # Explanations and records name modules by their tags, so they need tags as well.
         if not (for_all or self._observes or any(own is not None for *_, own in parts)):
             return
         structure = self._plan.structure
-        tagged = set[int]()  # the indices of modules: a shared one has its first path
+        tagged = set[int]()  # the indices of modules; a shared module keeps its first path
         for argument, part, own in parts:
             if own is not None and own not in self._sources:
                 self._sources.append(own)
             sources = for_all if own is None else (*for_all, own)
             name = accessor(argument.name, part.keys)  # such as ``models[0]``
-            # By the index of each object in the part: one path to it from there, the shortest.
+            # `paths` has one path to each object in the part, by its index: the shortest path.
             paths = structure.paths_to_objects([((), part.child)])
             for index, [path] in paths.items():
                 is_module = isinstance(structure.entries[index], NodeEntry)
@@ -330,7 +338,7 @@ class Scope:
                 _compat.tag_node(module, tag)
                 schedule = self._schedule(tag, module, "__call__")
                 if schedule is not None:
-                    # A list of layers has a schedule for each, and runs as a whole at its own path.
+                    # Each layer of a list may have the schedule, which runs at the list's path.
                     self._schedules[name, schedule.module_path(path)] = schedule
 
     def __call__(
@@ -346,23 +354,23 @@ class Scope:
           kwargs: its keyword arguments.
 
         Returns:
-          What the method returns, sharded as declared.
+          The result of the method, sharded as declared.
         """
-        # A module that is in no argument, as one that the function makes, has no tag yet.
+        # A module that is in no argument has no tag yet, for example if the function makes it.
         tag = _compat.tag_of(module) or self._tagger.tag_foreign(module, tuple(self._sources))
         # A module that the function captures from a trace around this one has the tag of that
-        # trace. What is declared there is for it, so the call is handled as without this scope.
+        # trace. The declarations of that trace are for it, so the outer handler gets the call.
         is_ours = all(source in self._sources for source in tag.sources)
         if not is_ours and self._outer is not None:
             return self._outer(module, method, call, args, kwargs)
         if isinstance(module, nnx.Optimizer) and method == "update":
-            with jax.named_scope(tag.accessor):  # for `by_module`
+            with jax.named_scope(tag.accessor):  # tables by module read this name
                 return update(module, call, args, kwargs)
         schedule = self._schedule(tag, module, method)
         if schedule is not None:
             # Layers of a pipeline are called one by one; the last call runs all of them.
             tag, module, redirected = schedule.redirect(tag, module, args, kwargs)
-            if module is None:  # it runs when a later one is called
+            if module is None:  # a later call will run it; ``redirected`` stands for its result
                 self._pending.append(redirected)
                 return redirected
             args, kwargs = redirected
@@ -373,11 +381,12 @@ class Scope:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
-                # Raises an error of ours that names the module.
+                # This always raises.
                 refuse_untyped(error, self._transform.name, frame, (args, kwargs))
             except ValueError as error:
                 if self._explicit_axes:
-                    explain(error, self._transform.name, frame)  # with a note, or another error
+                    # Raises another error, or adds a note, or does nothing.
+                    explain(error, self._transform.name, frame)
                 raise
             frame.record(out)
         if schedule is None and method != "__call__":
@@ -388,7 +397,7 @@ class Scope:
         return out
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
-        """Returns how a strategy runs a call of a method; None if as it is written.
+        """Returns the schedule by which a strategy runs a call of a method; None for a plain call.
 
         Args:
           tag: the tag of the module, with what is declared for it.
@@ -397,7 +406,7 @@ class Scope:
         """
         found = (source.find_schedule(tag.path, module, method) for source in tag.sources)
         schedule = next((x for x in found if x is not None), None)
-        # While a schedule runs, it calls the layers itself, as they are written.
+        # A schedule that runs calls the layers itself, and these calls are plain ones.
         if schedule is None or schedule.is_running:
             return None
         # Without a mesh there are no stages: all layers are on one device.
@@ -413,12 +422,12 @@ class Scope:
     ) -> Any:
         """Calls a method with the shardings of its input, parameters, axis types and output.
 
-        The input is constrained first, as a schedule divides its rows. The module's own parameters
-        are gathered for as long as its method, or the schedule in place of it, runs.
+        The input is constrained first, because a schedule divides its rows. The module's own
+        parameters are gathered for as long as its method runs, or the schedule in its place.
 
         Args:
           frame: the call, with the tag of the module.
-          schedule: what runs the module in a special order, such as a pipeline; None for a plain
+          schedule: runs the module in a special order, for example in a pipeline; None for a plain
             call.
           call: the bound method.
           args: the positional arguments of the call.
@@ -427,12 +436,12 @@ class Scope:
         has_own_variables = bool(frame.tag.specs)
         if has_own_variables:
             self._whole_outputs.begin_layer()
-        chosen = self._find(frame)  # the specs of input and output
+        chosen = self._find(frame)  # the declared specs of input and output; they may be None
         if chosen.input is not None and args:
             first = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
             args = (first, *args[1:])
         if schedule is not None and self._mesh is not None:
-            # A function with the same arguments, which runs the module's layers in stages.
+            # The new function takes the same arguments, and runs the module's layers in stages.
             call = schedule.wrap(
                 frame.module,
                 call,
@@ -453,11 +462,11 @@ class Scope:
         args: tuple[Any, ...],
         kwargs: Keywords,
     ) -> Any:
-        """Calls a method, on Auto axes if shardings are inferred in it, and shards what it returns.
+        """Calls a method, on Auto axes if shardings are inferred in it, and shards its result.
 
         Args:
           frame: the call, with the tag of the module.
-          chosen: what is declared for it.
+          chosen: the specs that are declared for the call.
           call: the bound method.
           args: the positional arguments of the call.
           kwargs: its keyword arguments.
@@ -467,75 +476,75 @@ class Scope:
         spec_on_mesh = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
         if explicit and spec_on_mesh is not None:
             spec, _ = spec_on_mesh
-            # Over `unreduced` axes each device keeps its own summand of the output. These have to
-            # be Explicit, and only the layer itself can leave out the sum: by this option of it.
+            # Over `unreduced` axes each device keeps its own summand of the output. Such axes have
+            # to be Explicit. Only the layer itself can leave out the sum, if it gets this option.
             if spec.unreduced:
                 kwargs = {**kwargs, "out_sharding": keep_axes(spec, explicit)}
-        # The Explicit axes that are Auto while the method runs: all or none.
+        # These Explicit axes are Auto while the method runs: all or none of them.
         auto_axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
         if not auto_axes:
             out = call(*args, **kwargs)
             if explicit and chosen.output is None:
-                return out  # its types say how it is sharded
+                return out  # the types of its arrays say how it is sharded
             return self._shard_output(out, chosen, frame)
         frame.is_by_strategy = True
 
         def call_on_auto_axes(inputs: tuple[object, tuple[Any, ...], Keywords]) -> Any:
-            """Calls the method with retyped arguments; ``with_auto_axes`` has set the mesh."""
+            """Calls the method with retyped arguments, on the mesh that ``with_auto_axes`` sets."""
             _, args, kwargs = inputs
             return self._shard_output(call(*args, **kwargs), chosen, frame)
 
         def type_output(x: jax.Array) -> jax.Array:
-            """Gives a new array of the result its type, back on the mesh outside."""
+            """Gives a new array of the result its type on the caller's mesh."""
             inputs = (args, kwargs)
             return self._type_output(x, frame=frame, inputs=inputs, auto_axes=auto_axes, outer=mesh)
 
-        # The module is an input as well, as it holds arrays with types.
+        # The module is an input as well, because it holds arrays with types.
         inputs = (frame.module, args, kwargs)
         return with_auto_axes(inputs, call_on_auto_axes, auto_axes, type_output)
 
     def _shard_output(self, out: Any, chosen: InOutSharding, frame: Frame) -> Any:
-        """Shards what a method returned: as declared, else like the columns of its kernel."""
+        """Shards the result of a method: as declared, or else like the columns of its kernel."""
         if chosen.output is not None:
             return self._constrainer.constrain(out, chosen.output, frame, side="output")
         shard = functools.partial(self._shard_columns, frame)
         return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
 
     def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
-        """Returns over which axes the first dimension of an array is declared to be sharded."""
+        """Returns the axes over which the first dimension of an array is declared to be sharded."""
         return first_axes(self._declared_shardings(x), self._transform.context)
 
     def _declared_shardings(self, x: jax.Array) -> list[Any]:
-        """Lists the shardings that are declared for an array, with None for what is not declared.
+        """Lists the shardings that are declared for an array; an item may be None.
 
-        Only what is declared for the array itself counts: of an argument of the function, in its
-        type, or by a constraint; not what operations make of such an array.
+        Only declarations for the array itself count: for an argument of the function, in the
+        array's type, or by a constraint. They do not count for results of operations on the array.
         """
-        # Within `grad` a tracer stands for another one, which is the argument.
+        # Within `grad` another tracer stands for the argument, so the argument is looked up.
         value = _compat.differentiated_value(x)
-        # An argument in no module is known by its tracer, as each has one of its own.
+        # Arguments outside of modules are found by their tracers, because each has its own.
         slots = self._plan.structure.root_slots
         of_argument = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
-        in_type = jax.typeof(x).sharding  # on Auto axes it names none of them
-        of_constraint = _compat.constrained_by(value)  # if a constraint has made the array
+        in_type = jax.typeof(x).sharding  # a type names no Auto axes
+        of_constraint = _compat.constrained_by(value)  # None unless a constraint made the array
         return [*of_argument, in_type, of_constraint]
 
     def declared_rows(self, x: jax.Array) -> NamedSharding | None:
-        """Returns a sharding of the rows of an array, its first dimension, as declared, or None.
+        """Returns the declared sharding of the rows of an array (its first dimension), or None.
 
-        Other dimensions are left to the compiler: only rows are divided into microbatches.
+        Other dimensions are left to the compiler, because only rows are divided into microbatches.
         """
-        if self._mesh is None or type_spec(x) is not None:  # on Explicit axes its type says it
+        if self._mesh is None or type_spec(x) is not None:  # not None: the type says the sharding
             return None
         other_dimensions = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        # Any of them may be missing, or shard other dimensions only.
+        # A declaration may be missing, or shard other dimensions only; the first that fits counts.
         for sharding in self._declared_shardings(x):
             pair = spec_and_mesh(sharding, self._transform.context)
-            if pair is None:  # a sharding without a spec
+            if pair is None:  # None: the sharding has no spec
                 continue
             spec, _ = pair
             [first_entry, *_] = pad_entries(spec, 1)
-            # A `shard_map` has divided the rows over its own axes already.
+            # The axes of a `shard_map` are left out, because it has divided the rows over them.
             axes = tuple(axis for axis in axes_of(first_entry) if axis in self._axes)
             if axes:
                 sharding_of_rows = PartitionSpec(axes, *other_dimensions)
@@ -547,7 +556,8 @@ class Scope:
         spec = self._spec_of_columns(frame, x) if isinstance(x, jax.Array) else None
         if spec is None:
             return x
-        # Remembered even if no axis shards the columns: then those of the model's output are whole.
+        # The spec is remembered even if no axis shards the columns. Then the columns of the model's
+        # output are known to be whole.
         self._whole_outputs.end_layer(x, spec)
         names_axes = any(spec_axes(spec))
         if self._mesh is None or not names_axes:
@@ -567,20 +577,21 @@ class Scope:
         """Types an array that a module made on Auto axes for its caller, who has Explicit ones.
 
         On the caller's axes, the type of each array says how it is sharded. While the module ran,
-        they were Auto: the compiler chooses shardings there, and the type of ``x`` says nothing of
-        these axes. So they are decided on here, by the first of these that is known:
+        the axes were Auto: the compiler chooses shardings there, and the type of ``x`` says nothing
+        of these axes. So this method decides on them, by the first of these that is known:
 
-        1. what was chosen for this very array: here, or by the user for a module in this one;
+        1. the sharding that was chosen for this very array: here, or by the user for a module in
+           this one;
         2. its type, over axes that stayed Explicit;
         3. the columns of the layer's kernel;
-        4. the input of the same shape and dtype, else the leading dimensions of the first input.
+        4. the input of the same shape and dtype, or else the leading dimensions of the first input.
 
         Args:
           x: the array, typed on the mesh on which the module ran.
           frame: the call of the module, with what was chosen for arrays in it.
           inputs: its positional and keyword arguments, typed on the caller's mesh.
           auto_axes: the axes that were Auto for the call.
-          outer: the caller's mesh, on which they are Explicit.
+          outer: the caller's mesh, on which these axes are Explicit.
 
         Returns:
           The same array, typed on ``outer``.
@@ -592,21 +603,23 @@ class Scope:
         if chosen is not None:
             spec = keep_axes(chosen.spec, explicit)
         else:
-            spec = opened(type_spec(x))  # dimensions without an axis are still to be decided
-            # Not for the model itself (whose path is empty): JAX refuses to index sharded columns,
-            # as losses do with logits.
+            spec = opened(type_spec(x))  # leaves dimensions without an axis open
+            # The columns of the model itself (its path is empty) stay whole, because JAX refuses to
+            # index sharded columns, and losses index logits.
             is_inner = bool(frame.tag.path)
             if spec is None and is_inner and (columns := self._spec_of_columns(frame, x)):
                 spec = keep_axes(columns, explicit)
         like = input_like(x, inputs)
         assert like is not None  # axes are Auto only for a call with an input on Explicit axes
-        # What ``spec`` leaves open is as in ``like``: the same dimensions, else the leading ones.
+        # The dimensions that ``spec`` leaves open become like those of ``like``: all of them if the
+        # shapes are equal, or else the leading ones.
         typed: jax.Array = retype(x, outer, output_spec(x, like, spec))
         if chosen_here is not None:
-            frame.note_sharding(typed, jax.typeof(typed).sharding)  # for the report
+            frame.note_sharding(typed, jax.typeof(typed).sharding)  # reports show it
         elif chosen is None and frame.is_outermost:
-            # On Auto axes its columns, as of logits, may be sharded, and the type says that they
-            # are whole: so they are gathered, of which it warns if the function uses them.
+            # On Auto axes its columns, for example of logits, may be sharded, but its type says
+            # that they are whole. So they are gathered, and a warning follows if the function uses
+            # them.
             column_axes = auto_axes - self._plan.batch_axes  # the batch axes shard rows
             sizes = {axis: outer.shape[axis] for axis in column_axes}
             self._whole_outputs.add(frame, typed, like, sizes)
@@ -615,27 +628,28 @@ class Scope:
     def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """Returns the spec of an output whose last dimensions are columns of a kernel, or None.
 
-        None if the user declares all shardings himself (no source has ``infer``), and on Auto axes,
-        where the compiler alone chooses.
+        The result is None if the user declares all shardings (no source has ``infer``), and on Auto
+        axes, because there the compiler alone chooses.
         """
         is_inferred = any(source.infer for source in frame.tag.sources)
         if not self._explicit_axes or not is_inferred:
             return None
-        # Axes of the batch shard the rows of the output, so they cannot shard its columns.
+        # Axes of the batch shard the rows of the output, so they cannot shard its columns, too.
         axes = self._explicit_axes.difference(self._plan.batch_axes)
         return spec_of_columns(frame.module, frame.tag, x, axes)
 
     def _find(self, frame: Frame) -> InOutSharding:
-        """Returns what the first source that has a filter for the call chooses.
+        """Returns the shardings of the first source that has a filter for the call.
 
         The user's source comes first, so it precedes strategies. The filters that match in all
-        sources count as used, though only one decides: none of them is a mistake.
+        sources count as used, though only one decides, because none of them is a mistake. Writes
+        into ``frame`` who decided, and whether specs that do not fit are an error.
         """
         chosen = None
         for source in frame.tag.sources:
             # The first filter of the source that matches this path, class and method.
             index, sharding = source.find(frame.tag.path, frame.module, frame.method)
-            if sharding is None or index is None:  # no filter of this source matches
+            if sharding is None or index is None:  # None: no filter of this source matches
                 continue
             number = self._sources.index(source)  # equal sources are one in this list
             self.context.used.add((number, index))
@@ -647,16 +661,16 @@ class Scope:
     def _check(self) -> None:
         """Raises errors at the end of a trace.
 
-        They are for calls that a schedule was to run later and never ran, for specs that did not
-        fit, and for filters that matched no call.
+        An error is for calls that a schedule was to run later and never ran, for specs that did not
+        fit, or for filters that matched no call.
         """
         name = self._transform.name
         for pending in self._pending:
-            pending.check_ran()
+            pending.check_ran()  # raises if the schedule has not run it
 
-        mismatches = self._constrainer.mismatches  # lines as keys, so that each is there once
+        mismatches = self._constrainer.mismatches  # the lines are keys, so each is there once
         for source in self._sources:
-            # Axes to gather over that the user names have to be axes of the mesh.
+            # The axes that the user names for gathering have to be axes of the mesh.
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:

@@ -7,15 +7,18 @@
         total += grad(loss)(model, microbatch)
     gradient = total / steps
 
-Microbatch i has the rows i, i + steps, i + 2·steps, …: the rows, (batch, …), are reshaped to
-(batch / steps, steps, …), and the scan runs over the second dimension. So each device keeps the
-rows that it has; blocks of successive rows would be on some of the devices only.
+Microbatch i has the rows i, i + steps, i + 2·steps, …. The rows, (batch, …), are reshaped to
+(batch / steps, steps, …), and the scan runs over the second dimension. In this way each device
+keeps the rows that it has; blocks of successive rows would be on some of the devices only.
 
-If rows are sharded over devices, each gradient is a sum over these. The totals of parameters that
-are replicated over the axes of the rows are kept as *shard sums*, one for each device
-(``partition/shard_sums.py``), and these are added up once, after the scan. By the types on Explicit
-axes it is known what is replicated. On Auto axes, ``axis`` makes them Explicit around the loop, so
-that parameters are gathered before it; in the loop they are Auto again, as the loss is written for.
+If rows are sharded over devices, each gradient is a sum over the devices. The totals of parameters
+that are replicated over the axes of the rows are kept as *shard sums*, one for each device
+(``partition/shard_sums.py``), and the shard sums are added up once, after the scan. On Explicit
+axes the types say which parameters are replicated. On Auto axes, ``axis`` makes the axes Explicit
+around the loop, so that parameters are gathered before it. In the loop they are Auto again, because
+the loss is written for Auto axes.
+
+This module builds on these functions:
 
 What it builds on:
 
@@ -27,6 +30,8 @@ What it builds on:
 * `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
   with None for the last dimensions.
 * `raise_listed` raises an error with a line for each item, and does nothing without items.
+* `declared_rows` is the sharding that a strategy declares for the rows of an array, or None.
+* `has_interleaved_pipeline` says whether a module has a 1F1B pipeline.
 """
 
 from __future__ import annotations
@@ -90,16 +95,16 @@ def accumulate_gradients(
 ) -> Any:
     """Makes a function that returns the value and the gradient of a loss, microbatch by microbatch.
 
-    It replaces :func:`~nnx_sharding.value_and_grad` where the activations of a full batch do not
-    fit into memory. The microbatches run one after the other in one loop, so the program has the
-    size of one of them. For a loss that is a mean over the rows of the batch, the results are those
-    of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
-    random streams, happen once for each microbatch.
+    It replaces :func:`~nnx_sharding.value_and_grad` if the activations of a full batch do not fit
+    into memory. The microbatches run one after the other in one loop, so the program has the size
+    of one of them. For a loss that is a mean over the rows of the batch, the results are those of
+    the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on random
+    streams, happen once for each microbatch.
 
     On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of parameters that
     are replicated over the axes of the rows are summed on each device, and reduced once, after the
-    loop. Those of parameters that these axes shard are reduced for each microbatch, and so is what
-    a function computes in a ``shard_map``.
+    loop. Gradients of parameters that these axes shard are reduced for each microbatch, and so are
+    values that a function computes in a ``shard_map``.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -110,28 +115,30 @@ def accumulate_gradients(
       has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
       batch: the names of the arguments that are divided into microbatches; all their arrays have
         the rows of the batch in the first dimension. All other arguments, such as the weights of
-        classes, are the same for all microbatches. By default, all that hold arrays but no modules
-        or Variables and are not differentiated, apart from scalars; if these arrays do not have
-        equally many rows, or one argument has these rows and scalars, it is an error.
+        classes, are the same for all microbatches. By default, a batch is each argument that holds
+        arrays but no modules or Variables, and is not differentiated, apart from scalars. If these
+        arrays do not have equally many rows, or one argument has these rows and scalars, it is an
+        error.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. If it shards
         parameters as well, these are gathered before the loop: with whole parameters, each device
-        adds up its own gradients, and the reduction follows the loop. What other axes shard, they
-        shard in the loop too.
-      dtype: the dtype in which gradients are summed and returned; None for their own. Complex ones
-        stay complex: they have a real and an imaginary part of this dtype, of at least float32.
+        adds up its own gradients, and the reduction follows the loop. Other axes shard the same
+        arrays in the loop as before.
+      dtype: the dtype in which gradients are summed and returned; None for their own. Complex
+        gradients stay complex: they have a real and an imaginary part of this dtype, of at least
+        float32.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
+      A function that returns ``(value, gradient)``, like the one of ``value_and_grad``.
 
     Raises:
       TypeError: ``steps`` is not a positive integer, or ``dtype`` has no floating-point numbers.
         When called: auxiliary data are not arrays.
       ValueError: when called, if no argument is a batch, arrays of the batch differ in the number
-        of rows, ``batch`` names an unknown or differentiated argument, a differentiated one may
-        have the rows of the batch, or these are not a multiple of the steps times the devices that
-        shard them.
+        of rows, ``batch`` names an unknown or differentiated argument, a differentiated argument
+        may have the rows of the batch, or the number of rows is not a multiple of the steps times
+        the devices that shard them.
       NoMeshError: when called with ``axis``, if neither the context nor an array has a mesh.
 
     Example:
@@ -147,14 +154,13 @@ def accumulate_gradients(
       >>> bool(jnp.allclose(value, expected))
       True
     """
-    # A traced number would be no length of a scan.
+    # The steps have to be a Python int, because a traced number cannot be the length of a scan.
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise TypeError(
             f"accumulate_gradients: steps must be a positive integer, got {show(steps)}."
         )
-    if dtype is not None and not jnp.issubdtype(
-        cast(Any, dtype), jnp.inexact
-    ):  # mean gradients are none
+    # A mean gradient is not an integer.
+    if dtype is not None and not jnp.issubdtype(cast(Any, dtype), jnp.inexact):
         raise TypeError(
             f"accumulate_gradients: dtype={show(dtype)} cannot hold gradients, which are "
             "floating-point or complex numbers."
@@ -185,7 +191,7 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Accumulation:
-    """What differentiates a loss, and the options of :func:`accumulate_gradients`.
+    """The function that differentiates a loss, and the options of :func:`accumulate_gradients`.
 
     Attributes:
       gradient: calls the loss, and differentiates it.
@@ -202,24 +208,28 @@ class _Accumulation:
     modes: Mapping[str, Any]
 
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
-        """Returns the value and the gradient for the arguments of the loss."""
+        """Returns the value and the gradient for the arguments of the loss.
+
+        Raises the errors that :func:`accumulate_gradients` lists for a call.
+        """
         signature = inspect.signature(self.gradient._fun)
-        # In front, the object of a loss that is a method.
+        # The object of a loss that is a method is the first argument.
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
-        # Of the whole batch: which arrays are differentiated does not depend on the rows.
+        # This call has the whole batch. It serves to find the arrays that are differentiated, which
+        # do not depend on the rows.
         call = self.gradient.prepare(bound.args, bound.kwargs)
         names = _batch_names(call, bound, self.batch)
-        _check_rows(bound.arguments, names)
-        rest = {name: x for name, x in bound.arguments.items() if name not in names}
+        _check_rows(bound.arguments, names)  # raises unless all arrays have equally many rows
+        shared = {name: x for name, x in bound.arguments.items() if name not in names}
         whole_batch = {name: bound.arguments[name] for name in names}
-        # Asked before the rows are split: a declaration is for the user's arrays themselves.
+        # Declarations are for the user's arrays themselves, so they are read before the split.
         rows = [declared_rows(x) for x in jax.tree.leaves(whole_batch)]
         batch = {name: _split_rows(name, x, self.steps) for name, x in whole_batch.items()}
         if self.axis is None:
-            return self._accumulate(bound, call, rest, batch, auto=frozenset(), rows=rows)
+            return self._accumulate(bound, call, shared, batch, auto=frozenset(), rows=rows)
 
         # Around the loop, the axes that the user names are Explicit, so that types say how rows and
-        # parameters are sharded. Those that were Auto before are so again in the loss.
+        # parameters are sharded. Axes that were Auto before are Auto again in the loss.
         mesh = _mesh_of(call.flat.leaves)
         if mesh is None:
             raise NoMeshError(
@@ -230,23 +240,24 @@ class _Accumulation:
         explicit = axes_of_type(mesh, AxisType.Explicit)
         auto = frozenset(axes).difference(explicit)
 
-        # `explicit_axes` retypes what is passed to this function, and nothing that it captures, as
-        # `bound`. So all arguments of the loss are passed, and put into `bound` again.
-        def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            bound.arguments.update(rest)
+        # `explicit_axes` retypes the arguments of this function, but nothing that it captures, such
+        # as `bound`. So all arguments of the loss are passed to it, and put into `bound` again.
+        def accumulate(shared: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
+            bound.arguments.update(shared)
             call = self.gradient.prepare(bound.args, bound.kwargs)
-            return self._accumulate(bound, call, rest, batch, auto=auto, rows=rows)
+            return self._accumulate(bound, call, shared, batch, auto=auto, rows=rows)
 
-        # The axes shard the rows of the batch. Nothing else: shard sums need whole parameters.
+        # The axes shard the rows of the batch, and nothing else, because shard sums need whole
+        # parameters.
         in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
         run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
-        # Eagerly, JAX needs the devices of the mesh, which types do not name.
+        # Outside of a trace, JAX needs the devices of the mesh, which types do not name.
         devices = mesh if isinstance(mesh, Mesh) and _compat.trace_is_clean() else None
         try:
             with contextlib.nullcontext() if devices is None else jax.set_mesh(devices):
-                return run(rest, batch)  # type: ignore[no-any-return]
+                return run(shared, batch)  # type: ignore[no-any-return]
         except ValueError as error:
-            # It may be due to axes that now shard the rows, and did not in the user's types.
+            # The cause may be that the axes now shard the rows, but not in the user's types.
             _note_axes_added(error, axes, explicit, batch)
             raise
 
@@ -254,7 +265,7 @@ class _Accumulation:
         self,
         bound: inspect.BoundArguments,
         call: PreparedCall,
-        rest: _Arguments,
+        shared: _Arguments,
         batch: _Arguments,
         *,
         auto: frozenset[AxisName],
@@ -262,24 +273,24 @@ class _Accumulation:
     ) -> tuple[Any, Any]:
         """Returns the mean value and gradient of the microbatches.
 
-        The loss runs with Auto axes if it is written for these, and in the stages of a pipeline, as
-        its layers do. Results get their types on Explicit axes back: gradients those of their
-        parameters, auxiliary data those of the rows.
+        The loss runs with Auto axes if it is written for these, and in the stages of a pipeline,
+        because its layers do. Results get their types on Explicit axes back: gradients the types of
+        their parameters, auxiliary data the types of the rows.
 
         Args:
           bound: the arguments of the loss, by name, with the whole batch.
           call: the call with these arguments.
-          rest: those of them that are the same for all microbatches.
-          batch: those with rows, reshaped to (batch / steps, steps, …).
-          auto: the Explicit axes that are Auto for the loss.
+          shared: the arguments that are the same for all microbatches.
+          batch: the arguments with rows, reshaped to (batch / steps, steps, …).
+          auto: the axes that are Explicit around the loop, but Auto for the loss.
           rows: how the rows of each array of the batch are declared to be sharded over Auto axes.
 
         Returns:
-          The value, with ``has_aux`` a pair of it and the auxiliary data of all microbatches,
-          (steps, …); and the gradient in the form of the differentiated arguments.
+          The value, or with ``has_aux`` a pair of the value and the auxiliary data of all
+          microbatches, (steps, …); and the gradient in the form of the differentiated arguments.
         """
         outer = jax.sharding.get_abstract_mesh()
-        parameters = call.arrays()  # what is differentiated
+        parameters = call.arrays()  # the arrays that are differentiated
         sums = _sums_over_rows(batch)
         is_split = [sums is not None and _is_whole_over(sums.axes, x) for x in parameters]
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
@@ -299,14 +310,15 @@ class _Accumulation:
         typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
 
         def retype_aux(x: jax.Array) -> jax.Array:
-            """Types auxiliary data, (steps, …), as what a module returns for the rows."""
+            """Types auxiliary data, (steps, …), as the output of a module for the rows is typed."""
             spec = output_spec(x, typed[0], None) if typed else PartitionSpec()
             return cast(jax.Array, retype(x, outer, spec))
 
         loss_axes = axes_of_type(outer, AxisType.Explicit) if is_interleaved else auto
-        # Calls `run` with these inputs, whose types are those of a mesh with `loss_axes` Auto. Of
-        # the result, gradients have their types already, and scalars need none.
-        outputs = with_auto_axes((rest, microbatches), run, frozenset(loss_axes), retype_aux)
+        # This calls `run` with these inputs, whose types are those of a mesh with `loss_axes` Auto.
+        # In its result, `retype_aux` types the auxiliary data alone: gradients have their types
+        # already, and scalars need none.
+        outputs = with_auto_axes((shared, microbatches), run, frozenset(loss_axes), retype_aux)
         value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
         return value, call.build_gradient(gradients)
 
@@ -314,8 +326,8 @@ class _Accumulation:
         """Differentiates one microbatch after the other, in a scan.
 
         Returns:
-          The mean value, with ``has_aux`` a pair of it and the auxiliary data, (steps, …); and the
-          sum of the gradients of each array that is differentiated.
+          The mean value, or with ``has_aux`` a pair of it and the auxiliary data, (steps, …); and
+          the sum of the gradients of each array that is differentiated.
         """
         sums, is_split = batch.sums, batch.is_split
 
@@ -336,7 +348,7 @@ class _Accumulation:
                 _check_aux(aux)
             return [*map(_add, totals, gradients)], value
 
-        # The totals start at zero. What they are totals of, `prepare` knows without any rows.
+        # The totals start at zero. `prepare` finds the differentiated arrays without any rows.
         call = batch.prepare(self.gradient, batch.shared)
         zeros = []
         for x, splits in zip(call.arrays(), is_split, strict=True):
@@ -345,8 +357,8 @@ class _Accumulation:
                 zeros.append(sums.zeros(x, dtype))  # (shards, *shape)
             else:
                 zeros.append(jnp.zeros_like(x, dtype))
-        # Totals are carried, shared arguments, as modules, are the same in each step, and values
-        # are stacked: (steps,).
+        # The scan carries totals. Shared arguments, such as modules, are the same in each step.
+        # Values are stacked: (steps,).
         run = scan(
             step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
@@ -361,14 +373,14 @@ class _Accumulation:
         return value, reduced
 
     def _interleave(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
-        """Does the same as `_scan`, and returns the same, in the pipeline that is in the loss.
+        """Does the same as `_scan` in the pipeline that is in the loss, and returns the same.
 
         In the steps of its loop, a stage runs the forward pass of one microbatch and the backward
         pass of another (1F1B).
         """
         first = jax.tree.map(lambda x: x[0], batch.stacked)  # (steps, rows, …) → (rows, …)
-        # The loss is traced for the first microbatch only. The loop replaces its arrays by those of
-        # the others. Which leaves of the call these are, it finds by their identity.
+        # The loss is traced for the first microbatch only. The loop replaces the arrays of this
+        # microbatch, which it finds among the leaves of the call by their identity, by the others.
         call = batch.prepare(self.gradient, {**batch.shared, **first})
         first_and_all = zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)
         value, totals = accumulate_interleaved(
@@ -379,7 +391,7 @@ class _Accumulation:
             row_axes=() if batch.sums is None else batch.sums.axes,
             is_split=batch.is_split,
         )
-        if self.has_aux:  # `_scan` checks in each step, before it stacks
+        if self.has_aux:  # `_scan` makes the same check in each step, before it stacks
             _, aux = value
             _check_aux(aux)
         return value, totals
@@ -391,11 +403,11 @@ class _Microbatches:
 
     Attributes:
       bound: the arguments by name, for the whole batch.
-      shared: those that are the same for all microbatches.
-      stacked: those with rows, (steps, rows, …).
-      rows: how the rows of each array of ``stacked``, in the order of its leaves, are declared to
-        be sharded over Auto axes; None for an array without a declaration.
-      sums: splits sums over rows; None if these are not known to be sharded.
+      shared: the arguments that are the same for all microbatches, by name.
+      stacked: the arguments with rows, (steps, rows, …), by name.
+      rows: the sharding over Auto axes that is declared for the rows of each array of ``stacked``,
+        in the order of its leaves; None for an array without a declaration.
+      sums: splits sums over rows; None if rows are not known to be sharded.
       is_split: for each array that is differentiated, whether its total is kept as shard sums.
     """
 
@@ -407,13 +419,13 @@ class _Microbatches:
     is_split: Sequence[bool]
 
     def as_declared(self, microbatch: _Arguments) -> _Arguments:
-        """Constrains the rows of a microbatch as those of the whole batch are declared.
+        """Constrains the rows of a microbatch like the declared rows of the whole batch.
 
         The scan takes microbatches out of the batch, and on Auto axes nothing says how such a slice
-        is sharded. A pipeline in the loss has to know it: it divides further arguments of layers
-        only if their rows are known to be sharded.
+        is sharded. A pipeline in the loss has to know it, because it divides further arguments of
+        layers only if their rows are known to be sharded.
         """
-        if not any(self.rows):  # None for all of them
+        if not any(self.rows):  # nothing is declared for any array
             return microbatch
         leaves, treedef = jax.tree.flatten(microbatch)
         constrained = apply_shardings(leaves, self.rows)
@@ -421,7 +433,8 @@ class _Microbatches:
 
     def prepare(self, gradient: ValueAndGrad[..., Any], arguments: _Arguments) -> PreparedCall:
         """Prepares a call of the loss in which some arguments have these values."""
-        # A copy, as `bound` outlives the trace of a microbatch, whose arrays nobody may hold then.
+        # The values are copied because `bound` outlives the trace of a microbatch, and must not
+        # hold its arrays then.
         values = {**self.bound.arguments, **arguments}
         bound = inspect.BoundArguments(self.bound.signature, OrderedDict(values))
         return gradient.prepare(bound.args, bound.kwargs)
@@ -437,30 +450,30 @@ def _differentiate_by_shards(
     """Calls and differentiates the loss of one microbatch; some gradients are shard sums.
 
     `sums.evaluate` runs the backward pass operation by operation, and has to know which of its
-    inputs have rows. So all arrays of the call are inputs here, not only those that are
-    differentiated, and their positions among these inputs are what identifies them.
+    inputs have rows. So all arrays of the call are inputs here, not only the differentiated ones.
+    An array is identified by its position among these inputs.
 
     Args:
       gradient: differentiates the loss.
-      call: its call with the microbatch.
+      call: the call of the loss with the microbatch.
       sums: splits sums over rows.
       rows: the arrays of the microbatch.
       is_split: for each array that is differentiated, whether its gradient is shard sums.
 
     Returns:
-      What the loss returns, and the gradient of each array that is differentiated, (*shape) or as
+      The result of the loss, and the gradient of each array that is differentiated, (*shape) or as
       shard sums (shards, *shape).
     """
-    gradient.check_types(call)
+    gradient.check_types(call)  # raises for arrays without a derivative
     slots = traced_slots(call.flat.leaves)
-    position = {slot: i for i, slot in enumerate(slots)}
-    targets = [position[slot] for slot in call.slots]
-    # Of each input, the dimension of the rows. The call holds the same objects as ``rows``.
+    position_of = {slot: position for position, slot in enumerate(slots)}
+    targets = [position_of[slot] for slot in call.slots]
+    # Each input with rows has them in dimension 0. The call holds the same objects as ``rows``.
     ids_with_rows = {id(x) for x in rows}
     row_dims = [0 if id(call.flat.leaves[slot]) in ids_with_rows else None for slot in slots]
 
     def differentiate(function: Function, inputs: Sequence[Any]) -> tuple[dict[int, Any], Any]:
-        """Returns the gradient of each target by its number, and what ``function`` returns besides.
+        """Returns the gradient of each target by its number, and the other results of ``function``.
 
         ``function``, of all inputs, returns the value in a list, and all outputs of the call.
         """
@@ -484,12 +497,12 @@ def _differentiate_by_shards(
 
 
 def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Adds a gradient to a total, whose dtype and type on Explicit axes the sum has."""
+    """Adds a gradient to a total; the sum has the total's dtype and type on Explicit axes."""
     return total + _typed_like(gradient.astype(total.dtype), total)
 
 
 def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Gives an array the type of another one on Explicit axes; unchanged if that has none."""
+    """Gives an array the type of another one on Explicit axes; returns it as it is without one."""
     spec = type_spec(like)
     return x if spec is None else cast(jax.Array, retype(x, type_mesh(like), spec))
 
@@ -497,23 +510,23 @@ def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
 def _is_whole_over(axes: Sequence[AxisName], parameter: jax.Array) -> bool:
     """Returns whether a parameter is known to be replicated over the axes of the rows.
 
-    Only its total is kept as shard sums: those of a parameter of which each device has a part
-    would take the memory of the whole one.
+    Only the total of such a parameter is kept as shard sums. If each device has a part of a
+    parameter, shard sums would take the memory of the whole one.
     """
     spec = type_spec(parameter)
     return spec is not None and {*axes}.isdisjoint(spec_axes(spec))
 
 
 def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> PathFunction:
-    """Returns the ``in_sharding`` of arguments for what runs with an Explicit ``axis``.
+    """Returns the ``in_sharding`` of arguments for a function that runs with an Explicit ``axis``.
 
     Other Explicit axes shard the arguments as before. For the axis ``"data"``, an array with the
     spec ``P(None, "model")`` keeps it, and gets ``P("data", "model")`` with ``rows``.
 
     Args:
       axis: the axis, or a tuple of several.
-      rows: whether the axis shards the first dimension of the arguments. Otherwise it shards
-        nothing of them: an array with ``P("data", "model")`` gets ``P(None, "model")``.
+      rows: whether the axis shards the first dimension of the arguments. Otherwise it shards no
+        dimension of them: an array with ``P("data", "model")`` gets ``P(None, "model")``.
     """
     axes = axes_of(axis)
 
@@ -522,8 +535,8 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
         spec = type_spec(array)
         if spec is None or not array.ndim:  # no Explicit axis shards it
             return PartitionSpec(axis) if rows else PartitionSpec()
-        # If all of the axes shard the rows already, perhaps in another order or among others,
-        # another order would move the rows.
+        # All of the axes may shard the rows already, perhaps in another order or among others. Then
+        # the spec is kept, because another order would move the rows.
         [first_entry] = pad_entries(spec, 1)
         if rows and set(axes).issubset(axes_of(first_entry)):
             return PartitionSpec(*spec.partitions)
@@ -533,11 +546,11 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
             first = (*axes, *axes_of(first))  # the rows of each shard are divided further
         return PartitionSpec(first, *others)
 
-    return PathFunction(spec_of, by_path={})  # no path is known: it asks for each array
+    return PathFunction(spec_of, by_path={})  # without known paths, it is asked for each array
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
-    """Returns the mesh in context, else that of the first array that is on one, else None."""
+    """Returns the mesh in context, or else the mesh of the first array that has one, or None."""
     meshes = (getattr(sharding_of(x), "mesh", None) for x in arrays)
     placed = (mesh for mesh in meshes if mesh is not None and not mesh.empty)
     return _compat.context_mesh() or next(placed, None)
@@ -546,22 +559,22 @@ def _mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
 def _batch_names(
     call: PreparedCall, bound: inspect.BoundArguments, batch: str | Sequence[str] | None
 ) -> list[str]:
-    """Returns the names of the arguments of the loss with the rows of the batch, to be divided.
+    """Returns the names of the arguments of the loss that are divided into microbatches.
 
     Args:
       call: the call. An argument that it differentiates is no batch.
-      bound: its arguments.
+      bound: the arguments of the call.
       batch: the name, or names, that the user gave; None to find them.
 
     Raises:
-      ValueError: a name is unknown, or that of a differentiated argument; or no argument has rows,
-        or one has other values besides; or a differentiated one may have the rows, too.
+      ValueError: a name is unknown, or names a differentiated argument; or no argument has rows; or
+        an argument has other values besides rows; or a differentiated one may have the rows, too.
     """
-    # Parameters may be bare arrays, like a batch.
+    # Differentiated arguments have to be known by name, because they may be bare arrays, too.
     differentiated = _parameters_of(bound, {x.argument.name for x in call.targets})
     if batch is None:
         return _find_batch(bound.arguments, differentiated)
-    # A name that is misspelt would silently make its rows the same for all microbatches.
+    # Names are checked because a misspelt one would make its rows the same for all microbatches.
     names, arguments = [batch] if isinstance(batch, str) else list(batch), bound.arguments
     raise_listed(
         ValueError,
@@ -583,21 +596,22 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
 
     Args:
       arguments: the arguments of the loss, by name.
-      differentiated: the names of those that are differentiated.
+      differentiated: the names of the differentiated arguments.
 
     Raises:
       ValueError: as in `_batch_names`.
     """
     names = list[str]()
-    # The numbers of rows in arguments that hold something else, too; in differentiated ones.
+    # `mixed` has the numbers of rows in arguments that hold other values, too; `may_have_rows` has
+    # those in differentiated arguments.
     mixed, may_have_rows = dict[str, set[int]](), dict[str, set[int]]()
-    holds_modules = False  # whether any argument does
+    holds_modules = False  # whether any argument holds a module or a Variable
     for name, value in arguments.items():
         leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
         objects = [x for x in leaves if _compat.is_graph_object(x)]
         holds_modules |= bool(objects)
-        # The Variables of a batch have rows, those that are differentiated are parameters. Modules
-        # are asked first: that they are no arrays, JAX says in an error with their text, which
+        # The Variables of a batch have rows; differentiated Variables are parameters. Objects are
+        # tested first, because JAX says that a module is no array in an error with its text, which
         # takes a tenth of the trace. Scalars, such as a step count, have no rows.
         if not all(map(_compat.is_variable, objects)) or (objects and name in differentiated):
             continue
@@ -616,7 +630,7 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
             "modules, or is differentiated. Name those that are with batch=..."
         )
     batch_rows = {jnp.shape(x)[0] for name in names for x in jax.tree.leaves(arguments[name])}
-    # As they are, their rows would be the same for all microbatches.
+    # The rows of these arguments would be the same for all microbatches, so this is an error.
     raise_listed(
         ValueError,
         "accumulate_gradients: these have the rows of the batch, and values without rows:",
@@ -624,7 +638,8 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
         "Pass what has no rows as an argument of its own, or name the arguments that have the rows "
         "with batch=...",
     )
-    if len(differentiated) > 1 or holds_modules:  # else the only one has the parameters
+    # A single differentiated argument holds the parameters if no argument holds modules.
+    if len(differentiated) > 1 or holds_modules:
         raise_listed(
             ValueError,
             "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
@@ -636,9 +651,10 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
 
 
 def _parameters_of(bound: inspect.BoundArguments, names: Collection[str]) -> set[str]:
-    """Returns the parameters of the arguments with some names.
+    """Returns the parameters of the loss through which arguments with some names are passed.
 
-    For ``f(x, *args, **kwargs)``, that of ``args[0]`` is ``args``, and that of ``y`` ``kwargs``.
+    For ``f(x, *args, **kwargs)``, ``args[0]`` is passed through ``args``, and ``y`` through
+    ``kwargs``.
     """
     parameters = {name for name in names if name in bound.arguments}
     for name, parameter in bound.signature.parameters.items():
@@ -654,9 +670,9 @@ def _parameters_of(bound: inspect.BoundArguments, names: Collection[str]) -> set
 
 
 def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
-    """Checks that all arrays of the batch have equally many rows.
+    """Raises a ``ValueError`` unless all arrays of the batch have equally many rows.
 
-    Where they differ, nobody knows which arrays are the batch, and which are constants.
+    If the numbers differ, nobody knows which arrays are the batch, and which are constants.
     """
     shapes: dict[str, tuple[int, ...]] = {}  # by the expression for an array: batch['x']
     for name in names:
@@ -678,9 +694,9 @@ def _note_axes_added(
 ) -> None:
     """Adds a note to an error of the loss if the option ``axis`` may be its cause.
 
-    In the loop, ``axis`` shards the rows. If it is an Explicit axis that does not shard them in the
-    types of the batch, the loss sees other types than the user's. A ``shard_map`` in it that is
-    written for the user's types then fails.
+    In the loop, ``axis`` shards the rows. It may be an Explicit axis that does not shard them in
+    the types of the batch. Then the loss sees other types than the user's, and a ``shard_map`` in
+    the loss that is written for the user's types fails.
 
     Args:
       error: the error.
@@ -689,7 +705,7 @@ def _note_axes_added(
       batch: the arguments with rows, as the user has typed them.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    axes_in_types = set[AxisName]()  # that shard the rows
+    axes_in_types = set[AxisName]()  # the axes that shard the rows
     for x in typed:
         axes_in_types.update(axes_of(jax.typeof(x).sharding.spec.partitions[0]))
     added = [repr(axis) for axis in axes if axis in explicit and axis not in axes_in_types]
@@ -705,7 +721,7 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
     """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …).
 
     Raises:
-      ValueError: lists the arrays whose rows ``steps`` does not divide; ``name`` is the argument.
+      ValueError: ``steps`` does not divide the rows of some arrays. ``name`` is the argument.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     indivisible: list[str] = []
@@ -725,7 +741,7 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
 
 
 def _why_indivisible(x: Any, steps: int) -> str:
-    """Says why the rows of an array, its first dimension, cannot be divided into microbatches.
+    """Returns the reason why the rows of an array cannot be divided into microbatches.
 
     Returns:
       The end of a line of an error, after the shape: ``: 6 rows are not a multiple of 4``. Empty if
@@ -735,9 +751,9 @@ def _why_indivisible(x: Any, steps: int) -> str:
         return ", which has no rows"
     rows = jnp.shape(x)[0]
     spec = type_spec(x)
-    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # those that shard the rows
+    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # the axes that shard the rows
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
-    # Each device divides its own rows, so that none has to move.
+    # Each device divides its own rows, so that no row has to move.
     factors = (steps, *sizes.values())
     parts = math.prod(factors)
     if rows % parts == 0:
@@ -770,9 +786,9 @@ def _check_aux(aux: object) -> None:
 def _sums_over_rows(batch: _Arguments) -> ShardSums | None:
     """Returns shard sums over the Explicit axes that shard the rows; None if there are none.
 
-    Of arrays that are sharded over different axes, the one with the most decides. Any choice gives
-    the right sums: a sum may be split in any way, and one that is split in another way than the
-    rows are only takes more time.
+    Arrays may be sharded over different axes. Then the array with the most axes decides. Any choice
+    gives the right sums, because a sum may be split in any way. A sum that is split in another way
+    than the rows only takes more time.
     """
     typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
     row_entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
