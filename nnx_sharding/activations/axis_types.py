@@ -1,4 +1,4 @@
-"""Runs a method of a module with Auto axes where the axes around it are Explicit.
+"""Runs a method of a module with Auto axes if the axes around it are Explicit.
 
 On Explicit axes the type of each array says how it is sharded, and JAX refuses operations whose
 result it cannot type. A strategy infers shardings, so its modules run with Auto axes, as in
@@ -8,19 +8,21 @@ result it cannot type. A strategy infers shardings, so its modules run with Auto
     method   the compiler chooses
     outputs  get a type again: each unchanged or updated array its old one, new ones by `retype`
 
-New arrays are typed by what is declared for them. One with the shape and dtype of an input, such as
-a cache that is passed in and returned, is typed like that; others like the leading dimensions of
-the first input (:func:`output_spec`): those of the batch, which most methods keep.
+New arrays are typed as they are declared. Without a declaration, an array with the shape and dtype
+of an input is typed like that input, such as a cache that is passed in and returned. Any other
+array is typed like the leading dimensions of the first input (:func:`output_spec`), because these
+are the batch, which most methods keep.
 
-What is declared for a module are *sources* (`ActivationSharding`), of the user and of strategies:
-``tag.sources``. Where a strategy infers shardings, its source has ``infer``. ``axis_types`` of a
+The declarations for a module are *sources* (`ActivationSharding`), of the user and of strategies:
+``tag.sources``. If a strategy infers shardings, its source has ``infer``. ``axis_types`` of a
 declaration (`InOutSharding`) chooses the type of the axes for one method.
 
 From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebuild` puts others
-into them, with ``foreign`` also into modules that another trace has made; `AxisTypeChange` and
-`RetypedArrays` give arrays the types of other axes and back. `LEFT_AUTO_AXES` keeps new arrays as
-they are inside, too: if the traced function returns one with a declared sharding, it goes there
-directly from the Auto axes.
+into them; with ``foreign`` it also changes modules that another trace has made. `AxisTypeChange`
+and `RetypedArrays` give arrays the types of other axes and back; `RetypedArrays.leave` returns by
+slot the arrays with the types outside, and the new arrays, which have none yet. `LEFT_AUTO_AXES`
+keeps new arrays with their types inside, too: if the traced function returns one with a declared
+sharding, the array goes there directly from the Auto axes.
 """
 
 from __future__ import annotations
@@ -62,30 +64,32 @@ def with_auto_axes(
       retype: gives a new array of the result its type on the axes outside.
 
     Returns:
-      What the function returns, with the types of the axes outside.
+      The result of the function, with the types of the axes outside.
     """
     mesh = jax.sharding.get_abstract_mesh()
     change = AxisTypeChange.of(mesh, axes, AxisType.Auto, name="activation_shardings")
     if change is None:
         return call(inputs)
-    before = flatten(inputs)
-    arrays = RetypedArrays.of(change, before.leaves)  # as they are outside, and inside
+    flat_inputs = flatten(inputs)
+    arrays = RetypedArrays.of(change, flat_inputs.leaves)  # with the types outside, and inside
     try:
-        after = call_retyped(before, arrays, call)  # the result, and the changed modules, flattened
+        # The result of the function and the changed modules, flattened.
+        flat_after = call_retyped(flat_inputs, arrays, call)
     except BaseException:
-        # The modules hold the arrays inside. A caller that catches the error goes on with these
-        # modules, so they get the arrays back that they had.
-        flat_inside = before._replace(leaves=arrays.inside)
-        rebuild(flat_inside, before.leaves, foreign=True)
+        # The modules hold arrays with the types inside. A caller that catches the error may use the
+        # modules again, so they get the arrays back that they had.
+        flat_inside = flat_inputs._replace(leaves=arrays.inside)
+        rebuild(flat_inside, flat_inputs.leaves, foreign=True)
         raise
-    # Arrays that are unchanged, or replace others, have a type outside; ``untyped`` are new ones.
-    leaves, untyped = arrays.leave(before.structure, after)
+    # By slot: arrays with the types outside (unchanged arrays, and arrays that replace others), and
+    # the new arrays, whose types nothing here tells.
+    outer_leaves, untyped = arrays.leave(flat_inputs.structure, flat_after)
     left_auto_axes = LEFT_AUTO_AXES.get()
     for slot, x in untyped.items():
-        leaves[slot] = retype(x)
+        outer_leaves[slot] = retype(x)
         if left_auto_axes is not None:
-            left_auto_axes.add(leaves[slot], x)
-    return rebuild(after, leaves, foreign=True)
+            left_auto_axes.add(outer_leaves[slot], x)
+    return rebuild(flat_after, outer_leaves, foreign=True)
 
 
 def inferred_axes(
@@ -99,11 +103,11 @@ def inferred_axes(
 
     The first of these rules that applies decides:
 
-    1. None, if the method gets no array on Explicit axes, or the option ``out_sharding``, which
-       needs them.
-    2. What is declared for the method (``axis_types``).
-    3. None, if a module in this one is declared to run on Explicit axes.
-    4. All, where a strategy infers shardings, and in a layer with a declared output.
+    1. None are Auto if the method gets no array on Explicit axes, or gets the option
+       ``out_sharding``, which needs Explicit axes.
+    2. The declaration for the method (``axis_types``) decides.
+    3. None are Auto if a module in this one is declared to run on Explicit axes.
+    4. All are Auto if a strategy infers shardings, or if this is a layer with a declared output.
 
     Args:
       module: the module.
@@ -128,15 +132,15 @@ def inferred_axes(
 def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) -> bool:
     """Returns whether a source declares Explicit axes for a module, or for one in it.
 
-    If it does, the outer module runs on Explicit axes as well: within Auto axes, the inner one
-    would find no Explicit ones.
+    If it does, the outer module has to run on Explicit axes as well, because inside Auto axes the
+    inner one would find no Explicit ones.
 
     Args:
       source: what is declared.
       tag: the tag of the module, with its path.
       module: the module.
     """
-    # Hardly any source does, and to ask each module of a model for each call takes time.
+    # This shortcut is for nearly all sources, because asking each module of a model takes time.
     if not any(x.axis_types is AxisType.Explicit for x in source.shardings):
         return False
     return any(
@@ -148,10 +152,10 @@ def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) ->
 def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
     """Returns the spec on Explicit axes of an output of a method that ran with Auto axes.
 
-    Where nothing is known of the output, its leading dimensions are sharded like those of an input,
-    as long as sizes are equal: most methods keep the batch. The last dimension, of features, stays
-    whole, with two exceptions: all of the shape is that of the input, or the output has one
-    dimension, as a value for each row has. With the input f32[8@data, 4@model]::
+    If nothing is known of the output, its leading dimensions are sharded like those of an input, as
+    long as sizes are equal, because most methods keep the batch. The last dimension, of features,
+    stays whole, with two exceptions: if all of the shape is that of the input, or if the output has
+    one dimension, as a value for each row has. With the input f32[8@data, 4@model]::
 
         f32[8, 16]   →   P("data")                 rows like the input's, whole features
         f32[8, 4]    →   P("data", "model")        the same shape
@@ -160,15 +164,16 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
 
     Args:
       x: the output.
-      first: the input that it is typed like.
-      spec: what is known of the output's spec, with ``OPEN`` where nothing is; None for nothing.
+      first: the input like which the output is typed.
+      spec: what is known of the output's spec, with ``OPEN`` for unknown entries; None for nothing.
 
     Returns:
       ``spec``, with an entry of the input, or None, for each dimension that is open.
     """
+    # A known spec says which dimensions stay whole, so the shape counts only without one.
     has_same_shape = x.shape == first.shape and spec is None
     is_value_per_row = x.ndim == 1 and first.ndim > 1
-    # The number of leading dimensions that may be like the input's.
+    # The number of leading dimensions that may be like the input's: all, or all but the features.
     count = x.ndim if has_same_shape or is_value_per_row else max(x.ndim - 1, 0)
     leading = []
     first_entries = jax.typeof(first).sharding.spec.partitions
@@ -179,16 +184,16 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
     like_first = PartitionSpec(*leading)
     if spec is None:
         return like_first
-    # An axis can shard one dimension only, so those of the known spec are left out.
+    # An axis can shard one dimension only, so the axes of the known spec are left out.
     free_axes = {*spec_axes(like_first)}.difference(spec_axes(spec))
     free_entries = keep_axes(like_first, free_axes).partitions
-    # Either may be shorter. A missing entry is None, for a whole dimension.
+    # Either list of entries may be shorter. A missing entry is None, for a whole dimension.
     pairs = itertools.zip_longest(spec.partitions, free_entries)
     return PartitionSpec(*(entry if known is OPEN else known for known, entry in pairs))
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """Returns a spec that leaves dimensions without an axis open; None for None."""
+    """Returns a spec whose dimensions without an axis are `OPEN`; None for None."""
     return None if spec is None else PartitionSpec(*(x or OPEN for x in spec.partitions))
 
 
@@ -196,14 +201,15 @@ OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def first_with_explicit_spec(inputs: object) -> jax.Array | None:
-    """Returns the first array with a sharding over Explicit axes in its type, or None."""
+    """Returns the first array with a sharding over Explicit axes in its type; None without one."""
     return next((x for x in arrays_in(inputs) if type_spec(x) is not None), None)
 
 
 def input_like(x: jax.Array, inputs: object) -> jax.Array | None:
-    """Returns the input by which an output is typed: of its shape and dtype, else the first one.
+    """Returns the input by which an output is typed: of its shape and dtype, or else the first.
 
-    Only inputs with a sharding over Explicit axes in their types count; None without any.
+    Only inputs with a sharding over Explicit axes in their types count; without any, the result is
+    None.
     """
     typed = [array for array in arrays_in(inputs) if type_spec(array) is not None]
     alike = (array for array in typed if array.shape == x.shape and array.dtype == x.dtype)

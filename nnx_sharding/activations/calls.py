@@ -1,16 +1,17 @@
-"""What is known of the calls of modules during a trace.
+"""The facts about calls of modules during a trace.
 
-    Tag       of each module: its path from the user's argument, and what is declared for it
-    Frame     of each call: what was chosen for its arrays; the calls around it are a stack, `FRAME`
-    Calls     of a trace that is made for a report: one `ReturnedArray` for each output
+    Tag       for each module: its path from the user's argument, and what is declared for it
+    Frame     for each call: what was chosen for its arrays; the calls around it are a stack,
+              `FRAME`
+    Calls     for a trace that is made for a report: one `ReturnedArray` for each output
     Recorder  makes such a trace, later, without the arrays of the call
 
 `LEFT_AUTO_AXES` (``core/retyping.py``) lists the arrays that modules on Auto axes have returned to
-a function on Explicit axes. When that returns, it knows which of them the user declares shardings
-for, and tells whoever asked (``note_declared``).
+a function on Explicit axes. When the function returns, the list knows for which of them the user
+declares shardings, and tells everybody who has asked (``note_declared``).
 
-The paths are also the name scopes of operations, which XLA keeps: so the compiled program says
-which module an operation is of.
+The paths are also the name scopes of operations. XLA keeps these, so the compiled program says for
+each operation which module it belongs to.
 """
 
 from __future__ import annotations
@@ -44,33 +45,35 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class ReturnedArray(NamedTuple):
-    """An array that a call of a module returned, from which reports make a row."""
+    """An array that a call of a module returned. Reports make a row of it."""
 
-    path: str  # the module, such as ``model.blocks[0].up``
+    path: str  # the path of the module, such as ``model.blocks[0].up``
     module: str  # the name of its class
     method: str
-    output: str  # where the array is in what the method returned
+    output: str  # the place of the array in the method's result
     aval: jax.ShapeDtypeStruct
     sharding: NamedSharding | None  # None if the compiler chooses
     chosen_by: ChosenBy
 
 
 class Calls(list[ReturnedArray]):
-    """What calls of modules returned during one trace."""
+    """The arrays that calls of modules returned during one trace."""
 
-    # By identity: a context of JAX is a part of the keys of its caches, and this one is filled.
+    # Records are compared by identity, because a context of JAX is a part of the keys of its
+    # caches, and this list is filled meanwhile.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
     def note_result(self, index: int, sharding: NamedSharding) -> None:
-        """Notes the sharding that the user declares for an array because the function returns it.
+        """Changes a row for an array that the function returns with a declared sharding.
 
         Until the function returns, the array has the type for operations outside of modules.
         """
         self[index] = self[index]._replace(sharding=sharding, chosen_by="user")
 
 
-# Where the current trace is recorded. A new record makes JAX trace again what it has traced before.
+# The record of the current trace; None without one. A new record makes JAX trace again what it has
+# traced before.
 RECORD = jax.make_user_context()
 # The innermost call of a module that has not returned yet.
 FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
@@ -79,22 +82,22 @@ FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
 class VariableSpecs(NamedTuple):
     """How a Variable of a module is sharded, outside of loops over layers."""
 
-    inside: PartitionSpec  # while the module runs
+    inside: PartitionSpec  # its spec while the module runs
     shape: Shape
     is_gathered: bool  # whether its value is replaced by a gathered one while the module runs
-    outside: PartitionSpec
+    outside: PartitionSpec  # its spec before and after that
 
 
 class Tag(NamedTuple):
-    """What is known about a module; Flax passes it on with the module."""
+    """The facts about a module, which Flax passes on with the module."""
 
-    name: str  # of the argument of the user's function that holds it; without one, its root's class
-    path: Path  # in that argument, or in the root
-    sources: tuple[ActivationSharding, ...]  # what is declared for it, the user's first
-    axes: frozenset[AxisName]  # over which its own Variables are gathered while it runs
-    specs: Mapping[Path, VariableSpecs]  # of its own Variables
+    name: str  # the argument of the user's function that holds it; without one, its root's class
+    path: Path  # its path in that argument, or in the root
+    sources: tuple[ActivationSharding, ...]  # the declarations for it, the user's first
+    axes: frozenset[AxisName]  # the axes over which its own Variables are gathered while it runs
+    specs: Mapping[Path, VariableSpecs]  # the specs of its own Variables
     mesh: Any  # the mesh of the trace
-    is_in_argument: bool  # else the user's function captures or makes the module
+    is_in_argument: bool  # False: the user's function captures or makes the module
 
     @property
     def accessor(self) -> str:
@@ -102,7 +105,7 @@ class Tag(NamedTuple):
         return accessor(self.name, self.path)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.path))  # mappings have none
+        return hash((self.name, self.path))  # without ``specs``, because mappings have no hash
 
 
 class Frame:
@@ -112,22 +115,22 @@ class Frame:
       tag: the tag of the module.
       module: the module.
       method: the name of the method.
-      chosen_by: whose specs are for this call.
-      is_strict: whether it is an error if they do not fit.
+      chosen_by: who has chosen the specs for this call.
+      is_strict: whether it is an error if the specs do not fit.
       is_by_strategy: whether a strategy chose the types of the output.
       is_outermost: whether no other module called this one; otherwise ``_outer`` is that call.
 
     Its private attributes:
 
-        _calls             the record of the trace, if it is made for a report; else None
+        _calls             the record of the trace; None unless it is made for a report
         _chosen            arrays with the shardings that were chosen for them in this call
-        _declared_within   likewise what the user declares for arrays of calls within this one: a
-                           module often returns what an inner one has returned
+        _declared_within   arrays with the shardings that the user declares for them in calls inside
+                           this one, because a module often returns what an inner one has returned
         _trace             the trace of JAX in which the call runs
     """
 
     def __init__(self, tag: Tag, module: object, method: str):
-        """Starts the record of one call of a method, given by its name, of a module."""
+        """Starts the record of one call of a module; ``method`` is the name of the method."""
         self.tag, self.module, self.method = tag, module, method
         self.chosen_by: ChosenBy = "compiler"
         self.is_strict = False
@@ -135,7 +138,8 @@ class Frame:
         self._outer = FRAME.get()
         self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
-        # Lists of pairs, since tracers have no hash, and the id of a dead array is used again.
+        # These are lists of pairs, because tracers have no hash, and the id of a dead array is used
+        # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
         self._declared_within: list[tuple[jax.Array, NamedSharding]] = []
         self._trace = _compat.current_trace()
@@ -145,25 +149,26 @@ class Frame:
         self._chosen.append((x, sharding))
 
     def sharding_of(self, x: jax.Array) -> NamedSharding | None:
-        """Returns the sharding that was chosen for an array, or None."""
+        """Returns the sharding that was chosen for an array; None if none was chosen."""
         return next((sharding for array, sharding in self._chosen if array is x), None)
 
     def note_declared(self, x: jax.Array, sharding: NamedSharding) -> None:
-        """Records in the calls around this one what the user declares for an array of it.
+        """Records an array of this call and the sharding that the user declares for it.
 
-        A model often returns what its head returns: what is declared for that holds for the model,
-        which asks by :meth:`declared_within`.
+        The record is in the calls around this one. A model often returns what its head returns, so
+        the declaration for the head holds for the model, which asks by :meth:`declared_within`.
         """
         outer = self._outer
         while outer is not None:
-            # An outer call in another trace, as of a scan, cannot return this array. And JAX checks
-            # that nobody holds a tracer when its trace has ended (``jax.checking_leaks``).
+            # An outer call in another trace, for example around a scan, cannot return this array.
+            # And JAX checks that nobody holds a tracer when its trace has ended
+            # (``jax.checking_leaks``).
             if _compat.trace_of(x) is outer._trace:
                 outer._declared_within.append((x, sharding))
             outer = outer._outer
 
     def declared_within(self, x: jax.Array) -> NamedSharding | None:
-        """Returns what the user declares for an array of a call in this one, or None."""
+        """Returns what the user declares for an array in calls inside this one, or None."""
         return next((declared for y, declared in self._declared_within if y is x), None)
 
     def record(self, out: object) -> None:
@@ -176,8 +181,8 @@ class Frame:
             if not isinstance(x, jax.Array):
                 continue
             sharding, chosen_by = self._final_sharding(x)
-            # If the function returns this array with a sharding that the user declares, the array
-            # gets that, not what a strategy chose. This row is corrected when the function returns.
+            # A declared sharding of the function's result counts more than a strategy's choice. If
+            # the function returns this array with one, `note_result` corrects this row then.
             if left_auto_axes is not None and chosen_by == "strategy":
                 row_number = len(self._calls)
                 correct_row = functools.partial(self._calls.note_result, row_number)
@@ -201,7 +206,7 @@ class Frame:
         typed = jax.typeof(x).sharding
         if axes_of_type(typed.mesh, AxisType.Explicit):
             if AxisType.Auto in typed.mesh.axis_types:
-                # Over these, the compiler may shard what the type says is whole.
+                # Over Auto axes, the compiler may shard dimensions that are whole in the type.
                 entries = [entry or PartitionSpec.UNCONSTRAINED for entry in typed.spec.partitions]
                 typed = typed.update(spec=with_entries(typed.spec, entries))
             return typed, "strategy" if self.is_by_strategy else "types"
@@ -212,14 +217,14 @@ class Frame:
 def in_call(frame: Frame) -> Iterator[Frame]:
     """Makes a call the innermost one, and adds its module's path to names in the program.
 
-    Scopes are nested, so a module within the one around it adds only the rest of its path.
+    Scopes are nested, so a module inside another one adds only the rest of its path.
     """
     outer = FRAME.get()
     path = frame.tag.accessor
-    rest = path if outer is None else path.removeprefix(outer.tag.accessor)
+    rest_of_path = path if outer is None else path.removeprefix(outer.tag.accessor)
     # "model.up" is within "model", but "model_2" is not.
-    is_within = rest[:1] in ("", ".", "[")
-    name = (rest.lstrip(".") or frame.method) if is_within else path
+    is_within = rest_of_path[:1] in ("", ".", "[")
+    name = (rest_of_path.lstrip(".") or frame.method) if is_within else path
     token = FRAME.set(frame)
     try:
         with jax.named_scope(name):
@@ -235,8 +240,8 @@ class Recorder:
 
         _fun, _plan    the user's function, and the plan of the call
         _mesh          the mesh in context at the call; the trace may be made under another one
-        _objects       the static objects of the arguments, by index; None for all others
-        _identities    what the structure holds weakly, kept alive
+        _objects       the static objects of the arguments, by index; None for other objects
+        _identities    objects to which the structure has only weak references, kept alive
         _types         the type of each array, and its sharding if it is committed
     """
 
@@ -247,11 +252,11 @@ class Recorder:
           fun: the user's function.
           plan: the plan of the call.
           flat: the arguments of the call.
-          leaves: its arrays, with the declared shardings.
+          leaves: the arrays of the call, with the declared shardings.
         """
         self._fun, self._plan = fun, plan
         mesh = _compat.context_mesh()
-        # Without a mesh in context, JAX's empty abstract mesh, which the later trace can set, too.
+        # Without a mesh in context, this is JAX's empty abstract mesh, which a trace can set, too.
         self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
         # A trace makes its own modules and Variables, and asks the caller only for static objects.
         static = {*flat.structure.static_indices()}
@@ -259,7 +264,7 @@ class Recorder:
         self._identities = [static.value for static in flat.structure.identities()]
         self._types: list[tuple[Any, jax.sharding.Sharding | None]] = []
         for leaf in leaves:
-            # JAX's own arrays have their type at hand; to make an abstract array takes longer.
+            # JAX's own arrays have their type at hand, and making an abstract array takes longer.
             aval = leaf.aval if type(leaf) is _compat.ArrayImpl else abstract(leaf)
             self._types.append((aval, leaf.sharding if is_committed(leaf) else None))
 
@@ -281,23 +286,23 @@ class Recorder:
 
     @property
     def traced(self) -> Any:
-        """The stage of JAX, with the paths of modules in the names of all operations."""
+        """The ``Traced`` stage of JAX, with the paths of modules in the names of all operations."""
         return self._recorded[1]
 
     @functools.cached_property
     def _recorded(self) -> tuple[Calls, Any]:
         """The record of the calls, and the stage ``Traced`` of JAX, from one trace.
 
-        JAX traces anew, though it has traced this function with these types: `RECORD` is a part of
-        the key of a trace, and this record is equal to itself only.
+        JAX traces anew even if it has traced this function with these types, because `RECORD` is a
+        part of the key of a trace, and this record is equal to itself only.
         """
         calls = Calls()
-        # What the traced function asks for its user's function and the objects of the call.
+        # The traced function asks the caller for the user's function and the objects of the call.
         caller = Caller(self._fun, self._objects)
         with (
             jax.sharding.use_abstract_mesh(self._mesh),
             RECORD(calls),
             called_by(caller),
-            warnings_collected(),  # users have got them from the first trace
+            warnings_collected(),  # dropped: the first trace has shown them to the user
         ):
             return calls, self._plan.program.staged.trace(*self.leaves)

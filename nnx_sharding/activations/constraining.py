@@ -1,12 +1,14 @@
 """Constrains what a module takes and returns to the specs that are declared for it.
 
-Activations are a pytree, and the user declares a prefix of it, with specs as leaves. Where a part
-is a module, such as a cache, or a pytree of several arrays, a ``StateSharding`` chooses a spec for
-each of them by its path. What does not fit is collected, for one error at the end of the trace.
+Activations are a pytree, and the user declares a prefix of it, with specs as leaves. A part may be
+a module, such as a cache, or a pytree of several arrays. For such a part, a ``StateSharding``
+chooses a spec for each array by its path. Specs that do not fit are collected, for one error at the
+end of the trace.
 
 A `Frame` (``calls.py``) is the call of a module: its ``tag`` has the expression for the module
-(``accessor``), and ``is_strict`` says whether it is an error if specs do not fit. That is so where
-the user declares them, unless with ``strict=False``.
+(``accessor``), and ``is_strict`` says whether it is an error if specs do not fit. That is true for
+specs of the user, unless they have ``strict=False``. ``note_sharding`` of a frame records what was
+chosen for an array of this call; ``note_declared`` tells the calls around this one, too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Constrainer:
     """Constrains the activations of one trace.
 
     Args:
-      transform: has the name for messages, and what to do where a spec does not divide a shape.
+      transform: has the name for messages, and the option for specs that do not divide a shape.
       mesh: the mesh of each ``PartitionSpec``; None if there is none.
       axes: the axes of the mesh that specs may name.
 
@@ -60,8 +62,8 @@ class Constrainer:
           side: ``input`` or ``output``, for messages.
 
         Returns:
-          The same pytree with constrained arrays. If ``prefix`` has another structure, that is a
-          mismatch, and the pytree is unchanged.
+          The same pytree with constrained arrays. If ``prefix`` has another structure, the pytree
+          is returned unchanged, and a mismatch is recorded.
         """
         name = f"{side} of {frame.tag.accessor}"
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
@@ -88,7 +90,7 @@ class Constrainer:
 
         Args:
           tree: the module or pytree.
-          rules: has a spec for each of its filters, which see these paths.
+          rules: the specs, by filters for these paths.
           frame: the call that takes or returns the tree.
           name: the expression for the tree, in messages.
 
@@ -97,32 +99,36 @@ class Constrainer:
         """
         flat = flatten(tree)
         leaves = [*flat.leaves]  # the arrays; a slot is a position among them
-        # For each Variable, and each array outside of Variables: its path, and its slots.
+        # A location is a Variable or an array outside of Variables, with its path and its slots.
         for location in locations_in(flat.structure):
-            index = location.object_index  # of the Variable; None for an array in none
+            index = location.object_index  # the index of the Variable; None for a bare array
             subject = leaves[location.slots[0]] if index is None else flat.objects[index]
-            _, spec = rules.find(location.path, subject)  # after the number of the filter
+            _index_of_filter, spec = rules.find(location.path, subject)
             array_name = accessor(name, location.path)
             for slot in location.slots:
                 leaves[slot] = self._constrain_array(leaves[slot], spec, frame, array_name)
-        # A module may be of the trace around, as when it is called within a `remat`.
+        # With ``foreign``, a module of a surrounding trace is changed, too. A module is one if it
+        # is called within a `remat`, for example.
         return rebuild(flat, leaves, foreign=True)
 
     def _constrain_array(
         self, x: AnyArray, spec: PartitionSpec | NamedSharding | None, frame: Frame, name: str
     ) -> AnyArray:
-        """Constrains an activation to a spec, or to the part of it that fits its shape.
+        """Constrains an activation to a spec, or returns it unchanged if the spec does not fit.
+
+        ``on_indivisible`` may drop axes from the spec that do not divide the shape. Other problems
+        are a mismatch, which is recorded if the call is strict.
 
         Args:
-          x: the activation. What is no JAX array is returned as it is.
+          x: the activation. A value that is not a JAX array is returned as it is.
           spec: the spec; None for none.
-          frame: the call that takes or returns it.
-          name: the expression for it, in messages.
+          frame: the call that takes or returns the activation.
+          name: the expression for the activation, in messages.
         """
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
-        if pair is None:  # a PartitionSpec, and no mesh
+        if pair is None:  # None: ``spec`` is a PartitionSpec, and there is no mesh
             raise no_mesh(self._transform.name)
         partition_spec, mesh = pair
         mesh = mesh_in_trace(mesh)
@@ -131,21 +137,24 @@ class Constrainer:
             mesh,
             x.shape,
             on_indivisible=self._transform.on_indivisible,
-            usable=self._axes or None,  # None for all axes: the trace has no mesh but the spec's
+            # None means all axes: without axes of its own, the trace has no mesh but the spec's.
+            usable=self._axes or None,
         )
         if fit.problems:
-            # What a strategy declares is for models of any shape, so there it is no error.
+            # A strategy declares for models of any shape, so its spec is no error if it does not
+            # fit.
             if frame.is_strict:
                 line = fit.line(name).strip()
                 self.mismatches[line] = None  # a key, so that calls of one module add it once
             return x
-        fitted: Any = fit.sharding  # the spec, or what is left of it
-        if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
+        fitted: Any = fit.sharding  # the spec without the axes that were dropped
+        if AxisType.Auto not in mesh.axis_types:  # JAX supports UNCONSTRAINED on Auto axes only
             fitted = without_unconstrained(fitted, x, mesh)
         sharding = NamedSharding(mesh, fitted)
         [constrained] = apply_shardings([x], [sharding])
-        # For reports, and for the type that the array gets if this call has Auto axes. What the
-        # user declares also holds for the modules around this one, if they return the array.
+        # The record is for reports, and for the type that the array gets if this call has Auto
+        # axes. A user's declaration also holds for the modules around this one, if they return the
+        # array.
         frame.note_sharding(constrained, sharding)
         if frame.is_strict:
             frame.note_declared(constrained, sharding)

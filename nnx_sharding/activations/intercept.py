@@ -1,12 +1,12 @@
 """Passes the calls of modules to a handler while a function is traced.
 
 Models are not written for this, so it changes their classes: each method is replaced by a
-descriptor (:class:`Method`), once and for good, since other threads may call the class meanwhile.
-The handler is in a context variable, so it is that of one thread and one trace:
+descriptor (:class:`Method`). A class is never changed back, because other threads may call it
+meanwhile. The handler is in a context variable, so it belongs to one thread and one trace:
 
     module.method(x)                        the user's code
-      Method.__get__                        without a handler here: the method itself
-      Method.__call__                       with one:
+      Method.__get__                        without a handler: returns the method itself
+      Method.__call__                       with a handler:
         handler(module, name, call, …)      `call` is the method, bound; the handler calls it
 
 `_KINDS` are the classes whose methods are intercepted: ``nnx.Module`` and ``nnx.Optimizer``. Their
@@ -29,8 +29,8 @@ from flax import nnx
 Call: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
-# Called instead of a method: with the module, the name of the method, the bound method, and its
-# positional and keyword arguments.
+# A handler is called instead of a method: with the module, the name of the method, the bound
+# method, and its positional and keyword arguments.
 Handler: TypeAlias = Callable[[Any, str, Call, Arguments, Keywords], Any]
 
 
@@ -38,7 +38,7 @@ class _Current(NamedTuple):
     """The handler in a context."""
 
     handler: Handler
-    named: frozenset[str]  # the methods to intercept besides __call__ and public ones
+    named: frozenset[str]  # the methods to intercept besides `__call__` and public methods
 
 
 _CURRENT: contextvars.ContextVar[_Current | None] = contextvars.ContextVar("handler", default=None)
@@ -56,8 +56,9 @@ class Method:
         def intercepted(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
-        # A plain function, since libraries ask for the signature and `__wrapped__` of methods. The
-        # attributes of the original are not copied: `nnx.capture` marks methods with one.
+        # This is a plain function, because libraries ask for the signature and `__wrapped__` of
+        # methods. The attributes of the original are not copied, because `nnx.capture` marks
+        # methods with one.
         self._intercepted = functools.update_wrapper(intercepted, original, updated=())
 
     def __get__(self, module: object, cls: type | None = None) -> Any:
@@ -69,10 +70,10 @@ class Method:
         return types.MethodType(self._intercepted, module)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method of a module, the first argument, by the handler if there is one."""
+        """Calls the method of a module, the first argument; through the handler if there is one."""
         if not args or args[0] is None:
-            # A function that a class holds as a helper, called as `Model.masked(None, x)`. To bind
-            # it would lose the None, by which Python means an access by the class.
+            # A class may hold a function as a helper, which is called as `Model.masked(None, x)`.
+            # Binding it would lose the None, because to Python that means an access by the class.
             return self.original.__get__(None, object)(*args, **kwargs)
         module, *others = args
         current = _CURRENT.get()
@@ -85,26 +86,26 @@ class Method:
     def _is_method_of(self, module: object) -> bool:
         """Returns whether ``module.name`` is this method, so that no subclass overrides it.
 
-        If a subclass does, its method has called this one, as by ``super().name()``.
+        If a subclass overrides it, the subclass's method has called this one by ``super().name()``.
         """
         # Python takes the attribute of the first class that has one.
         owners = (cls for cls in type(module).__mro__ if self._name in vars(cls))
         first_owner = next(owners, None)
         method = None if first_owner is None else vars(first_owner)[self._name]
-        # A decorator, which is put on a class that has been changed already, wraps the `Method`.
+        # A decorator on a method of a class that was changed before wraps the `Method`.
         while method is not None and type(method) is not Method:
             method = getattr(method, "__wrapped__", None)
         return method is self
 
-    def __getattr__(self, name: str) -> Any:  # such as the mark of `nnx.capture`
+    def __getattr__(self, name: str) -> Any:  # for example, the mark of `nnx.capture`
         return getattr(self.original, name)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # of a class that is pickled by value
+    def __reduce__(self) -> tuple[Any, ...]:  # a class may be pickled by value, with its methods
         return operator.itemgetter(0), ((self.original,),)
 
 
 def current_handler() -> Handler | None:
-    """Returns the current handler of the calls of modules, or None."""
+    """Returns the current handler of the calls of modules; None if there is none."""
     current = _CURRENT.get()
     return None if current is None else current.handler
 
@@ -116,7 +117,7 @@ def with_handler(
 
     Args:
       handler: the handler. It may call the one around it (:func:`current_handler`).
-      named: methods to pass on as well though their names are private.
+      named: the names of further methods to pass on, which may be private.
       fun: the function.
       *args: its arguments.
       **kwargs: its keyword arguments.
@@ -133,18 +134,18 @@ def with_handler(
                 type.__setattr__(cls, name, Method(name, value))
 
     # The function runs in a context of its own, which ends with the call wherever an interrupt
-    # arrives: a `finally` that resets the variable may be interrupted itself. After an error the
-    # context is dropped, with the handler in it.
+    # arrives. A `finally` that resets the variable would not do, because an interrupt may arrive in
+    # it. After an error the context is dropped, with the handler in it.
     def call() -> Any:
         _CURRENT.set(_Current(handler, named))
         out = fun(*args, **kwargs)
-        _CURRENT.set(outer)  # or the loop below would set the handler here
+        _CURRENT.set(outer)  # otherwise the loop below would set the handler outside
         return out
 
     context = contextvars.copy_context()
     out = context.run(call)
-    # What the function has set in other context variables is to stay. `context` stands for "not set
-    # here", as it is no value of any variable.
+    # Other context variables keep what the function has set. `context` stands for "not set here",
+    # because it is no value of any variable.
     for variable, value in context.items():
         if variable.get(context) is not value:
             variable.set(value)
@@ -152,32 +153,32 @@ def with_handler(
 
 
 def original_of(method: Any) -> Any:
-    """Returns a method of a class as it was defined."""
+    """Returns a method of a class as the user defined it: without the `Method` around it."""
     return method.original if type(method) is Method else method
 
 
-_KINDS = (nnx.Module, nnx.Optimizer)  # whose methods are intercepted
+_KINDS = (nnx.Module, nnx.Optimizer)  # the classes whose methods are intercepted
 
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
-# Packages with bases of modules, such as `typing.Generic`, that are not changed: no method of
-# theirs is a call of a module.
+# These packages have bases of modules, such as `typing.Generic`. They are not changed, because no
+# method of theirs is a call of a module.
 _FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 
 def _module_types() -> Iterator[type]:
-    """Yields all existing classes of these kinds, and the bases from which they inherit methods.
+    """Yields all existing classes of `_KINDS`, and the bases from which they inherit methods.
 
-    At each trace, since classes may have been defined after the last one.
+    It looks for them at each trace, because classes may have been defined after the last one.
     """
     # `nnx.Optimizer` has a method to intercept, ``update``. `nnx.Module` itself has none.
     classes: set[type] = {nnx.Optimizer}
-    pending: list[Any] = [*_KINDS]  # whose subclasses are still to be listed
+    pending: list[Any] = [*_KINDS]  # the classes whose subclasses are still to be listed
     while pending:
         new = [cls for cls in pending.pop().__subclasses__() if cls not in classes]
         classes.update(new)
         pending += new
-    # Mixins that are no modules have methods of modules as well. What all modules inherit, such as
-    # ``train`` and ``sow``, is no computation of a model.
+    # Mixins that are no modules have methods of modules as well. The bases of `nnx.Module` are left
+    # out, because what all modules inherit, such as ``train`` and ``sow``, computes nothing.
     with_bases = {base for cls in classes for base in cls.__mro__}
     with_bases -= {*nnx.Module.__mro__}
     return (cls for cls in with_bases if not _is_foreign(cls))
@@ -185,7 +186,7 @@ def _module_types() -> Iterator[type]:
 
 def _is_foreign(cls: type) -> bool:
     """Returns whether a class belongs to Python or JAX, such as ``typing.Generic``."""
-    # Not by the name of the module alone, which a user's class may have as well.
+    # The name of the module alone is not enough, because a user's class may have it as well.
     is_there = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return is_there and cls.__module__.partition(".")[0] in _FOREIGN
 
@@ -194,17 +195,17 @@ def _is_method(name: str, value: object, named: Collection[str]) -> bool:
     """Returns whether an attribute of a class is a method to intercept.
 
     Args:
-      name: the name of the attribute. ``__call__`` is always a method to intercept; others are if
-        they are public, and not in every module.
+      name: the name of the attribute. ``__call__`` is always a method to intercept. A method with
+        another name is one if it is public, and not in every module.
       value: the attribute.
-      named: further names, of methods for which the user declares something.
+      named: the names of methods for which the user declares something.
     """
     if name == "__call__" or name in named:
         # The name says that it is a method, so any descriptor is one: a decorator may have returned
-        # an object with `__get__`. Except that Python gives the module neither to a static method
-        # nor to a class method, and that a property is read, not called.
+        # an object with `__get__`. There are three exceptions: Python does not give the module to a
+        # static method or a class method, and a property is read, not called.
         is_other_kind = isinstance(value, (staticmethod, classmethod, property))
         return hasattr(value, "__get__") and not is_other_kind
-    # Under any other name, a descriptor may be an attribute: only plain functions are methods.
+    # Under any other name, a descriptor may be an attribute, so only plain functions are methods.
     is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE
     return is_public and isinstance(value, types.FunctionType)

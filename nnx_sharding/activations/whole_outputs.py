@@ -2,22 +2,22 @@
 
 On Explicit axes, the type of an array says how all of its dimensions are sharded. In a model with
 a strategy the axes are Auto, and the compiler keeps logits sharded like the columns of the kernel
-that made them. What the outermost module returns is typed like its first input instead, because JAX
-raises an error for indexing and `top_k` on sharded columns: a loss for integer labels that is right
-on one device would fail, and whether it does is only known when the operation is traced. So an
-operation outside of modules gets whole logits, which is one all-gather more than the same operation
-in a method of the model.
+that made them. An output of the outermost module is typed like its first input instead, because JAX
+raises an error for indexing and `top_k` on sharded columns. A loss for integer labels that is right
+on one device would fail, and only the trace of the operation shows whether it does. So an operation
+outside of modules gets whole logits, which is one all-gather more than the same operation in a
+method of the model.
 
-Likewise a cache that a model makes itself, as in a prefill, is gathered over the axes that shard
-its heads.
+In the same way, a cache that a model makes itself, for example in a prefill, is gathered over the
+axes that shard its heads.
 
-What the function only returns has no such operation. With a declared sharding it goes there right
-from the Auto axes (``core/retyping.py``), and nothing is gathered; without one it is whole, too,
-because callers index it.
+No operation uses an array that the function only returns. With a declared sharding the array goes
+there right from the Auto axes (``core/retyping.py``), and nothing is gathered. Without one it is
+whole, too, because callers index it.
 
 *Columns* are the last dimension of an array, such as the vocabulary of logits. A `Frame` is a call
 of a module, with its ``tag``; a tag has the ``specs`` of the module's Variables by path, each with
-the spec ``inside`` of the module and the ``shape``. `LEFT_AUTO_AXES` notes which arrays have left
+the spec ``inside`` of the module and the ``shape``. `LEFT_AUTO_AXES` records which arrays have left
 Auto axes in the function that is traced, and which of them it returns with a declared sharding.
 """
 
@@ -50,18 +50,19 @@ def column_axes(model: object, size: int) -> frozenset[AxisName]:
 
     They are the axes that shard each dimension of this size in the Variables of the model. For
     logits of 50,000 words, these are the dimensions of the vocabulary in an embedding and a head.
-    Only the size says that they belong together, so an axis that shards just some of them does not
-    count. Empty if no Variable has such a dimension.
+    Only the size says that the dimensions belong together, so an axis that shards just some of them
+    does not count. The result is empty if no Variable has such a dimension.
 
     Args:
       model: the module that returns the output.
       size: the number of columns.
     """
     tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
-    axes_of_dims: list[frozenset[AxisName]] = []  # of each dimension of this size
+    axes_of_dims: list[frozenset[AxisName]] = []  # the axes of each dimension of this size
     for tag in tags:
         for variable in () if tag is None else tag.specs.values():
-            entries = pad_entries(variable.inside, len(variable.shape))  # while its module runs
+            # These are the entries of the spec while its module runs.
+            entries = pad_entries(variable.inside, len(variable.shape))
             for entry, length in zip(entries, variable.shape, strict=True):
                 if length == size:
                     axes_of_dims.append(frozenset(axes_of(entry)))
@@ -71,42 +72,44 @@ def column_axes(model: object, size: int) -> frozenset[AxisName]:
 class Heads(NamedTuple):
     """The heads in an array of a model."""
 
-    dimension: int | None  # None if several may be that of heads
-    axes: frozenset[AxisName]  # that shard them
+    dimension: int | None  # the dimension of the heads; None if several may be that
+    axes: frozenset[AxisName]  # the axes that shard the heads
 
 
 def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) -> Heads | None:
     """Finds the heads in an array of a model, such as a cache; None if nothing shards them.
 
     The array is (…, heads, …, features), with the length before or after the heads. Its projection
-    is (…, in, heads, features) or (…, in, heads * features). So each dimension but the first and
-    the last may be that of heads, and is if a kernel has as many. Other kernels may have as many
-    outputs as length * features, so those named as projections to keys or values decide if there
-    are any.
+    is (…, in, heads, features) or (…, in, heads * features). So each dimension except the first and
+    the last may be that of heads, and is if a kernel has as many heads. Other kernels may have as
+    many outputs as length * features. So if any kernels are named as projections to keys or values,
+    only these decide.
 
     Args:
       model: the model.
       shape: the shape of the array.
       sizes: the sizes of the axes that can shard heads.
     """
-    named: list[Heads] = []  # by kernels that are named as projections to keys or values
-    others: list[Heads] = []
+    by_named_kernels: list[Heads] = []  # from kernels named as projections to keys or values
+    by_other_kernels: list[Heads] = []
     for path, module in modules_in(model):
         tag: Tag | None = _compat.tag_of(module)
         for key, variable in () if tag is None else tag.specs.items():
-            # The kernel or its module: ("attention", "k_proj", "kernel"), or ("attention", "wk").
+            # The name may be the module's or the kernel's: ("attention", "k_proj", "kernel") or
+            # ("attention", "wk").
             is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
             for dimension in range(1, len(shape) - 1):  # neither the first one nor the features
                 axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
                 if axes is not None:
-                    (named if is_named else others).append(Heads(dimension, axes))
-    found = named or others
-    axes_of_all = frozenset[AxisName]().union(*(heads.axes for heads in found))
+                    by_kernels = by_named_kernels if is_named else by_other_kernels
+                    by_kernels.append(Heads(dimension, axes))
+    candidates = by_named_kernels or by_other_kernels
+    axes_of_all = frozenset[AxisName]().union(*(heads.axes for heads in candidates))
     if not axes_of_all:
         return None
-    dimensions = {heads.dimension for heads in found}
-    # If kernels disagree, it is still known that a gather over these axes happens, which is warned
-    # of; only the spec to write is not.
+    dimensions = {heads.dimension for heads in candidates}
+    # If kernels disagree, the spec to write is unknown. A gather over these axes still happens, so
+    # the warning has to name them.
     return Heads(dimensions.pop() if len(dimensions) == 1 else None, axes_of_all)
 
 
@@ -115,13 +118,13 @@ def _axes_of_heads(
 ) -> frozenset[AxisName] | None:
     """Returns the axes that shard the heads of a kernel.
 
-    Returns None if the shape of the kernel is not that of a projection to these heads, and no axes
-    if its axes cut through heads.
+    Returns None if the shape of the kernel is not that of a projection to these heads; returns no
+    axes if the axes of the kernel cut through heads.
 
     Args:
       variable: the kernel: (…, in, heads, features) or (…, in, heads * features).
       heads: the number of heads.
-      features: the size of each.
+      features: the size of each head.
       sizes: the sizes of the axes that can shard heads.
     """
     entries = pad_entries(variable.inside, len(variable.shape))
@@ -132,7 +135,7 @@ def _axes_of_heads(
     else:
         return None
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
-    # All of them or none: they shard one dimension together.
+    # All axes count, or none, because they shard one dimension together.
     divides_heads = heads % math.prod(sizes[axis] for axis in axes) == 0
     return frozenset(axes if divides_heads else ())
 
@@ -145,12 +148,12 @@ class _GatheredOutput(NamedTuple):
       type_name: the name of its class.
       array: the output.
       over: the axes over which it is gathered, in words.
-      sharded: its spec without the gather; None if it is not known.
-      left: the arrays that left Auto axes in the function that calls the module. That may be an
-        inner one, such as a loss, whose declared shardings are known when it has returned.
-      at: the file and line where the module is called, for a cache.
-      declaration: for a cache, what the user writes for ``activation_shardings``. The caches that
-        one method returns have the same, and are in one warning.
+      sharded: its spec without the gather; None if that is not known.
+      left: the arrays that left Auto axes in the function that calls the module. That function may
+        be an inner one, such as a loss, whose declared shardings are known when it has returned.
+      at: the file and line where the module is called; empty except for a cache.
+      declaration: for a cache, what the user writes for ``activation_shardings``; otherwise empty.
+        The caches that one method returns have the same declaration, and are in one warning.
     """
 
     name: str
@@ -164,15 +167,15 @@ class _GatheredOutput(NamedTuple):
 
     @property
     def is_result(self) -> bool:
-        """Whether a function within this one has returned it with a declared sharding."""
+        """Whether a function inside the traced one has returned it with a declared sharding."""
         return self.left is not None and id(self.array) in self.left.declared
 
     def line(self, *, says_place: bool = False, says_spec: bool = True) -> str:
         """Returns a line for a warning, such as ``  model: f32[8,512], 16.0 KiB, over 'model'``.
 
         Args:
-          says_place: whether it also says where the module is called: ``, at train.py:12``.
-          says_spec: whether it also says what to write, if that is known: ``: write P('data')``.
+          says_place: whether it says where the module is called: ``, at train.py:12``.
+          says_spec: whether it says what to write, if that is known: ``: write P('data')``.
         """
         # Only a warning needs `analysis`, which takes long to import.
         from ..analysis.units import bytes_text
@@ -187,23 +190,23 @@ class _GatheredOutput(NamedTuple):
 
 
 class WholeOutputs:
-    """What the outermost modules of a trace returned with fewer axes than their columns have.
+    """The outputs that outermost modules of a trace returned with fewer axes than their columns.
 
     Its private attributes:
 
         _outputs       outputs that are gathered over axes of their columns or heads
-        _last_columns  of the layer that ran last: the axes that shard its columns, by their number
-        _last_shape    of the layer that ran last: the shape of its output; None if that is unknown
+        _last_columns  for the layer that ran last: the axes that shard its columns, by their number
+        _last_shape    for the layer that ran last: the shape of its output; None if it is unknown
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts with no outputs."""
         self._outputs: list[_GatheredOutput] = []
         self._last_columns: dict[int, frozenset[AxisName]] = {}
         self._last_shape: Shape | None = None
 
     def begin_layer(self) -> None:
-        """Forgets the columns of earlier layers, as later arrays do not have them."""
+        """Forgets the columns of earlier layers, because later arrays do not have them."""
         self._last_columns.clear()
         self._last_shape = None
 
@@ -220,7 +223,7 @@ class WholeOutputs:
         Args:
           frame: the call of the module.
           x: the output, typed.
-          first: the first input, (batch, …), which the output is typed like.
+          first: the first input, (batch, …), like which the output is typed.
           sizes: the sizes of the axes that can shard columns.
         """
         name, model = frame.tag.accessor, frame.module
@@ -228,19 +231,21 @@ class WholeOutputs:
         # The rank of activations: tokens (batch, length) become (batch, length, columns).
         is_tokens = jnp.issubdtype(first.dtype, jnp.integer)
         rank = first.ndim + 1 if is_tokens else first.ndim
-        # An output with fewer dimensions has no columns: a value for each token, (batch, length).
-        # Unless the last layer made it so, as the classes of a pooled sequence, (batch, classes).
+        # An output with fewer dimensions has no columns: it is a value for each token, (batch,
+        # length). The exception is an output that the last layer made so, such as the classes of a
+        # pooled sequence, (batch, classes).
         least = 2 if x.shape == self._last_shape else max(2, rank)
-        # One with the dimensions of the input, (batch, features), is the data, or is like them.
+        # An output with the dimensions of the input, (batch, features), is the data, or like it.
         if x.ndim < least or x.shape == first.shape[: x.ndim]:
             return
-        # One with more dimensions may be a cache, (batch, length, heads, features).
+        # An output with more dimensions may be a cache, (batch, length, heads, features).
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
             return
-        # As Variables with this number of columns are sharded, and as the last layer computed them.
+        # Two sources tell the axes: how Variables with this number of columns are sharded, and how
+        # the last layer computed its columns.
         number = x.shape[-1]
         axes = column_axes(model, number) | self._last_columns.get(number, frozenset())
-        axes = axes.difference(spec_axes(spec))  # those in its type still shard it
+        axes = axes.difference(spec_axes(spec))  # the axes in its type still shard it
         gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
         if gathered:
             output = _GatheredOutput(
@@ -256,7 +261,7 @@ class WholeOutputs:
     def _add_cache(
         self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
     ) -> bool:
-        """Records an output whose heads are gathered; returns whether it is one.
+        """Records an output whose heads are gathered; returns whether this is such an output.
 
         Args:
           frame: the call of the module.
@@ -266,14 +271,15 @@ class WholeOutputs:
         """
         heads = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
-        if heads is None or not heads.axes.isdisjoint(spec_axes(spec)):  # none, or still sharded
+        # Without heads, or if their axes still shard the output, nothing is gathered.
+        if heads is None or not heads.axes.isdisjoint(spec_axes(spec)):
             return False
         names = sorted(heads.axes, key=str)
-        sharded = None  # the spec to write, if it is clear which dimension is that of heads
+        sharded = None  # the spec to write; None if it is unclear which dimension is that of heads
         if heads.dimension is not None:
             entries = [*pad_entries(spec, x.ndim)]
-            # A cache of stacked layers, (layers, batch, …), is not typed like the input, whose
-            # batch is in front. So the batch is found by its size, left of the heads.
+            # A cache of stacked layers, (layers, batch, …), is not typed like the input, because
+            # its batch does not come first. So the batch is found by its size, left of the heads.
             is_untyped = not any(entries)
             batch = first.shape[0] if first.ndim else None
             if is_untyped and batch in x.shape[: heads.dimension]:
@@ -281,7 +287,7 @@ class WholeOutputs:
                 entries[x.shape.index(batch)] = batch_entry
             entries[heads.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
-        # What the user writes for ``activation_shardings``: the key of the warning.
+        # The user writes this for ``activation_shardings``. It is also the key of the warning.
         pattern, method = exact_path(frame.tag.path), frame.method
         declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
         output = _GatheredOutput(
@@ -298,17 +304,18 @@ class WholeOutputs:
         return True
 
     def warn(self, transform: Sharded, result: object) -> None:
-        """Warns of what is gathered, by what the function does with it.
+        """Warns of gathered outputs, by what the function does with them.
 
-        What it returns with a declared sharding is not gathered, so it is not warned of. What it
-        returns without one needs a declaration, and what is no result is used by an operation.
+        An output that the function returns with a declared sharding is not gathered, so there is no
+        warning. One that it returns without a declared sharding needs a declaration. One that it
+        does not return is used by an operation.
 
         Args:
-          transform: that of the function, with the shardings that are declared for its results.
-          result: what the function returned.
+          transform: the transform of the function, with the shardings declared for its results.
+          result: the result of the function.
         """
         declared, undeclared = _result_ids(transform, result)
-        # Where a cache is a result, its sharding is declared like that of any other result.
+        # A cache that is a result has its sharding declared like that of any other result.
         results, columns = list[_GatheredOutput](), list[_GatheredOutput]()
         caches: dict[str, list[_GatheredOutput]] = {}  # by the declaration that would help
         for output in self._outputs:
@@ -329,10 +336,10 @@ class WholeOutputs:
 
 
 def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, anchor: str) -> None:
-    """Warns of a function, or raises an error where it is strict.
+    """Warns of a function, or raises an error if it is strict.
 
-    The message is ``head``, the ``lines``, each once, and the ``remedy``; ``anchor`` is that of the
-    page on errors.
+    The message is ``head``, the ``lines``, each once, and the ``remedy``. ``anchor`` is a section
+    of the page on errors.
     """
     head = f"{transform.name}: on Explicit axes, {head}"
     text = message(head, [*dict.fromkeys(lines)], remedy)
@@ -342,7 +349,7 @@ def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, a
 def _warn_of_caches(transform: Sharded, declared: str, caches: Sequence[_GatheredOutput]) -> None:
     """Warns of caches that the function uses outside of modules.
 
-    ``declared`` is what to write for ``activation_shardings``.
+    ``declared`` is the text to write for ``activation_shardings``.
     """
     _warn(
         transform,
@@ -356,12 +363,12 @@ def _warn_of_caches(transform: Sharded, declared: str, caches: Sequence[_Gathere
 
 
 def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> None:
-    """Warns of results of the function that no spec is declared for.
+    """Warns of results of the function for which no spec is declared.
 
-    On Auto axes these arrays are sharded like the columns of their module. Their types, which the
-    function returns, say that they are whole there, so the compiler gathers them.
+    On Auto axes these arrays are sharded like the columns of their module. The types that the
+    function returns say that they are whole, so the compiler gathers them.
     """
-    # The spec that is in the type now, for a result that has to be whole. One example is enough.
+    # A result that has to be whole needs the spec that is in its type now. One example is enough.
     whole = _without_trailing(jax.typeof(results[0].array).sharding.spec)
     _warn(
         transform,
@@ -377,7 +384,7 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
 def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> None:
     """Warns of columns that are used outside of modules."""
     whole = _without_trailing(jax.typeof(used[0].array).sharding.spec)
-    # By the class: a path would also be that of other models in the arguments.
+    # The key is the class, because a path would also be that of other models in the arguments.
     entry = f"{{{used[0].type_name}: {whole}}}"
     _warn(
         transform,
@@ -395,8 +402,8 @@ def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> Non
 def _result_ids(transform: Sharded, result: object) -> tuple[set[int], set[int]]:
     """Returns the ids of the arrays in a result: with a declared sharding, and without one.
 
-    All count as declared in a ``shard_map``, which does not pass shardings to JAX: its specs say
-    how results are divided, so every result has one.
+    All results count as declared in a ``shard_map``, which does not pass shardings to JAX, because
+    its specs say how results are divided, so every result has one.
     """
     specs = transform.out_specs.tree if transform.passes_shardings else PartitionSpec()
 
@@ -407,7 +414,7 @@ def _result_ids(transform: Sharded, result: object) -> tuple[set[int], set[int]]
     prefix, treedef = jax.tree_util.tree_flatten(specs, is_leaf=is_leaf)
     try:
         parts = treedef.flatten_up_to(result)  # type: ignore[attr-defined]
-    except ValueError:  # another structure: an error later, before which no warning is useful
+    except ValueError:  # another structure will raise an error later, so no warning is needed
         return {id(x) for x in flatten(result).leaves}, set()
     declared, undeclared = set[int](), set[int]()
     for spec, part in zip(prefix, parts, strict=True):
