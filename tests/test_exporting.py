@@ -257,6 +257,26 @@ class RoundTripTest(Case):
         self.assertTrue(model.scale[...].is_deleted())
         self.assertEqual(by_path(updates), {("count",): 1, ("scale",): 2.0})
 
+    @parameterized.named_parameters(
+        ("in one module", lambda m: exchange(m, m, "a", "b"), {"a": 2, "b": 1}),
+        ("among modules", lambda m: exchange(m, m.inner, "a", "c"), {"a": 3, "inner/c": 1}),
+        ("with a change", lambda m: exchange(m, m, "a", "b", by=1), {"a": 3, "b": 1}),
+    )
+    def test_exchanged_variables(self, change, expected):
+        def fun(model):
+            change(model)
+
+        inner = nnx.Dict(c=nnx.Param(jnp.array(3.0)))
+        model = nnx.Dict(a=nnx.Param(jnp.array(1.0)), b=nnx.Param(jnp.array(2.0)), inner=inner)
+        updates = self.export(jit(fun), model).call(nnx.state(model)).updates["model"]
+        found = {"/".join(path): value for path, value in by_path(updates).items()}
+        self.assertEqual(found, expected)
+        fun(model)
+        nnx.update(model, updates)  # which changes nothing
+        for name, value in expected.items():
+            path = tuple(name.split("/"))
+            self.assertEqual(by_path(nnx.state(model))[path], value)
+
     @parameterized.parameters({"graph": False}, {"graph_updates": False})
     def test_modes(self, **modes):
         loaded = self.export(jit(apply, **modes), Counter(), 1.0)
@@ -533,11 +553,14 @@ class MistakesTest(Case):
             "model.a: a Param → a Bat",
         ),
         ("alias", lambda m: setattr(m, "c", m.a), "model.c: missing → a Param"),
+        ("tied", lambda m: setattr(m, "b", m.a), "model.b: a Param → a Param, shared with model.a"),
+        ("modules", lambda m: exchange(m.pair, m.pair, "x", "y"), "look alike are exchanged"),
         ("new static", lambda m: setattr(m, "d", "text"), "model.d: missing → 'text'"),
         ("metadata", lambda m: m.a.set_metadata(tag=1), "model.a, metadata 'tag'"),
     )
     def test_changes_of_structure(self, change, text):
         model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)), flag=0)
+        model.pair = nnx.Dict(x=nnx.Dict(w=nnx.Param(1.0)), y=nnx.Dict(w=nnx.Param(2.0)))
 
         def fun(model):
             change(model)
@@ -562,6 +585,15 @@ class MistakesTest(Case):
 
 def read(box):
     return box.ref[...]
+
+
+def exchange(one, other, a, b, by=0):
+    """Exchanges an attribute of a module with one of another, and adds to the new value of one."""
+    first, second = getattr(one, a), getattr(other, b)
+    setattr(one, a, second)
+    setattr(other, b, first)
+    if by:
+        second[...] += by
 
 
 ARRAY = {"name": "x", "dtype": "float32", "mesh": None, "spec": None, "memory_kind": None}

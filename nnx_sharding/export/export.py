@@ -30,6 +30,7 @@ from ..core.structure import LEAF, Child, Container, RefEntry, Structure, Variab
 from ..diagnostics.differences import differences, show_child
 from ..errors import message, raise_listed
 from ..specs.fitting import show
+from ..specs.paths import Path
 from ..transforms.lifted import Lifted
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, Tree, leaves_of, meshes_of, tree_from, tree_of
@@ -144,15 +145,22 @@ def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
     return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
 
 
-def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
+def _check_expressible(
+    plan: Plan, outcome: Outcome, arguments: Structure, *, keeps_paths: bool
+) -> None:
     """Raises a ValueError for changes of the arguments that arrays by path cannot express.
 
-    ``arguments`` is their structure after the call, to list the differences.
+    Args:
+      plan: that of the call.
+      outcome: what the function changed.
+      arguments: their structure after the call, to list the differences.
+      keeps_paths: whether all paths to arrays are still there. One is not if the function has put a
+        Variable of another path in its place, or removed its value.
     """
     before, after = plan.structure, outcome.structure
     # Changed metadata of Variables, static objects that were changed, and removed attributes are
     # nothing that a file can say. New values of Variables are not among these changes.
-    can_be_said = not outcome.metadata and not outcome.statics
+    can_be_said = keeps_paths and not outcome.metadata and not outcome.statics
     for change in outcome.nodes:
         if change.removed:
             can_be_said = False
@@ -165,6 +173,8 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     if can_be_said:
         return
     lines = differences((plan.signature, before), (plan.signature, arguments))
+    # By path, exchanged modules look the same if they differ in their arrays only.
+    lines = lines or ["modules that look alike are exchanged"]
     text = message(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:",
         [f"  {line}" for line in lines],
@@ -226,19 +236,20 @@ def _manifest(
         return {"output": groups[group].arrays[position]}
 
     # The arguments, before and after the call.
-    before = tree_of(plan.structure, lambda slot: {"input": slot})
-    arguments_after = _arguments_after(plan, outcome)
-    _check_expressible(plan, outcome, arguments_after)
-    updates = {}
-    for argument in _arguments(plan, tree_of(arguments_after, tree_of_slot)):
-        # An argument is updated by those of its arrays that are outputs.
+    arguments = tuple(_arguments(plan, tree_of(plan.structure, lambda slot: {"input": slot})))
+    structure_after = _arguments_after(plan, outcome)
+    arguments_after = _arguments(plan, tree_of(structure_after, tree_of_slot))
+    updates, keeps_paths = {}, True
+    for before, after in zip(arguments, arguments_after, strict=True):
+        old_arrays, new_arrays = _arrays_by_path(before.tree), _arrays_by_path(after.tree)
+        keeps_paths &= old_arrays.keys() <= new_arrays.keys()
+        # An output is a new array, and an input one that was at another path.
         changed = [
-            (path, {"output": position})
-            for path, kind, position in leaves_of(argument.tree)
-            if kind == "output"
+            (path, array) for path, array in new_arrays.items() if old_arrays.get(path) != array
         ]
         if changed:
-            updates[argument.name] = tree_from("state", changed)
+            updates[after.name] = tree_from("state", changed)
+    _check_expressible(plan, outcome, structure_after, keeps_paths=keeps_paths)
     # The result, and the types and shardings of the program.
     result = tree_of(outcome.structure, tree_of_slot)
     inputs, outputs = _compat.exported_shardings(program)
@@ -249,7 +260,7 @@ def _manifest(
     return Manifest(
         function=plan.fun_name,
         transform=plan.transform.name,
-        arguments=tuple(_arguments(plan, before)),
+        arguments=arguments,
         static=_statics(plan),
         inputs=tuple(map(info_of, plan.names, program.in_avals, inputs)),
         outputs=tuple(map(info_of, output_names, program.out_avals, outputs)),
@@ -261,6 +272,11 @@ def _manifest(
         calling_convention=program.calling_convention_version,
         versions={**versions, "nnx_sharding": __version__},
     )
+
+
+def _arrays_by_path(tree: Tree) -> dict[Path, Tree]:
+    """Returns each array in a tree, as ``{"input": 3}`` or ``{"output": 0}``, by its path."""
+    return {path: {kind: position} for path, kind, position in leaves_of(tree)}
 
 
 def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
