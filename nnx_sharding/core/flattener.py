@@ -4,20 +4,20 @@ The words of this file:
 
     object    what has an identity: a module, a Variable, a ``jax.Ref``, a mutable static object
     index     the row of an object in the table of the structure (``structure.py``)
-    link      a reference to an object; the first one gives the object its index
+    link      a reference to an object; the first link gives the object its index
     entry     the description of an object in its row, made after it was linked
     child     what an entry holds in one place: an index, ``LEAF`` for an array, or a static value
     slot      the position of an array in the flat list ``leaves``
     static    a value that is no array, compared as ``static_equality.py`` says (``Static``)
-    position  where a recorder (``recording.py``) can read a value again, for a guard;
-              ``UNRECORDED`` if nowhere
+    position  the place from which a recorder (``recording.py``) can read a value again, for a
+              guard; ``UNRECORDED`` if there is none
 
 Objects are described depth first, children before siblings, in the order in which Flax walks. In
 Flax's tree mode (``graph=False``), a module that is met again is copied instead of shared.
 
-A recorder gives positions to the parts of a pytree: those of its leaves, and those of its *node
-data*, which are what a container has besides children and plain keys. Without a recorder, both are
-``ALL_UNRECORDED``: an endless iterator of ``UNRECORDED``, for any number of parts.
+A recorder gives positions to the leaves of a pytree, and to its *node data*: what a container has
+besides children and plain keys. Without a recorder, ``ALL_UNRECORDED`` takes the place of these
+positions, an endless iterator of ``UNRECORDED`` for any number of parts.
 """
 
 from __future__ import annotations
@@ -57,31 +57,34 @@ class Flattener:
 
     Attributes:
       graph: False for tree mode.
-      objects: by index: at first those before the call, to which the walk adds others.
-      replaced: the indices of modules among these that links do not lead to any more.
+      objects: the objects, by index. The walk adds new objects behind those of the caller.
+      replaced: the indices of modules among the caller's objects to which links do not lead any
+        more.
       keeps_alive: whether the structure keeps alive statics that are compared by identity.
-      held_weakly: the ids of objects that it never keeps alive.
-      snapshot: the first objects as they were before, to reuse the entries of unchanged ones.
-      recorder: is told what is read, for a guard; None from anything on that no guard can compare.
+      held_weakly: the ids of objects that the structure never keeps alive.
+      snapshot: the caller's objects as they were before a call, to reuse the entries of unchanged
+        objects.
+      recorder: is told what is read, for a guard. It becomes None when the walk meets something
+        that no guard can compare.
       also_data: the ids of objects in static places that are data elsewhere.
-      index_of: the index of each object, by its id.
+      index_of: the index of each object, by id.
       entries, slots: the entry of each object, and the slots of its arrays, by index.
       leaves: the arrays, by slot.
       linked: the indices of the objects that were linked.
       has_repeats: whether any two links may lead to one object.
-      left_out: the ids of modules with arrays in static places, which do not link to them.
+      left_out: the ids of modules with arrays in static places, to which these do not link.
       origins: the static objects that the structure keeps alive, by index.
-      statics: by the id of each static value that was met, its child and the value.
+      statics: the child and the value of each static value that was met, by id.
       forms: the forms of modules that were met, for ``_compat.node_items``.
       described: what layers with equal attributes or metadata share (``attributes.py``).
-      no_tracers: types of attributes that are no tracers, to ask once for each; None within a
-        trace, where modules hold tracers.
+      no_tracers: types of attributes that are no tracers, so that each type is tested once; None
+        within a trace, because modules hold tracers there.
 
-    Its private attributes:
+    Private attributes:
 
         _pending   the indices of objects that were linked, but not yet described
         _current   the index of the object that is being described; -1 for none
-        _holders   for the index of each object, that of the object that has the first link to it
+        _holders   for the index of each object, the index of the object with the first link to it
     """
 
     graph: bool
@@ -107,7 +110,7 @@ class Flattener:
         self._current = -1
         self._holders: dict[int, int] = {}
         self.no_tracers: set[type[Any]] | None = set() if _compat.trace_is_clean() else None
-        # With the value, to keep it alive, so that no other object gets its id.
+        # The table keeps each value alive, so that no other object gets the id of the value.
         self.statics: dict[int, tuple[Static | StaticObject, Any]] = {}
         self.forms: dict[Any, _compat.NodeForm] = {}
         self.described: dict[Hashable, Described] = {}
@@ -121,9 +124,10 @@ class Flattener:
           is_input: whether the tree is the input of a function, not its output.
         """
         num_first = len(self.objects)
-        # A ref is linked like a module where it may be met twice: JAX refuses that for inputs.
+        # Refs in an output are linked like modules, because one may be met twice. JAX refuses that
+        # for inputs, so a ref is an array there.
         root, root_slots = self._describe_root(tree, link_refs=not is_input)
-        # After the tree, so that an object in both is data first, and known to be so here.
+        # Statics come after the tree, so that an object in both has an index as data by now.
         recorder = self.recorder
         positions = ALL_UNRECORDED if recorder is None else recorder.static_positions
         static_children = tuple(map(self.static_child, statics, positions))
@@ -154,12 +158,12 @@ class Flattener:
             leaf_positions, data_positions = self.recorder.open_arguments(treedef)
         children: list[Child] = []
         root_slots: list[int] = []
-        # Not strict, since the positions may be endless.
+        # The positions may be endless, so zip is not strict.
         for leaf, position in zip(leaves, leaf_positions, strict=False):
             first_slot = len(self.leaves)
             children.append(self._leaf_child(leaf, position, link_refs=link_refs))
-            root_slots += range(first_slot, len(self.leaves))  # one if it is an array, else none
-            self.describe_pending()  # at once, so that all arrays are in the order of the tree
+            root_slots += range(first_slot, len(self.leaves))  # one slot for an array, else none
+            self.describe_pending()  # now, so that all arrays are in the order of the tree
         return self._container(treedef, children, data_positions), tuple(root_slots)
 
     def link_object(self, obj: object, position: int = UNRECORDED) -> int:
@@ -170,34 +174,35 @@ class Flattener:
         identity = _compat.identity(obj)
         index = self.index_of.get(identity)
         # An object gets a new index if it is new, if links do not lead to its old entry any more,
-        # or in tree mode, if Flax makes a copy of it here.
+        # or if tree mode makes a copy of the object here.
         is_copied = not self.graph and index is not None and self._is_copy(index)
         if index is None or index in self.replaced or is_copied:
             index = self.index_of[identity] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-            self._holders[index] = self._current  # this is the first link to it
+            self._holders[index] = self._current
         return self.link_index(index, position)
 
     def _is_copy(self, index: int) -> bool:
-        """Whether tree mode copies an object that is met again: a module, unless in a cycle."""
+        """Whether tree mode copies an object here: a module that is met again outside of a cycle."""
         obj = self.objects[index]
         if index not in self.linked or not _compat.is_node(obj):
             return False
-        holder = self._current  # the object with the new link; then what holds this, and so on
+        holder = self._current  # the object that is being described has the new link
         while holder >= 0:
             if self.objects[holder] is obj:
-                return False  # a cycle: copies would go on without end
+                return False  # copies of a cycle would go on without end
             holder = self._holders.get(holder, -1)
         return True
 
     def link_index(self, index: int, position: int = UNRECORDED) -> int:
         """Records a link to the object with an index, and returns the index.
 
-        The first link to an object adds it to those that are to be described.
+        The first link to an object adds it to the objects that are to be described.
         """
-        if self.recorder is not None:  # each link, since a guard compares which objects are shared
+        if self.recorder is not None:
+            # Each link is recorded, because a guard compares which objects are shared.
             self.recorder.add_object(position, index)
         if index in self.linked:
             self.has_repeats = True
@@ -209,32 +214,36 @@ class Flattener:
     def describe_pending(self) -> None:
         """Describes all linked objects, and the objects they link to, children before siblings."""
         leaves = self.leaves
-        stack: list[int] = []  # of indices; no recursion, since models may be nested deeply
+        # A stack of indices takes the place of recursion, because models may be nested deeply.
+        stack: list[int] = []
         while stack or self._pending:
-            # What the last object links to is described next, before its siblings further down in
-            # the stack. Reversed, since the end of a list is its top.
+            # Objects to which the last object links are described before its siblings, which are
+            # further down in the stack. The top of the stack is the end of the list, so the first
+            # link goes there last.
             stack += reversed(self._pending)
             self._pending.clear()
             index = self._current = stack.pop()
             first_slot = len(leaves)
-            # Adds its arrays to ``leaves``, and the objects that it links to, to ``_pending``.
+            # This adds the object's arrays to ``leaves``, and linked objects to ``_pending``.
             self.entries[index] = self._describe(index, self.objects[index])
             num_leaves = len(leaves)
-            if num_leaves > first_slot:  # most modules hold no arrays themselves: () is there
+            # Most modules hold no arrays themselves, and have () in ``slots`` from the start.
+            if num_leaves > first_slot:
                 self.slots[index] = (*range(first_slot, num_leaves),)
         self._current = -1
 
     def _describe(self, index: int, obj: object) -> Entry:
         """Returns the entry of an object; links the objects in it, and adds its arrays."""
-        # An entry of before, if the object is unchanged since, except for a Variable's array.
-        known_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
-        if known_entry is not None:
-            if isinstance(known_entry, VariableEntry):
+        # The entry before the call is used again if nothing has changed but a Variable's array.
+        earlier_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
+        if earlier_entry is not None:
+            if isinstance(earlier_entry, VariableEntry):
                 self._add_leaf(_compat.get_value(obj))
-            for child in children_of(known_entry):  # it may link to objects that did change
-                if type(child) is int:  # the index of one
+            # The object may link to objects that have changed, so these have to be described.
+            for child in children_of(earlier_entry):
+                if type(child) is int:  # the index of an object
                     self.link_index(child)
-            return known_entry
+            return earlier_entry
         recorder = self.recorder
         position = UNRECORDED if recorder is None else recorder.object_positions[index]
         if _compat.is_node(obj):
@@ -247,10 +256,10 @@ class Flattener:
             return VariableEntry(type(obj), metadata, self.pytree_child(value, value_position))
         if _compat.is_hijax_variable(obj):
             return describe_hijax(self, obj, position)
-        static = describe_static(self, index, obj, position)
+        static = describe_static(self, index, obj, position)  # None: not a static object
         if static is not None:
             return static
-        # Only a ``jax.Ref`` is left, which has no content for us: it counts as an array.
+        # Only a ``jax.Ref`` is left. Its content is JAX's, so it counts as an array.
         self._add_leaf(obj, position)
         return RefEntry()
 
@@ -260,17 +269,18 @@ class Flattener:
         ``position`` is where a recorder can read the value again.
         """
         child: Child
-        if value is None or type(value) in (str, int, bool):  # nearly all, so tried first
+        # Nearly all static values are of these types, so they are tried first.
+        if value is None or type(value) in (str, int, bool):
             child = Static.of(value)
-        elif (known := self.statics.get(_compat.identity(value))) is not None:  # met before
-            child, _ = known
+        elif (met_static := self.statics.get(_compat.identity(value))) is not None:
+            child, _ = met_static
             # A ``StaticObject`` may hold links to objects, and is now in two places.
             self.has_repeats |= isinstance(child, StaticObject)
         elif (index := self.index_of.get(_compat.identity(value))) is not None:
-            return self.link_index(index, position)  # it has an entry, as an object that can change
+            return self.link_index(index, position)  # the value has an entry, because it can change
         else:
             child = new_static_child(self, value, position)
-        # Others are recorded part by part, where they are opened.
+        # A child that is no ``Static`` has been recorded part by part, where it was opened.
         if position != UNRECORDED and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(position, value, child)
         return child
@@ -286,11 +296,11 @@ class Flattener:
 
         Args:
           tree: any pytree, also a single array; its arrays are added to the leaves.
-          position: where a recorder can read it again.
+          position: where a recorder can read the pytree again.
           all_leaves: whether each leaf counts as an array. In a module, as opposed to a Variable,
             numbers and the like are static.
         """
-        if _compat.is_plain_array(tree):  # nearly all, so tried first
+        if _compat.is_plain_array(tree):  # tried first, because nearly all pytrees are arrays
             return self._add_leaf(tree, position)
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
         leaf_positions, data_positions = ALL_UNRECORDED, ALL_UNRECORDED
@@ -298,7 +308,7 @@ class Flattener:
             leaf_positions, data_positions = self.recorder.open_tree(position, tree, treedef)
         children = [
             self._leaf_child(leaf, leaf_position, all_leaves=all_leaves)
-            # Not strict, since the positions may be endless.
+            # The positions may be endless, so zip is not strict.
             for leaf, leaf_position in zip(leaves, leaf_positions, strict=False)
         ]
         return self._container(treedef, children, data_positions)
@@ -310,16 +320,17 @@ class Flattener:
 
         Args:
           leaf: the leaf.
-          position: where a recorder can read it again.
-          all_leaves: whether it counts as an array whatever it is. In attributes of a module,
-            numbers and the like are static.
+          position: where a recorder can read the leaf again.
+          all_leaves: whether any leaf counts as an array. In attributes of a module, numbers and
+            the like are static.
           link_refs: whether a ``jax.Ref`` is an object that may be shared, not an array.
         """
-        # Objects first: in a trace, a hijax Variable and a ref are tracers, as arrays are.
+        # Objects are tested first, because a hijax Variable and a ref are tracers in a trace, and
+        # tracers are arrays to the tests below.
         is_object = _compat.is_graph_object(leaf) or _compat.is_hijax_variable(leaf)
         if is_object or (link_refs and _compat.is_ref(leaf)):
             return self.link_object(leaf, position)
-        if isinstance(leaf, Static):  # the transform declared it static, also among arguments
+        if isinstance(leaf, Static):  # the transform has declared the leaf static
             return self.static_child(leaf.value, position)
         if all_leaves or isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             return self._add_leaf(leaf, position)
@@ -332,13 +343,13 @@ class Flattener:
 
         Args:
           treedef: describes the pytree.
-          children: one for each of its leaves.
-          data_positions: where a recorder can read the data of its nodes again.
+          children: one for each leaf of the pytree.
+          data_positions: where a recorder can read the data of the nodes again.
         """
         if is_leaf_treedef(treedef):
             return children[0]
-        # The treedef has the data of its nodes as well, but compares them by ``==`` only: there 1
-        # and True are equal. As static values they are not.
+        # The treedef has the data of its nodes as well, but compares the data by ``==``, to which 1
+        # and True are equal. So the data is also kept as static values.
         aux = map(self.static_child, aux_of(treedef), data_positions)
         return Container(treedef, tuple(children), tuple(aux))
 

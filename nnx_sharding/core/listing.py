@@ -1,23 +1,26 @@
 """Lists what a function can read besides its arguments, to tell whether its trace is still valid.
 
-That is its code, defaults, closure, globals, and so on from there, depth first; ``fingerprint.py``
-says why. The list is one of hashable *tokens*: plain values, ids of codes, classes and objects, and
-for an object that was met before its *number*: 0 for the first that was met, and so on. Two
-functions with equal lists can read the same. A function that returns ``x * scale``, with a global
-``scale = 2``, has
+The listing starts with the function's code, defaults, closure and globals, and goes on from there,
+depth first; ``fingerprint.py`` says why. The result is a list of hashable *tokens*: plain values,
+and ids of codes, classes and objects. The token of an object that was met before is its *number*:
+0 for the first object that was met, and so on. Two functions with equal lists can read the same. A
+function that returns ``x * scale``, with a global ``scale = 2``, has
 
     "function", id of its code, () of keyword defaults, () of attributes, (int, 2), True
 
 *Stateless* libraries (``stateless.py``), such as JAX and ``math``, read nothing that may change,
-so of their functions and classes it is enough to list which they are. Whatever cannot be listed
-soundly raises :class:`NotListed`; then the function is traced at each call: what holds arrays, what
-reads other state (``STATEFUL_BUILTINS``, ``random``), and what Python does not show.
+so the list only says which of their functions and classes are used. :class:`NotListed` is raised
+for anything that cannot be listed soundly: what holds arrays, what reads other state
+(``STATEFUL_BUILTINS``, ``random``), and what Python does not show. The function is then traced at
+each call.
 
     open_object        takes an object apart: its kind (class, names of attributes, and ``detail``
                        of a built-in class), and its parts
     has_hidden_state   says whether objects of a class hold something that Python does not show
     value_key          returns a key for an object that is compared by value, such as a float; None
-                       for others
+                       for any other object
+    READERS            functions that read attributes by names which are not in the code
+    BY_NAME            the names of such functions
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ from .stateless import (
 from .static_equality import value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 
-# Attributes of classes that no method computes with, or that nobody changes in place: to list the
-# annotations and fields of each dataclass would take as long as to list the rest of it.
+# Attributes of classes that no method computes with, or that nobody changes in place. They are left
+# out because listing the annotations and fields of each dataclass would double the time.
 _NOT_READ = frozenset(
     (
         *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
@@ -70,7 +73,7 @@ _DESCRIPTORS = (
 )
 # Objects of JAX and NumPy that are compared by value, although they have attributes.
 _LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
-# Objects that are listed at most. To list a function of more would take as long as to trace it.
+# The most objects that are listed, because listing more would take as long as tracing the function.
 _LIMIT = 4000
 
 
@@ -79,19 +82,20 @@ class NotListed(Exception):
 
 
 def is_constant(value: object) -> bool:
-    """Whether nothing that can change is reached from a part of a value.
+    """Whether code that uses a part of a value can reach nothing through it that may change.
 
-    The value is compared by value, and its parts are met one by one: so this asks only what the
-    part itself adds. From a class its methods are reached, from a function what it reads.
+    The whole is compared by value, and the caller asks about each part in turn, so this looks at
+    the part alone. Through a class, code reaches its methods; through a function, all that the
+    function reads.
     """
     if isinstance(value, type):
         return is_stateless_class(value)
     if isinstance(value, types.FunctionType):
         # A function that a library has made for the user may hold the user's functions in its cells
-        # (the variables of the functions around it).
+        # (the variables of enclosing functions).
         has_cells = bool(value.__code__.co_freevars)
         return is_stateless(value.__globals__.get("__name__")) and not has_cells
-    return not callable(value)  # an object that can be called may be anything
+    return not callable(value)  # calling an object may read anything
 
 
 class Listing:
@@ -99,8 +103,8 @@ class Listing:
 
     Attributes:
       tokens: the list.
-      codes: the codes whose ids are in it, kept alive.
-      weak: weak references to the classes and other objects whose ids are in it.
+      codes: the codes whose ids are in the list, kept alive.
+      weak: weak references to the classes and other objects whose ids are in the list.
       met: all objects that were listed, kept alive while listing goes on. The number of an object
         is its position here.
 
@@ -110,8 +114,8 @@ class Listing:
 
         _number       the number of each object that was met, by its id
         _modules      the user's modules that were met
-        _attributes   the names of all attributes that some listed code reads; one of ``BY_NAME``
-                      among them says that it may read any
+        _attributes   the names of all attributes that some listed code reads. If one of ``BY_NAME``
+                      is among them, the code may read any attribute
     """
 
     def __init__(self) -> None:
@@ -139,7 +143,8 @@ class Listing:
         self._number[id(value)] = len(self.met)
         self.met.append(value)
         self.tokens.append(cls.__name__)  # for a class of the user, its id follows
-        # Such as `operator.attrgetter`, which is also met as the class of what it has made.
+        # Code that reaches `operator.attrgetter`, for example, may read any attribute. The code may
+        # hold an object that it has made: then the class of this object is met.
         if any(value is reader for reader in READERS):
             self._attributes.add("getattr")
         if cls in _PARTS:
@@ -154,21 +159,25 @@ class Listing:
     def add_module_attributes(self) -> None:
         """Lists what the code met so far may read from Python modules, such as ``config.width``.
 
-        Which code reads which module is not known, so each attribute that some code names counts
-        for all modules. What is listed here may hold more code, which names more attributes, and
-        more modules, so this goes on until there is nothing new.
+        Which code reads which module is not known, so each attribute that some code names is listed
+        for all modules. The values of these attributes may hold more code, which names more
+        attributes and modules, so this goes on until there is nothing new.
+
+        Raises:
+          NotListed: code may read any attribute of a module.
         """
-        done = set[tuple[str, str]]()  # the name of a module, and of an attribute
+        done = set[tuple[str, str]]()  # the name of a module, and the name of an attribute
         while True:
             pending: list[tuple[types.ModuleType, str]] = []
             for module in self._modules:
-                # Sorted, so that lists are equal. A module's ``__getattr__`` is called for others.
+                # Names are sorted so that equal functions have equal lists. ``__getattr__`` is
+                # listed because Python calls it for attributes that a module does not have.
                 for name in sorted({*self._attributes, "__getattr__"}):
                     if (module.__name__, name) not in done:
                         pending.append((module, name))
             if not pending:
                 return
-            if not BY_NAME.isdisjoint(self._attributes):  # code may read any name of a module
+            if not BY_NAME.isdisjoint(self._attributes):  # code may read any attribute of a module
                 raise NotListed
             for module, name in pending:
                 done.add((module.__name__, name))
@@ -188,13 +197,14 @@ class Listing:
     def _add_function(self, function: types.FunctionType) -> None:
         """Lists the code of a function, and all that the code can read.
 
-        Of a function of a stateless library the code is enough. If it is a closure, as a decorator
-        makes one, it may hold functions of the user: then all but its globals is listed as well.
+        The code is enough for a function of a stateless library. If this is a closure, a decorator
+        of the library may have put the user's functions into it, so all but its globals is listed.
         """
         code = function.__code__
         self._add_code(code)
         self.tokens.append((function.__name__, function.__qualname__))
-        # The globals say which module defines it: `functools.wraps` changes `__module__`.
+        # The globals say which module defines the function, because `functools.wraps` changes its
+        # `__module__`.
         is_of_library = is_stateless(function.__globals__.get("__name__"))
         is_closure = bool(code.co_freevars)
         if is_of_library and not is_closure:
@@ -214,32 +224,32 @@ class Listing:
     def _add_globals(self, function: types.FunctionType) -> None:
         """Lists the globals that the code of a function reads.
 
-        Attributes that it reads are noted, for ``add_module_attributes``.
+        Adds the names of attributes that the code reads to ``_attributes``.
         """
-        names = names_of(function.__code__)  # of globals, attributes and imports in it
+        names = names_of(function.__code__)  # the names of globals, attributes and imports
         self._attributes |= names.attributes
-        if not all(map(is_stateless, names.imports)):  # what `import` in it gives is not known
+        if not all(map(is_stateless, names.imports)):  # other modules are known only once imported
             raise NotListed
         scope = function.__globals__
-        # The one part of these libraries with state that is an attribute: `np.random`. As nothing
-        # of `np` is listed but its name, it would not be met.
+        # `np.random` is the one attribute of these libraries that has state. It has to be looked
+        # for here, because the list has only the name of `np`, and none of its attributes.
         captured = [*map(scope.get, names.globals), *closure(function).values()]
         reads_numpy = "numpy" in names.imports or any(x is np for x in captured)
         if reads_numpy and "random" in names.attributes:
             raise NotListed
         if not STATEFUL_MODULES.isdisjoint(names.imports):
             raise NotListed
-        if "__subclasses__" in names.attributes:  # any code may define another one
+        if "__subclasses__" in names.attributes:  # any code may define another subclass
             raise NotListed
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
-            elif name in STATEFUL_BUILTINS:  # such as `open`, which reads files
+            elif name in STATEFUL_BUILTINS:  # `open`, for example, reads files
                 raise NotListed
-            elif name == "getattr":  # the built-in function, by which code reads unknown names
+            elif name == "getattr":  # by the built-in function, code reads names that are not in it
                 self._attributes.add(name)
-            # Any other name is a built-in function, or is not defined. It may be defined later, so
-            # whether it is a global is part of the list.
+            # Any other name is a built-in function, or is not defined. It may become a global
+            # later, so the list says for each name whether it is one.
             self.tokens.append(name in scope)
 
     def _add_cell(self, cell: types.CellType) -> None:
@@ -254,12 +264,13 @@ class Listing:
         """Lists a class, its bases, methods and other attributes; of libraries, only the class."""
         self.tokens.append(id(cls))
         if type(cls) is abc.ABCMeta:  # `isinstance` depends on what is registered with it
-            self.tokens.append(abc.get_cache_token())  # another one after each `register`
+            self.tokens.append(abc.get_cache_token())  # each `register` changes the token
         if is_stateless_class(cls):
             return
-        # Not kept alive, since it may hold the function. When it is gone, the list is void.
+        # The class is not kept alive, because it may hold the function. The list is void once the
+        # class is collected.
         self.weak.append(weakref.ref(cls))
-        if type(cls) is not type:  # a metaclass of the user
+        if type(cls) is not type:  # the user's metaclass may have methods
             self.add(type(cls))
         self._add_all(cls.__bases__)
         self.tokens.append((cls.__name__, cls.__qualname__))
@@ -269,59 +280,63 @@ class Listing:
     def _add_module(self, module: types.ModuleType) -> None:
         """Lists a Python module; ``add_module_attributes`` lists later what code reads of it."""
         self.tokens.append(module.__name__)
-        if module.__name__ in STATEFUL_MODULES:  # a part of a stateless library: `numpy.random`
+        if module.__name__ in STATEFUL_MODULES:  # `numpy.random` is in a stateless library
             raise NotListed
         if is_stateless(module.__name__):
             return
-        # Other modules of the standard library, such as `time`, read state that they do not show.
+        # All other modules of the standard library, such as `time`, may read state that they do not
+        # show.
         if module.__name__.partition(".")[0] in sys.stdlib_module_names:
             raise NotListed
-        self._modules.append(module)  # a module of the user
+        self._modules.append(module)  # any other module is the user's
 
     def _add_builtin(self, function: types.BuiltinFunctionType) -> None:
         """Lists a function in C, or a method in C with the object that it is bound to."""
-        owner = function.__self__  # of a function its module, or None
+        owner = function.__self__  # for a function, its module or None; for a method, its object
         self.tokens.append(function.__qualname__)
         if owner is not None and not isinstance(owner, types.ModuleType):
             self.add(owner)
             return
-        # Modules in C have an underscore: `operator` takes its functions from `_operator`.
+        # Modules in C have a leading underscore: `operator` takes its functions from `_operator`.
         name = getattr(owner, "__name__", "builtins").lstrip("_")
         if not is_stateless(name) or function.__name__ in STATEFUL_BUILTINS:
             raise NotListed
 
     def _add_tuple_field(self, field: object) -> None:
-        self.tokens.append(field.__reduce__()[1])  # its index
+        self.tokens.append(field.__reduce__()[1])  # the index of the field, and its docstring
 
     def _add_context_variable(self, variable: contextvars.ContextVar[Any]) -> None:
         self.tokens.append(variable.name)
         self.add(variable.get(None))
 
     def _add_object(self, value: Any) -> None:
-        """Lists an object of any other type.
+        """Lists an object whose type is neither in ``_PARTS`` nor in ``_LISTERS``, and no class.
 
-        Objects of a few types come first, of which less is enough. All others are listed by
-        content, their class and their parts, if Python shows all that they hold; otherwise by a key
-        that is equal for equal values.
+        If Python shows all that the object holds, its class and its parts are listed. Otherwise a
+        key is listed that is equal for equal values. The first cases are types for which less is
+        enough.
+
+        Raises:
+          NotListed: the object holds arrays, or is neither shown by Python nor compared by value.
         """
         cls = type(value)
         if holds_values(value):
             raise NotListed
         if isinstance(value, _DESCRIPTORS):
-            # The interpreter makes them, so the name says what they do.
+            # The interpreter makes descriptors, so the name says what they do.
             self.tokens.append(value.__qualname__)
-        elif isinstance(value, logging.Logger):  # on which no result depends
+        elif isinstance(value, logging.Logger):  # no result of the function depends on a logger
             self._add_identity(value)
         elif is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
-            # Of a library's wrapper, such as `jax.jit(f)`, the functions that the user gave it. Its
-            # options cannot change as long as it is the same object.
+            # A library's wrapper, such as `jax.jit(f)`, is listed with the functions that the user
+            # gave it. Its options cannot change as long as it is the same object.
             self._add_identity(value)
             attributes = [*getattr(value, "__dict__", {}).values()]
             # The rules of a derivative are in a tuple, and may be objects that can be called.
             in_tuples = [part for x in attributes if type(x) is tuple for part in x]
             functions = [x for x in (*attributes, *in_tuples) if callable(x)]
             self._add_all([value.__wrapped__, *functions])
-        elif issubclass(cls, _LIBRARY_VALUES):  # such as a mesh: it has parts, but also a key
+        elif issubclass(cls, _LIBRARY_VALUES):  # a mesh has parts, but its key is enough
             self._add_value(value)
         elif is_builtin(cls) or not has_hidden_state(cls):
             self.add(cls)
@@ -332,7 +347,7 @@ class Listing:
             self._add_value(value)
 
     def _add_identity(self, value: object) -> None:
-        """Lists an object that only has to be the same one, by its id."""
+        """Lists an object by its id; raises `NotListed` if it cannot have weak references."""
         try:
             self.weak.append(weakref.ref(value))
         except TypeError:
@@ -340,7 +355,7 @@ class Listing:
         self.tokens.append(id(value))
 
     def _add_value(self, value: object) -> None:
-        """Lists an object that Python does not open, if it is compared by value."""
+        """Lists an object by a key for its value; raises `NotListed` if it has none."""
         key = value_key(value)
         if key is None:
             raise NotListed
@@ -348,12 +363,12 @@ class Listing:
 
 
 def holds_values(value: Any) -> bool:
-    """Whether something is an array, or an object of JAX or Flax that holds arrays.
+    """Whether an object is an array, or an object of JAX or Flax that holds arrays.
 
-    A trace has their values as constants, so it is not right for other values.
+    A trace has the values of such arrays as constants, so it is wrong for other values.
     """
     return (
-        # Not isinstance, which would make a lazy proxy load the object that it stands for.
+        # A lazy proxy would load the object that it stands for if isinstance were used here.
         issubclass(type(value), jax.Array | np.ndarray)
         or _compat.is_graph_object(value)
         or _compat.is_ref(value)
@@ -362,15 +377,15 @@ def holds_values(value: Any) -> bool:
 
 
 _PLAIN_TYPES = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
-# The attributes of objects of exactly these types that are listed in their place.
+# For objects of exactly these types: the attributes that are listed instead of the object.
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
-    types.MethodWrapperType: ("__qualname__", "__self__"),  # as of `(1, 2).__getitem__`
+    types.MethodWrapperType: ("__qualname__", "__self__"),  # the type of `(1, 2).__getitem__`
     property: ("fget", "fset", "fdel"),
     functools.cached_property: ("func",),
     **dict.fromkeys((staticmethod, classmethod, type(functools.lru_cache(len))), ("__wrapped__",)),
 }
-# How objects of exactly these types are listed; all others by `Listing._add_object`.
+# For objects of exactly these types: the method that lists them.
 _LISTERS: dict[type, Any] = {
     types.FunctionType: Listing._add_function,
     types.CodeType: Listing._add_code,

@@ -1,14 +1,14 @@
 """Plans: what is computed once for all calls whose arguments have the same structure.
 
 A *structure* (``structure.py``) is to a graph of modules what a treedef is to a pytree: all but the
-arrays. It is a table of objects, in which each has an *index*; the arrays are in a flat list, in
-which each has a *slot*. A *spec* is a sharding, or a dimension that is mapped. :func:`make_plan`
-finds, in this order,
+arrays. It is a table of objects. The position of an object in the table is its *index*, and the
+position of an array in the flat list of all arrays is its *slot*. A *spec* is a sharding, or a
+dimension that is mapped. :func:`make_plan` finds, in this order,
 
     which spec belongs to which argument, and to which graph object in it    arguments.py
     the name of each array and Variable, such as ``model.up.kernel``         locations.py
     the one spec of each, by the user's filters                              resolve.py
-    whether the spec fits the mesh and the shape, or what is left of it      spec_checks.py
+    whether each spec fits the mesh and the shape, or the part that fits     spec_checks.py
     which arrays a call moves to their sharding before it runs
 
 JAX finds a trace by the identity of the traced function. So a plan has one pure function, and one
@@ -49,9 +49,10 @@ from .structure import RefEntry, Structure, VariableEntry
 from .transform import Program, Sharded, Transform
 from .unflatten import items_getter
 
-# Programs of one plan, for functions that reach different things; the oldest are dropped.
+# The most programs of one plan, one for each fingerprint; the oldest are dropped.
 MAX_PROGRAMS = 16
-# The fingerprint of ``jit`` at top level, which does not ask what its function can reach.
+# Stands for the fingerprint in ``jit`` at top level, where what the function can reach does not
+# matter: as in `jax.jit`, a program keeps what its first trace has captured.
 NOT_ASKED = "not asked"
 
 # The pure functions that JAX has traced for one user's function, by what the traces depend on.
@@ -62,11 +63,11 @@ TracedFunctions: TypeAlias = MutableMapping[Hashable, Callable[..., Any]]
 class Plan:
     """All that a call needs to know before its function is traced.
 
-    It holds no arrays, no modules, and the user's function only weakly: ``fun`` returns it. A final
-    spec is in the form that the transform uses: for ``jit`` a sharding on the mesh that applies.
+    A plan holds no arrays, no modules, and the user's function only weakly. A final spec is in the
+    form that the transform uses: for ``jit`` a sharding on the mesh that applies.
     """
 
-    transform: Transform  # with the mesh that applies
+    transform: Transform  # the transform with the mesh that applies
     fun: Callable[[], Any]  # returns the user's function, or None if it is gone
     fun_name: str
     graph: bool  # whether shared references are kept, or refused (tree mode)
@@ -78,21 +79,21 @@ class Plan:
     variables: Mapping[int, NamedSpec]  # the name and the final spec of each Variable, by index
     filter_uses: Sequence[FilterUse]  # what each ``StateSharding`` of the arguments decided
 
-    # Of each array, by slot:
-    names: Sequence[str]  # the expression for it: ``model.up.kernel``
+    # By slot, for all arrays:
+    names: Sequence[str]  # the expression for the array: ``model.up.kernel``
     specs: Sequence[Any]  # the final spec, or None
     shardings: Sequence[Sharding | None]  # the declared sharding
-    # Of some arrays, by slot:
-    on_indivisible: Mapping[int, OnIndivisible]  # before the option of the transform
-    donated: frozenset[int]  # donated arrays of objects are always outputs
-    attributes: Mapping[int, ArrayAttribute]  # JAX arrays in modules themselves, by slot
-    # The arrays that a call moves to their declared shardings: of Variables and these attributes,
-    # and if committed arrays may be moved, all.
+    # By slot, for some arrays:
+    on_indivisible: Mapping[int, OnIndivisible]  # overrides the option of the transform
+    donated: frozenset[int]  # the slots of donated arrays; those in objects are always outputs
+    attributes: Mapping[int, ArrayAttribute]  # arrays that are themselves attributes of modules
+    # The arrays that a call moves to their declared shardings: those in Variables and attributes,
+    # or all arrays if committed arrays may be moved.
     placed_slots: Sequence[int]
     placed_shardings: list[Sharding]
-    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks them from all arrays
+    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # returns these arrays from all arrays
     # If activations are sharded: the arrays outside of objects without a declared sharding, and the
-    # mesh axes that shard the first dimension of any such array.
+    # mesh axes that shard the first dimension of any array outside of objects.
     batch_slots: tuple[int, ...]
     batch_axes: frozenset[AxisName]
 
@@ -110,15 +111,15 @@ class Plan:
     def program_for(self, fingerprint: Hashable | None) -> Program:
         """Returns the transformed function of arrays, such as ``jax.jit(pure)``.
 
-        ``fingerprint`` is the key for what the user's function can read besides its arguments: if
-        it is equal, a program is used again. If it is None, that is unknown, and the program new.
+        ``fingerprint`` is the key for what the user's function can read besides its arguments, by
+        which a program is found again. If it is None, this is unknown, and the program is new.
         """
         program = None if fingerprint is None else self.programs.get(fingerprint)
         if program is not None:
             return program
         program = self.transform.make_program(self, self.pure_function(fingerprint))
         if fingerprint is not None:
-            # Another thread may have been first; all have to use the same one.
+            # Another thread may have added a program first, and all threads have to use the same.
             program = self.programs.setdefault(fingerprint, program)
             make_room(self.programs, MAX_PROGRAMS)
         return program
@@ -126,10 +127,9 @@ class Plan:
     def pure_function(self, fingerprint: Hashable | None) -> Callable[..., Any]:
         """Returns the function of arrays that JAX traces; a new one if the fingerprint is None.
 
-        JAX finds a trace by the identity of this function. So plans that differ only in what no
-        trace depends on, such as compiler options, share it.
+        JAX finds a trace by the identity of this function. So plans share the function if they
+        differ only in what no trace depends on, such as compiler options.
         """
-        # What a trace depends on: of the call, and of what the user's function can read otherwise.
         key = self.trace_key, fingerprint
         function = None if fingerprint is None else self.traced.get(key)
         if function is None:
@@ -137,7 +137,7 @@ class Plan:
             plan = dataclasses.replace(self, programs={}, reported={})
             function = pure_function(plan, self.fun())
             if fingerprint is not None:
-                # Another thread may have been first; all have to use the same one.
+                # Another thread may have added one first, and all threads have to use the same.
                 function = self.traced.setdefault(key, function)
         return function
 
@@ -148,19 +148,19 @@ class Plan:
         Plans with equal keys share a trace, so all that decides what a trace does has to be here.
         """
         return (
-            # What is called, and how.
-            self.transform.trace_key,  # the options of the transform
-            self.signature._replace(donated=frozenset()),  # which arguments are static
-            self.structure,  # the arguments
+            # The options of the transform, which arguments are static, and the arguments.
+            self.transform.trace_key,
+            self.signature._replace(donated=frozenset()),
+            self.structure,
             self.graph,
             self.updates,
-            # The specs of outputs: of what is new in arguments, and of what the call updates.
+            # The specs of outputs: of Variables that the function creates, and of updated ones.
             self.graph_arguments,
             tuple(self.object_specs.items()),
             tuple(variable.spec for variable in self.variables.values()),
             tuple(self.on_indivisible.items()),
-            # Donation: arrays of objects are then outputs even if unchanged, and with ``strict``, a
-            # trace checks that outputs can reuse the buffers. Otherwise, only the program differs.
+            # Donated arrays of objects are outputs even if they are unchanged. With ``strict``, a
+            # trace checks that outputs can reuse the buffers. No trace depends on other donations.
             self.donated.intersection(self.object_specs),
             self.slots_to_reuse,
             # The types of arrays in the trace, and how activations are sharded.
@@ -171,7 +171,7 @@ class Plan:
 
     @functools.cached_property
     def graph_arguments(self) -> tuple[Argument, ...]:
-        """The arguments with graph objects only: what a function can change in place."""
+        """The parts of arguments that are graph objects, which a function can change in place."""
         return tuple(argument.objects_only() for argument in self.arguments)
 
     @functools.cached_property
@@ -185,15 +185,15 @@ class Plan:
     def out_specs(self) -> tuple[Any, ...]:
         """All specs that an output can have, without duplicates.
 
-        JAX has to know the shardings of outputs before it traces, when their number is unknown. So
-        the pure function returns one group of outputs for each of these.
+        JAX has to know the shardings of outputs before it traces, when the number of outputs is
+        unknown. So the pure function returns one group of outputs for each of these specs.
         """
         transform = self.transform
-        # 1. No spec, which leaves the decision to the compiler, and what the transform itself may
-        # choose: `vmap` stacks some arrays along axis 0. All are in final form.
+        # 1. The spec that leaves the decision to the compiler, and the specs that the transform
+        # chooses: `vmap` stacks some arrays along axis 0. All are in final form.
         specs = [transform.spec_of(None), *transform.own_specs]
-        # 2. What the user wrote for outputs, and for arguments, in which a function may create
-        # something: one spec each, or a `StateSharding` with one for each filter.
+        # 2. The user's specs for outputs, and for arguments, because a function may add Variables
+        # to an argument. A rule is one spec, or a `StateSharding` with a spec for each filter.
         in_rules = [part.spec for argument in self.graph_arguments for part in argument.parts]
         for rule in (*transform.out_specs.rules, *in_rules):
             if isinstance(rule, StateSharding):
@@ -201,7 +201,7 @@ class Plan:
             else:
                 written, on_indivisible = (rule,), None
             for spec in map(transform.spec_of, written):
-                # Also what may be left of it where it does not divide a shape.
+                # If a spec does not divide a shape, a part of the spec may be used.
                 specs += [spec, *transform.corrected(spec, on_indivisible)]
         # 3. The specs of the arrays that a call may update.
         specs += self.object_specs.values()
@@ -223,7 +223,7 @@ class Plan:
         return values_in(self.structure)  # statics hold the user's objects weakly
 
     def reached_from(self, objects: Objects) -> Iterator[Any]:
-        """Yields what a function can reach from its arguments, these objects, except arrays."""
+        """Yields all but arrays that a function can reach from the ``objects`` of its arguments."""
         for value in self._values:
             yield value.value if isinstance(value, Static) else value
         for index in self.structure.static_indices():
@@ -246,7 +246,7 @@ def make_plan(
     Args:
       fun: the user's function.
       transform: the transform, with the user's options.
-      parameters: those of the function, with the roles that the user gave them (static, donated).
+      parameters: the function's parameters, with the user's roles (static, donated).
       call: the arguments by their roles.
       flat: the same arguments, flattened.
       traced: the pure functions that JAX has traced for ``fun``; the plan adds its own.
@@ -259,20 +259,20 @@ def make_plan(
         structure.check_tree()
     # 1. The parts of the arguments with the user's specs, then each Variable and array in them.
     arguments = _arguments(transform, parameters, call, structure)
-    # Static values with arrays are refused, as these would become constants of the program.
+    # Static values with arrays are refused, because the arrays would be constants of the program.
     check_static_places(structure, named_parts(arguments), signature.static_names)
     locations, names = _locate_arrays(transform, arguments, flat)
     # 2. One spec for each array, by slot: by the user's filters, by the transform, by its shape.
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     specs = transform.input_specs(resolved.slots, leaves)
     specs = fit_specs(transform, names, [*map(shape_of, leaves)], specs, resolved.on_indivisible)
-    # 3. The arrays that a call moves to their shardings before it runs. It can replace the caller's
-    # array if that is in a Variable or, with graph updates, an attribute of a module.
+    # 3. The arrays that a call moves to their shardings before it runs. A call can replace the
+    # caller's array in a Variable or, with graph updates, in an attribute of a module.
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = array_attributes(structure, leaves) if graph and updates else {}
     placed = _placed(transform, structure, shardings, attributes)  # slot → sharding
-    # 4. If activations are sharded: the arrays outside of objects, such as those of a batch. How
-    # the rows of these are sharded is how the rows of activations are.
+    # 4. If activations are sharded: the arrays outside of objects, such as those of a batch. The
+    # rows of activations are sharded as the rows of these arrays are.
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
     return Plan(
         transform=transform,
@@ -294,7 +294,7 @@ def make_plan(
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
         pick_placed=items_getter(tuple(placed)),
-        # Arrays of the batch without a declared spec: their types are only known in the trace.
+        # Only the trace knows the types of arrays of the batch without a declared spec.
         batch_slots=tuple(slot for slot in batch if not specs[slot]),
         batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
         traced=traced,
@@ -308,14 +308,14 @@ def _arguments(
 
     Args:
       transform: has the user's specs (``in_specs``).
-      parameters: those of the user's function.
-      call: its arguments; ``call.tree`` are the dynamic ones, positional and by keyword.
-      structure: describes them.
+      parameters: the parameters of the user's function.
+      call: the arguments; ``call.tree`` has the dynamic ones, positional and by keyword.
+      structure: describes the arguments.
     """
     signature, option = call.signature, transform.in_name
-    # A prefix of specs for each dynamic argument: (positional ones, those by keyword).
+    # A prefix of specs for each dynamic argument: (by position, by keyword).
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, option)
-    # The name of each positional one in the function's signature, or ``args[2]``.
+    # The name of each positional argument in the function's signature, or ``args[2]``.
     names = [signature.names[position] for position in signature.dynamic]
     caller = f"{transform.name}: {option}"  # for messages
     return split_arguments(structure, call.tree, prefixes, names, caller)
@@ -329,9 +329,9 @@ def _locate_arrays(
     Raises one error for all arguments that are not arrays, or for all specs with unknown axes.
 
     Args:
-      transform: those with shardings take arrays only.
+      transform: the transform. A transform with shardings takes arrays only.
       arguments: the dynamic arguments, with the user's specs.
-      flat: the same, flattened.
+      flat: the same arguments, flattened.
     """
     locations = locate(flat.structure, arguments)
     expressions = slot_names(len(flat.leaves), locations)  # "" for an array without one
@@ -357,7 +357,7 @@ def _donated_slots(
       arguments: the dynamic arguments: the positional ones, then those by keyword.
       locations: where the arrays are.
     """
-    keys = (*signature.dynamic, *signature.dynamic_keywords)  # of the arguments, in their order
+    keys = (*signature.dynamic, *signature.dynamic_keywords)  # the keys of ``arguments``
     pairs = zip(keys, arguments, strict=True)
     donated_names = {argument.name for key, argument in pairs if key in signature.donated}
     donated: set[int] = set()
@@ -377,17 +377,17 @@ def _placed(
     """Returns the shardings to which a call moves arrays before it runs, by slot.
 
     Args:
-      transform: the transform; JAX itself moves what a call does not, or raises an error.
+      transform: the transform; JAX itself moves all other arrays, or raises an error.
       structure: describes the arguments.
       shardings: the declared sharding of each array, or None.
       attributes: the arrays that are attributes of modules, and that a call may replace, by slot.
     """
     declared = {slot: sharding for slot, sharding in enumerate(shardings) if sharding is not None}
-    # The user wants arrays from any devices to be moved, which JAX refuses.
+    # The user wants committed arrays to be moved. JAX would refuse them, so the call moves all.
     if isinstance(transform, Sharded) and transform.on_committed == "move":
         return declared
-    # The moved arrays replace the caller's in Variables and attributes, so that each is moved once.
-    # Any other array, such as a plain argument, would be moved again in each call.
+    # A moved array replaces the caller's in a Variable or attribute, so it is moved only once. Any
+    # other array, such as a plain argument, would be moved again in each call.
     kept = structure.slots_of(VariableEntry).union(attributes)
     return {slot: sharding for slot, sharding in declared.items() if slot in kept}
 

@@ -42,8 +42,9 @@ class Container(NamedTuple):
     """A plain pytree inside the graph."""
 
     treedef: PyTreeDef
-    children: tuple[Any, ...]  # its leaves, in the order of the treedef
-    aux: tuple[Any, ...] = ()  # its node data as children: the treedef compares it by ``==`` only
+    children: tuple[Any, ...]  # the children for the leaves, in the order of the treedef
+    # The children for the node data. These are here because the treedef compares by ``==`` only.
+    aux: tuple[Any, ...] = ()
 
 
 class StaticObject(NamedTuple):
@@ -51,7 +52,7 @@ class StaticObject(NamedTuple):
 
     kind: StaticKind
     children: tuple[Any, ...]
-    identity: Static | None = None  # if it has to be the same object as well
+    identity: Static | None = None  # the object, if it has to be the same one as well; else None
 
     @property
     def type(self) -> type:
@@ -59,7 +60,7 @@ class StaticObject(NamedTuple):
         return self.kind.type
 
 
-# The index of an entry, or what is not in the table.
+# The index of an entry, or the description of a value that is not in the table.
 Child: TypeAlias = "int | Leaf | Static | Container | StaticObject"
 
 
@@ -68,8 +69,8 @@ class NodeEntry(NamedTuple):
 
     type: type
     metadata: Any  # what Flax keeps for a node of this type
-    keys: tuple[Any, ...]  # the names of its attributes
-    children: tuple[Child, ...]  # what it has under each of these
+    keys: tuple[Any, ...]  # the names of the attributes
+    children: tuple[Child, ...]  # the child for the value of each attribute
 
 
 class VariableEntry(NamedTuple):
@@ -93,17 +94,17 @@ class Location(NamedTuple):
     """Where arrays are in a graph: a Variable, a ``jax.Ref``, or an array outside of these."""
 
     path: Path
-    object_index: int | None  # of the Variable or ref in the table; None for a bare array
-    slots: tuple[int, ...]  # of its arrays: one, unless a Variable holds a pytree
+    object_index: int | None  # the index of the Variable or ref; None for a bare array
+    slots: tuple[int, ...]  # the slots of the arrays: one, unless a Variable holds a pytree
 
 
-# A child that a walk has to visit. A plain tuple, since a walk makes one for each Variable and
-# module, and a NamedTuple takes four times as long to make.
+# A child that a walk has to visit. It is a plain tuple because a walk makes one for each Variable
+# and module, and a NamedTuple takes four times as long to make.
 _Visit: TypeAlias = tuple[
     Path,
     Child,
-    Iterator[int],  # slots of the object around it: each array outside of other objects takes one
-    int | None,  # the index of the Variable around it, if any
+    Iterator[int],  # slots of the enclosing object: each array that it holds itself takes one
+    int | None,  # the index of the enclosing Variable; None outside of Variables
 ]
 
 
@@ -156,14 +157,14 @@ class Structure:
         if self._unique is not None:
             return self._unique
         # A model has thousands of entries, with few different children. Variables of one array may
-        # share the tuple with their metadata, and only one of these is searched. The structure
-        # keeps all of them alive, so an id stands for one object.
+        # share the tuple with their metadata, and only one such Variable is searched. An id stands
+        # for one object, because the structure keeps all of them alive.
         entries: dict[int, Any] = {}  # by the id of the metadata, or of the entry
         for entry in self.entries:
             shared = entry.metadata if is_leaf_variable(entry) else entry
             entries[_compat.identity(shared)] = entry
         children = [self.root, *self.statics, *chain(*map(children_of, entries.values()))]
-        # Nodes of one class share most of their children, such as the static ones.
+        # Nodes of one class share most of their static children.
         unique_children = {_compat.identity(x): x for x in children if type(x) is not int}
         self._unique = tuple(identities_in(unique_children.values()))
         return self._unique
@@ -183,33 +184,33 @@ class Structure:
         stack: list[_Visit] = [((), child, slots, None)]
         while stack:
             # The arrays that an object holds itself take slots from one iterator, which all visits
-            # of its parts share. They are visited in order: from the end of the stack, to which
-            # parts are added reversed.
+            # of the object's parts share. So the parts have to be visited in order, and are put on
+            # the stack in reverse.
             path, child, slots, variable = stack.pop()
-            parts: Sequence[tuple[Path, Child]] = ()  # what to visit below, by path from here
-            if child is LEAF:  # in a container, a module, or a Variable of arrays and objects
+            parts: Sequence[tuple[Path, Child]] = ()  # children to visit, by path from this child
+            if child is LEAF:  # an array in a container, a module, or a Variable with objects
                 yield Location(path, variable, (next(slots),))
             elif isinstance(child, Container):
                 parts = [*parts_of(child).items()] if child.children else ()
             elif isinstance(child, int) and child not in seen:  # an object that is met first
                 seen.add(child)
                 entry = self.entries[child]
-                if is_leaf_variable(entry):  # nearly all objects, so tried first
+                if is_leaf_variable(entry):  # tried first, because nearly all objects are such
                     yield Location(path, child, self.slots[child])
                     continue
-                variable, slots = None, iter(self.slots[child])  # for arrays that it holds itself
+                variable, slots = None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
                     pairs = zip(entry.keys, entry.children, strict=True)
-                    # Without static attributes: layers have more of them than of others.
+                    # Static attributes are left out early, because most attributes are static.
                     parts = [((key,), part) for key, part in pairs if type(part) is not Static]
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)  # the Variable stands for the ref that is its value
                     yield Location(path, child, self.slots[value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
-                    # Its value is a Variable or module, or a pytree with some, and maybe arrays.
+                    # The value is a Variable or module, or a pytree with such objects and arrays.
                     variable, parts = child, [((), entry.value)]
-                elif isinstance(entry, VariableEntry | RefEntry):  # only arrays
+                elif isinstance(entry, VariableEntry | RefEntry):  # the value has only arrays
                     yield Location(path, child, self.slots[child])
             stack += [
                 (path + key, part, slots, variable)
@@ -238,7 +239,7 @@ class Structure:
             to what it holds, so that the search ends even if everything is shared.
         """
         paths: dict[int, list[Path]] = {}
-        # Each with the objects that the path passes through.
+        # Each item is a path, the child there, and the objects that the path passes through.
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
         while queue:  # breadth first, so that short paths come first
             path, child, above = queue.popleft()
@@ -247,11 +248,11 @@ class Structure:
                 parts = parts_of(child)
             elif isinstance(child, int) and len(paths.setdefault(child, [])) < limit:
                 paths[child].append(path)
-                if child not in above:  # otherwise a cycle
+                if child not in above:  # the path does not end in a cycle
                     parts, above = parts_of(self.entries[child]), above | {child}
-            # A static value has no parts, and is no object of the table.
-            below = [(key, part) for key, part in parts.items() if not isinstance(part, Static)]
-            queue += [(path + key, part, above) for key, part in below]
+            # A static value is left out: it has no parts, and is no object of the table.
+            inner = [(key, part) for key, part in parts.items() if not isinstance(part, Static)]
+            queue += [(path + key, part, above) for key, part in inner]
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
@@ -261,7 +262,7 @@ class Structure:
 
     def shared_objects(self, child: Child) -> set[int]:
         """Returns the modules, Variables and refs in ``child`` with more than one reference."""
-        # Flattening has recorded whether it met any object twice; counting takes as long again.
+        # Counting takes as long as flattening. It is left out if flattening met no object twice.
         counts = Counter(links_below(self, [child]) if self.shares else ())
         shared = (index for index, count in counts.items() if count > 1)
         return {index for index in shared if not isinstance(self.entries[index], StaticObject)}
@@ -271,7 +272,7 @@ class Structure:
 
         Also a Variable of one reference has several paths if a module above it is shared.
         """
-        if not self.shared_objects(child):  # nearly all models
+        if not self.shared_objects(child):  # nearly all models share no objects
             return {}
         start: tuple[Path, Child] = ((), child)  # the path from ``child`` to itself
         return {
@@ -282,31 +283,31 @@ class Structure:
 
     def check_tree(self) -> None:
         """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
-        # In tree mode, flattening describes a module anew in each place where it meets it. So a
-        # module with two references is in a cycle.
+        # In tree mode, flattening describes a module anew in each place where it meets the module.
+        # So a module with two references is in a cycle.
         duplicates = self.shared_objects(self.root)
         if not duplicates:
             return
         entries: Sequence[Any] = self.entries
-        # The message shows up to four paths to each.
+        # The message shows up to four paths to each object.
         paths = self.paths_to_objects([((), self.root)], limit=4)
         lines = []
         for index in sorted(duplicates):
             places = [path_string(path) or "the root" for path in paths.get(index, ())]
             # No path leads through the data of a pytree node, such as the settings of a registered
-            # class. A reference there is no place in the tree.
+            # class, so a reference in such data is not counted as a place in the tree.
             if len(places) > 1:
                 lines.append(f"  {entries[index].type.__name__}: {', '.join(places)}")
         head = "graph=False does not support shared references. Duplicates, found at paths:"
         raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
 
     def __hash__(self) -> int:
-        # Kept, since a structure is looked up in each call that flattens.
+        # The hash is kept, because each call that flattens looks up its structure.
         self._hash = self._hash or hash((self.entries, self.root, self.statics))
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the hash, which differs between processes.
+        # The hash is left out, because it differs between processes.
         fields = self.entries, self.root, self.slots, self.root_slots, self.statics, self.origins
         return Structure, fields
 
@@ -321,10 +322,10 @@ class Structure:
 
 
 def links_below(structure: Structure, children: Iterable[Child]) -> Iterator[int]:
-    """Yields the index of an object for each reference to it, from children and what is below them.
+    """Yields the index of an object for each reference to it, in children and all that they hold.
 
-    An index among the children is a reference, too. So a set of these has all objects that can be
-    reached from the children, and a ``Counter`` says which are shared.
+    An index among the children is a reference as well. So a set of the yielded indices has all
+    objects that can be reached from the children, and a ``Counter`` says which of these are shared.
     """
     reached: set[int] = set()
     pending: list[Iterable[Child]] = [children]
@@ -339,7 +340,7 @@ def links_below(structure: Structure, children: Iterable[Child]) -> Iterator[int
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:
-    """Returns the children of an entry: of a Variable, its value and its metadata."""
+    """Returns the children of an entry; for a Variable, those for its value and its metadata."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
     return entry.children if isinstance(entry, (NodeEntry, StaticObject)) else ()
@@ -351,7 +352,7 @@ def is_leaf_variable(entry: object) -> TypeGuard[VariableEntry]:
 
 
 def atoms(children: Iterable[Child]) -> Iterator[Any]:
-    """Yields what is in children apart from containers: indices, ``LEAF`` and statics."""
+    """Yields what is in children at any depth, except containers: indices, ``LEAF`` and statics."""
     for child in children:
         if isinstance(child, Container | StaticObject):
             yield from atoms(chain(child.children, getattr(child, "aux", ())))
@@ -375,9 +376,9 @@ def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
 
     None (nothing is described) and a ref have no children.
     """
-    if isinstance(x, Container):  # its children may be several levels below: ("a", 0)
+    if isinstance(x, Container):  # a path may have several keys, such as ("a", 0)
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
-    if isinstance(x, StaticObject):  # such as ("args", 0) of a `functools.partial`
+    if isinstance(x, StaticObject):  # a path is ("args", 0) in a `functools.partial`, for example
         return dict(zip(static_paths(x.kind, x.children), x.children, strict=True))
     if isinstance(x, VariableEntry):  # the value is at the path of the Variable itself
         return {(): x.value, **{(Metadata(name),): setting for name, setting in x.metadata}}
@@ -388,6 +389,6 @@ def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
 
 def locations_in(structure: Structure) -> tuple[Location, ...]:
     """Returns all places of arrays in a structure, in the order of `Structure.walk`."""
-    if structure._found is None:  # kept, since `merge` asks at each call
+    if structure._found is None:  # the result is kept, because `merge` needs it in each call
         structure._found = (*structure.walk(structure.root, iter(structure.root_slots)),)
     return structure._found
