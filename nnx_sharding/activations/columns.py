@@ -5,8 +5,8 @@ dimension of the output is sharded over ``model``, and nothing is known of the o
 The kernel of a layer with several dimensions of features, such as ``nnx.MultiHeadAttention``'s
 (in, heads, features), shards as many dimensions of the output.
 
-Which Variable of a layer is its kernel is only inferred from sizes. A wrong one costs a reshard, as
-specs do not change the numbers.
+Only sizes tell which Variable of a layer is its kernel. A wrong guess costs a reshard, but the
+numbers stay right, because specs do not change them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .variables import own_variables
 def spec_of_columns(
     module: object, tag: Tag, x: jax.Array, axes: frozenset[AxisName]
 ) -> PartitionSpec | None:
-    """Returns the spec of an output of a layer, open but for the dimensions of columns.
+    """Returns the spec of an output of a layer, which is open except for the columns.
 
     Args:
       module: the layer.
@@ -38,12 +38,12 @@ def spec_of_columns(
       The spec, or None if the module has no kernel that can have made the output.
     """
     features = getattr(module, "out_features", None)
-    count = len(features) if isinstance(features, tuple) else 1  # of dimensions of columns
+    count = len(features) if isinstance(features, tuple) else 1  # the dimensions of columns
     if x.ndim <= count:
         return None
     for path, variable in own_variables(module):
         shape = getattr(_compat.get_value(variable), "shape", ())
-        # A kernel has inputs in front of its columns; a bias has not.
+        # A kernel has inputs in front of its columns; a bias has no inputs.
         is_kernel = len(shape) > count and shape[-count:] == x.shape[-count:]
         if is_kernel and path in tag.specs:
             # In a loop over layers, the value is a slice of a stacked array, whose spec is known.

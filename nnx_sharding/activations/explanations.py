@@ -1,13 +1,13 @@
-"""JAX's errors about types of axes, in the names of the user's modules and with what to write.
+"""JAX's errors about types of axes, with the names of the user's modules and what to write.
 
 On Explicit axes the sharding of an array is a part of its type; on Auto axes the compiler chooses
-it. A strategy runs modules on Auto axes where it infers shardings (``is_by_strategy`` of a frame,
-which is the call of a module; its ``tag`` has the path and an expression for the module).
+it. A strategy that infers shardings runs modules on Auto axes (``is_by_strategy`` of a frame, which
+is the call of a module; its ``tag`` has the path and an expression for the module).
 
 :func:`refuse_constraint` is about ``with_sharding_constraint`` on Explicit axes, :func:`explain`
 about operations that need types in a module whose axes a strategy made Auto, and
 :func:`refuse_untyped` about operations whose result JAX cannot type. :func:`see` adds to an error
-how to read its section of ``docs/errors.md``.
+how to read its section of ``docs/errors.md``, and returns the error.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ from .variables import is_layer, own_variables
 
 
 def exact_path(path: Path) -> str:
-    """The regular expression for one path."""
+    """Returns a regular expression that matches one path only."""
     return f"^{re.escape(path_string(path))}$"
 
 
 def refuse_constraint(error: Exception, name: str, module: str = "", path: Path = ()) -> None:
-    """Raises our error for JAX's about ``with_sharding_constraint`` on Explicit axes, if it is one.
+    """Raises our error for JAX's about ``with_sharding_constraint`` on Explicit axes.
+
+    Returns for any other error.
 
     Args:
       error: any error of the user's function.
       name: the transform, such as ``jit``.
-      module: the innermost module that was called, as an expression; none outside of modules.
+      module: the innermost module that was called, as an expression; empty outside of modules.
       path: the path of that module.
     """
     spec = _compat.spec_of_constraint(error)  # None if JAX raised it for something else
     if spec is None:
         return
     place = module or "code outside of modules"
-    # The mesh axes that a `vmap` around puts in front of each spec.
+    # A surrounding `vmap` puts these mesh axes in front of each spec.
     mapped = ", ".join(map(repr, sorted(_compat.mapped_axes(), key=str)))
     if mapped and module:
         remedy = f"The surrounding vmap adds {mapped} to each spec in it: leave that out here."
     elif module:
-        # As the user writes it: activation_shardings={'^blocks/3$': InOutSharding(...)}.
+        # The user writes it so: activation_shardings={'^blocks/3$': InOutSharding(...)}.
         entry = {exact_path(path): InOutSharding(axis_types=AxisType.Auto)}
         remedy = (
             "Use jax.sharding.reshard there, or let the compiler choose in this module: "
             f"activation_shardings={entry!r}."
         )
-    else:  # no filter for modules names this code; the remedy is for a vmap, too
+    else:  # no filter for modules matches this code; the remedy is for a vmap, too
         remedy = (
             "Use jax.sharding.reshard there, or nnx_sharding.with_sharding_constraint, which takes "
             "axes of all types. In a vmap, leave out the axes over which its arguments are sharded."
@@ -75,13 +77,13 @@ def refuse_constraint(error: Exception, name: str, module: str = "", path: Path 
 def explain(error: ValueError, name: str, frame: Frame) -> None:
     """Explains an error of JAX about axis types, in the name of the module that raised it.
 
-    The modules around that one, through which the error passes next, leave it as it is. There are
+    The error then passes through the modules around that one, which leave it as it is. There are
     two kinds of errors, and any other is left alone:
 
     * The module runs on Explicit axes, as it is written, and calls ``with_sharding_constraint``,
-      which needs Auto ones. This raises another error in place of it.
+      which needs Auto axes. Then this raises another error instead.
     * The module runs on Auto axes, as a strategy chose, and uses an operation that needs Explicit
-      ones. The error gets a note that says how to run it on those.
+      axes. Then the error gets a note that says how to run the operation on Explicit axes.
 
     Args:
       error: the error, raised in a method of a module.
@@ -104,8 +106,9 @@ def explain(error: ValueError, name: str, frame: Frame) -> None:
 def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) -> NoReturn:
     """Raises an error that names the innermost module in which JAX cannot type an operation.
 
-    A layer is named with the types of its input and parameters, and the remedy is to declare its
-    output: then a layer runs on Auto axes. A module with others in it has to be told to do so.
+    The error names a layer with the types of its input and parameters. The remedy is to declare its
+    output, because a layer then runs on Auto axes. A module with submodules has to be told to run
+    on Auto axes.
 
     Args:
       error: JAX's error.
@@ -117,17 +120,17 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
     values = [_compat.get_value(variable) for _, variable in own_variables(module)]
     avals = map(jax.typeof, arrays_in((inputs, values)))
     types = tuple(aval.str_short(short_dtypes=True) for aval in avals)  # such as f32[8@data,4]
-    # What to write for the module: a spec alone is for the `__call__` of a layer.
+    # The entry for the module: a spec alone is for the `__call__` of a layer.
     entry: PartitionSpec | InOutSharding = _suggested_output(inputs)
     if not is_layer(module):
         entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
     elif method != "__call__":
         entry = InOutSharding(entry, method=method)
-    # The first sentence; others say how to use `out_sharding`, as the message below does, too.
+    # The reason is the first sentence. Others tell how to use `out_sharding`, as the message does.
     reason = str(error).partition(". ")[0].partition("\n")[0]
     line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
     option = f"activation_shardings={{{exact_path(frame.tag.path)!r}: {entry!r}}}"
-    # A shard_map has no such option, but the function that it maps may be one of jit.
+    # A `shard_map` has no such option, but it may map a function of `jit` that has.
     code = f"shard_map(jit(f, {option}), ...)" if name == "shard_map" else f"jit(..., {option})"
     if frame.tag.is_in_argument:
         remedy = (
@@ -148,15 +151,15 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
         f"{remedy} Or give the operation an out_sharding, or use jit(..., auto_axes=True), with "
         "out_shardings.",
     )
-    # Without JAX's error before it, whose first sentence is in the text.
+    # JAX's error is not shown before this one, because its first sentence is in the text.
     raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 
 
 def _suggested_output(inputs: object) -> PartitionSpec:
     """Returns a spec to suggest for the output of a method: that of its first typed input.
 
-    Without the last dimension, the features, which the output need not have, and without trailing
-    dimensions that nothing shards.
+    The last dimension is left out, because the output need not have these features. Trailing
+    dimensions that nothing shards are left out, too.
     """
     spec = type_spec(first_with_explicit_spec(inputs)) or PartitionSpec()
     entries = [*spec.partitions[:-1]]
@@ -166,10 +169,10 @@ def _suggested_output(inputs: object) -> PartitionSpec:
 
 
 def add_hint_outside(error: Exception) -> None:
-    """Adds to an error of JAX that it cannot type an operation outside of modules what to write.
+    """Adds a note to an error of JAX about an operation outside of modules: what to write.
 
-    An error that passes through several functions of ours gets the hint of the innermost one only,
-    with which it has notes already.
+    An error that passes through several functions of ours gets the note of the innermost one only,
+    because outside of it the error has notes already.
     """
     if not hasattr(error, "__notes__"):
         error.add_note(
@@ -182,14 +185,14 @@ def add_hint_outside(error: Exception) -> None:
 
 
 def is_explained(error: Exception) -> bool:
-    """Returns whether a module inside has said already that it runs with Auto axes."""
+    """Returns whether the error has a note that a module runs with Auto axes (`explain`)."""
     return any(_RUNS_WITH_AUTO_AXES in note for note in getattr(error, "__notes__", ()))
 
 
-# A part of the notes of :func:`explain`, after the name of the module.
+# The notes of :func:`explain` have this text after the name of the module.
 _RUNS_WITH_AUTO_AXES = (
     "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
     "reshard or a mesh itself, pass"
 )
-# Messages of JAX about arrays on Auto axes where it wants Explicit ones.
+# JAX's errors about arrays on Auto axes have these words if it wants Explicit axes.
 _NEEDS_EXPLICIT_AXES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)

@@ -1,17 +1,17 @@
 """Gathers a module's own parameters while it runs, as FSDP does.
 
 A loop over layers, such as a ``Stack``, gives its module a slice of each stacked array, so the spec
-of a slice is found from that of the whole array (:func:`spec_of_slice`).
+of a slice is inferred from the spec of the whole array (:func:`spec_of_slice`).
 
 From other modules:
 
-    Tag         of a module: its ``path`` in the argument ``name``, the ``axes`` over which its
-                parameters are gathered, and the ``specs`` of its Variables by path. Each has the
-                spec ``inside`` (while the module runs), and whether it ``is_gathered``
-    type_spec   the spec in the type of an array on Explicit axes, else None
+    Tag         the tag of a module has its ``path`` in the argument ``name``, the ``axes`` over
+                which its parameters are gathered, and the ``specs`` of its Variables by path. Each
+                has the spec ``inside`` (while the module runs), and says if it ``is_gathered``
+    type_spec   the spec in the type of an array on Explicit axes; otherwise None
     keep_axes   a spec without all other axes
     PREFETCHED  the Variables that a loop around the module has gathered already, each by the
-                argument, the path of its module, and its own path in that
+                argument, the path of its module, and its own path in the module
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def gathered_values(
 ) -> list[tuple[Variable, jax.Array]]:
     """Returns the module's own Variables that have another value while it runs, with the value.
 
-    These are the ones whose arrays are gathered over the axes of the module's tag.
+    The value is the array gathered over the axes of the module's tag.
 
     Args:
       module: the module.
       tag: its tag.
-      mesh: the mesh of the trace, if there is one.
-      axes: its axes that are not manual.
+      mesh: the mesh of the trace; None if there is none.
+      axes: the axes of the mesh that are not manual.
     """
     is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
     # Without axes to gather over, only types on Explicit axes may need a change (`reduced` axes).
     if not is_explicit and not tag.axes:
         return []
-    ahead = PREFETCHED.value or ()  # what the loop around this has gathered already
+    ahead = PREFETCHED.value or ()  # the parameters that a surrounding loop has gathered already
     variables: list[Variable] = []
     arrays: list[jax.Array] = []
     targets: list[NamedSharding] = []
@@ -58,7 +58,7 @@ def gathered_values(
         if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
             continue
         target = _sharding_in_use(value, variable, path, tag=tag, mesh=mesh, axes=axes)
-        if target is not None:  # else the value is used as it is sharded
+        if target is not None:  # None: the value is used as it is sharded
             variables.append(variable)
             arrays.append(value)
             targets.append(target)
@@ -76,16 +76,16 @@ def _sharding_in_use(
 ) -> NamedSharding | None:
     """Returns the sharding of a Variable's value while its module runs: whole over the tag's axes.
 
-    On Explicit axes it is made from the spec in the value's type. On Auto axes a type says nothing,
-    and the tag knows the spec that is declared.
+    On Explicit axes the sharding is made from the spec in the value's type. On Auto axes a type
+    says nothing, so it is made from the declared spec, which the tag has.
 
     Args:
       value: the value.
       variable: the Variable.
       path: its path in the module.
-      tag: that of the module.
-      mesh: the mesh of the trace, if there is one.
-      axes: its axes, except those that a `shard_map` maps over, which no spec in it can name.
+      tag: the tag of the module.
+      mesh: the mesh of the trace; None if there is none.
+      axes: the axes of the mesh without those of a `shard_map`, which no spec inside can name.
 
     Returns:
       The sharding, or None if the value is used as it is.
@@ -95,25 +95,25 @@ def _sharding_in_use(
         new_spec = spec
         if is_parameter(variable) and not tag.axes.isdisjoint(spec_axes(spec)):
             new_spec = with_entries(spec, keep_axes(spec, axes - tag.axes).partitions)
-        # Over `reduced` axes, the gradient of an array is left as one summand on each device. JAX
-        # adds up some of these gradients several times.
+        # Over `reduced` axes, the gradient of an array is left as one summand on each device. These
+        # axes are taken out, because JAX adds up some of these gradients several times.
         if spec.reduced:
             new_spec = with_reduced(new_spec, ())
         if new_spec == spec:
             return None
         return NamedSharding(jax.typeof(value).sharding.mesh, new_spec)
-    known = tag.specs.get(path)
-    if mesh is None or known is None or not known.is_gathered:
+    declared = tag.specs.get(path)
+    if mesh is None or declared is None or not declared.is_gathered:
         return None
-    # Of the whole array; in a loop over layers, the value is a slice of it.
-    new_spec = spec_of_slice(known.inside, known.shape, value.shape)
+    # The declared spec is for the whole array. In a loop over layers, the value is a slice of it.
+    new_spec = spec_of_slice(declared.inside, declared.shape, value.shape)
     return NamedSharding(mesh_in_trace(mesh), new_spec)
 
 
 def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.Array]:
-    """Returns arrays with these shardings: resharded on Explicit axes, else constrained.
+    """Returns arrays with these shardings: resharded on Explicit axes, otherwise constrained.
 
-    Those of one kind go together, which takes less time to trace.
+    Arrays of one kind go into one operation, because that takes less time to trace.
     """
     are_typed = {type_spec(array) is not None for array in arrays}
     if len(are_typed) > 1:  # a module may also hold an array that is on no mesh
@@ -128,26 +128,27 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     """Returns the spec of a loop's slice of an array: without the dimensions that loops removed.
 
     ``P(None, "model")`` of shape (4, 8) becomes ``P("model")`` for (8,). Which dimensions were
-    removed is inferred from the shapes. Of (8, 8), it may be either; then one that is not sharded
-    counts as removed, and of several the leading one.
+    removed is inferred from the shapes. In (8, 8), it may be either dimension. Then a dimension
+    that is not sharded counts as removed; among several of these, the leading one counts.
 
     Args:
-      spec: that of the array, with an entry for each dimension.
+      spec: the spec of the array, with an entry for each dimension.
       shape: the shape of the array.
       inner: the shape of the slice.
 
     Returns:
-      The spec; ``P()``, which shards nothing, if ``inner`` is not the shape of any slice, as of a
-      value that the user's code has reshaped.
+      The spec. If ``inner`` is not the shape of any slice, it is ``P()``, which shards nothing, for
+      example for a value that the user's code has reshaped.
     """
-    # The entries of the spec that are left, for each choice of kept dimensions that fits the shape:
-    # for (4, 8) → (8,), dimension 1 is kept, and so the entries ["model"].
+    # For each choice of kept dimensions that fits the shape, the entries of the spec that are left.
+    # For (4, 8) → (8,), dimension 1 is kept, so the entries are ["model"].
     candidates: list[list[Any]] = []
     for kept in itertools.combinations(range(len(shape)), len(inner)):
         if tuple(shape[dimension] for dimension in kept) == tuple(inner):
             candidates.append([spec.partitions[dimension] for dimension in kept])
     # `combinations` begins with the leading dimensions. Loops remove these, so the last choice,
-    # which keeps the last dimensions, goes first: `max` returns the first of several.
+    # which keeps the last dimensions, has to win a tie. `max` returns the first of several, so the
+    # order is reversed.
     candidates.reverse()
     most_sharded = max(candidates, key=lambda entries: sum(map(bool, entries)), default=())
     return PartitionSpec(*most_sharded)

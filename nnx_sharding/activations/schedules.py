@@ -1,11 +1,11 @@
-"""Which schedules of strategies ran during a trace, and which layers ran without theirs.
+"""The schedules of strategies that ran during a trace, and the layers that ran without theirs.
 
-A schedule, such as that of a pipeline, runs when the module that it is for is called. Layers that
-are taken out of a ``Stack``, or scanned by hand, compute the same numbers without it: on every
-device. So at the end of a trace, a schedule that did not run is reported if its layers were taken
-out, or a module around them was called.
+A schedule, for example of a pipeline, runs when the module for which it is declared is called.
+Layers that are taken out of a ``Stack``, or scanned by hand, compute the same numbers without it,
+but on every device. So at the end of a trace, a schedule that did not run is reported if its layers
+were taken out, or if a module around them was called.
 
-Modules are known by the name of the argument that they are in, and their path in it (`Place`):
+Modules are known by the name of an argument and their path in the argument (`Place`):
 ``("model", ("decoder", "blocks"))``. A ``Stack`` has its layers in an attribute ``layers``.
 """
 
@@ -23,14 +23,14 @@ Place: TypeAlias = tuple[str, Path]  # the name of an argument, and the path of 
 
 
 class PendingCall(Protocol):
-    """What a call returns that a schedule runs later, together with others."""
+    """The result of a call that a schedule runs later, together with other calls."""
 
     def check_ran(self) -> None:
         """Raises an error if the function has ended, and the call never ran."""
 
 
 class ScheduleUses:
-    """What happened to the modules that have schedules, during one trace and those within it."""
+    """The uses of modules that have schedules, during one trace and the traces within it."""
 
     def __init__(self) -> None:
         self._ran = set[Place]()
@@ -42,7 +42,7 @@ class ScheduleUses:
         self._ran.add((name, path))
 
     def call(self, name: str, path: Path) -> None:
-        """Records that a module was called as it is."""
+        """Records that a module was called without a schedule."""
         self._called.add((name, path))
 
     def take_out(self, stack: Any) -> None:
@@ -57,10 +57,10 @@ class ScheduleUses:
           schedules: the schedule of each module that has one, by the place of the module.
         """
         for (name, path), schedule in schedules.items():
-            # The layers ran if a model around them was called: it may scan them by itself. Or they
-            # were called one by one, as by a scan over ``stack.layers``. A model that was not
-            # called at all, as in a step that only updates it, has nothing to report.
-            around = {(name, path[:count]) for count in range(len(path) + 1)}  # with itself
+            # The layers ran if a model around them was called, because it may scan them by itself,
+            # or if they were called one by one, for example in a scan over ``stack.layers``. A
+            # model that was not called at all, in a step that only updates it, reports nothing.
+            around = {(name, path[:count]) for count in range(len(path) + 1)}  # and the module
             layers = (name, (*path, "layers"))
             is_called = layers in self._called or not around.isdisjoint(self._called)
             is_used = is_called or (name, path) in self._taken_out
@@ -68,5 +68,5 @@ class ScheduleUses:
                 schedule.report_unscheduled(accessor(name, path))
 
 
-# The uses of schedules in the outermost trace.
+# The uses of schedules in the outermost trace; None if it has no schedules.
 SCHEDULE_USES: ContextVar[ScheduleUses | None] = ContextVar("SCHEDULE_USES", default=None)

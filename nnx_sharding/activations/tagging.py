@@ -1,18 +1,20 @@
 """Tags modules: each gets its path in the user's arguments, and the specs of its own Variables.
 
 The specs are those declared for the arrays of the call, or, on Explicit axes, those in their types.
-A tag has each twice: as the array is outside of its module (``outside``), and as the module uses it
-(``inside``). With a kernel of ``P("data", "model")`` that FSDP gathers over ``data``::
+A tag has two for each array: the spec outside of its module (``outside``), and the spec with which
+the module uses it (``inside``). With a kernel of ``P("data", "model")`` that FSDP gathers over
+``data``::
 
     outside   P("data", "model")
     inside    P(None, "model")
 
-*Sources* are what is declared for a module, by the user and by strategies: whether to gather its
-parameters (``gather``), over which axes not (``kept``), and specs for its methods (``shardings``).
-One of these may have a ``schedule``, which runs the module's layers on the stages of a pipeline.
+*Sources* are the declarations for a module, of the user and of strategies: whether to gather its
+parameters (``gather``), over which axes not to gather (``kept``), and specs for its methods
+(``shardings``). One of these may have a ``schedule``, which runs the module's layers on the stages
+of a pipeline.
 
-The arguments of a call are flattened: its modules and Variables are a list of objects, each with an
-*index*, and its arrays a list, in which each has a *slot*.
+The arguments of a call are flattened: modules and Variables are a list of objects, each with an
+*index*, and arrays are a list, each with a *slot*.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ class Tagger:
     """Makes the tags of modules in one trace.
 
     Args:
-      plan: that of the call: which spec is declared for each of its arrays.
+      plan: the plan of the call, with the spec that is declared for each of its arrays.
       unflattened: the arguments in the trace.
-      mesh: the mesh of the trace, if there is one.
-      axes: its axes, except those that are Manual.
+      mesh: the mesh of the trace; None if there is none.
+      axes: the axes of the mesh that are not Manual.
       explicit_axes: the Explicit axes in the types of the arguments.
     """
 
@@ -56,8 +58,8 @@ class Tagger:
 
     def __post_init__(self) -> None:
         """Starts with no tags."""
-        # Tags of modules that the function has from elsewhere, by id, with the module itself, so
-        # that no other one gets its id.
+        # The tags of modules that are in no argument, by id. The module is kept with its tag, so
+        # that no other object gets its id.
         self._foreign: dict[int, tuple[Tag, object]] = {}
 
     @functools.cached_property
@@ -77,24 +79,24 @@ class Tagger:
         """Makes the tag of a module, with the specs of its own Variables.
 
         Args:
-          name: the name of the argument that the module is in.
-          path: the path of the module in it.
-          sources: what the user and strategies declare for the module.
+          name: the name of the argument that holds the module.
+          path: the path of the module in the argument.
+          sources: the declarations of the user and of strategies for the module.
           module: the module in the trace.
           is_in_argument: whether it is in an argument of the function.
         """
         gathered = self.axes.intersection(self._gathered_axes(sources))
-        # The stages of a pipeline have whole layers: their axis shards a stack of layers, but
-        # nothing in one of them, which is what a module sees.
+        # The axis of a pipeline shards a stack of layers. A module sees one layer, which a stage
+        # has as a whole, so that axis shards nothing in it.
         schedules = [x.schedule for source in sources for x in source.shardings]
         stage_axes = {schedule.axis for schedule in schedules if schedule is not None}
         inside = self.axes - gathered - stage_axes
         specs: dict[Path, VariableSpecs] = {}
-        # On Auto axes alone, specs are needed only to gather: the compiler infers the rest.
+        # On Auto axes alone, specs are only needed to gather, because the compiler infers the rest.
         if gathered or self.explicit_axes:
             for own_path, variable in own_variables(module):
                 variable_specs = self._variable_specs(variable, gathered, inside)
-                if variable_specs is not None:  # else nothing is known of its sharding
+                if variable_specs is not None:  # None: nothing is known of its sharding
                     specs[own_path] = variable_specs
         return Tag(
             name=name,
@@ -109,13 +111,14 @@ class Tagger:
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> set[AxisName]:
         """Returns the axes over which sources gather parameters while their module runs.
 
-        What one source keeps, no other one gathers: experts stay divided over their axis, though
-        rows are sharded over it as well, and a base such as ``fsdp`` would gather them.
+        An axis that one source keeps is gathered by no other source. For example, experts stay
+        divided over their axis, though rows are sharded over it as well, and a base such as
+        ``fsdp`` would gather them.
         """
         gathered = set[AxisName]()
         kept = set[AxisName]()
         for source in sources:
-            if source.gather is True:  # over the axes that shard the batch
+            if source.gather is True:  # True: gather over the axes that shard the batch
                 gathered.update(self.plan.batch_axes)
             elif source.gather:
                 gathered.update(source.gather)
@@ -133,8 +136,8 @@ class Tagger:
           inside_axes: the axes that may shard it while its module runs.
         """
         value = _compat.get_value(variable)
-        # What is declared for its array; that is not known for a Variable that is in no argument.
-        # One with several arrays, as of a quantized type, counts as if it had no declared spec.
+        # A spec is declared for the Variable's array. A Variable in no argument has none. A
+        # Variable with several arrays, such as a quantized one, counts as if it had none.
         index = self._indices.get(id(variable))
         slots = () if index is None else self.plan.structure.slots[index]
         declared = self.plan.object_specs.get(slots[0]) if len(slots) == 1 else None
@@ -144,7 +147,7 @@ class Tagger:
         spec, _ = pair
         shape = jax.typeof(value).shape
         inside_spec = keep_axes(spec, inside_axes)
-        # Both with an entry for each dimension, as those who read them expect.
+        # Both specs get an entry for each dimension, because their readers expect it.
         return VariableSpecs(
             inside=with_entries(inside_spec, pad_entries(inside_spec, len(shape))),
             shape=shape,
@@ -153,20 +156,21 @@ class Tagger:
         )
 
     def tag_foreign(self, module: object, sources: tuple[ActivationSharding, ...]) -> Tag:
-        """Returns the tag of a module that is in no argument, and has none.
+        """Returns the tag of a module that is in no argument, and has no tag.
 
-        The function has captured or made it. Its path begins at itself, unless it is in a module
-        that came here before, and so has got its tag with that. All modules in it get tags now,
-        too. Tags are kept here by the ids of modules, since what is captured is not to be changed.
+        The function has captured or made the module. Its path begins at itself, unless it is in a
+        module that came here before: then it got its tag together with that module. All modules in
+        it get tags now, too. Tags are kept here by the ids of modules, because modules that the
+        function captures must not be changed.
 
         Args:
           module: the module.
-          sources: what the user and strategies declare.
+          sources: the declarations of the user and of strategies.
         """
         if id(module) not in self._foreign:
-            name = type(module).__name__  # no argument has a name for it
+            name = type(module).__name__  # the class, because no argument has a name for it
             for path, inner in modules_in(module):
-                if _compat.tag_of(inner) is None:  # else it is in an argument as well
+                if _compat.tag_of(inner) is None:  # not None: it is in an argument as well
                     tag = self.tag(name, path, sources, inner, is_in_argument=False)
                     # An inner module that was called before the outer one keeps its first tag.
                     self._foreign.setdefault(id(inner), (tag, inner))

@@ -1,14 +1,14 @@
-"""What a trace is reused by, beside the arguments that JAX compares: tags, paths, declarations.
+"""The key of a trace besides the arguments that JAX compares: tags, paths and declarations.
 
 JAX uses the trace of an inner function again if its arguments have the same types, and if its
-*contexts* (``jax.make_user_context``) are equal. Modules are no arguments that JAX sees, so what a
-trace depends on and is known of modules only is put into contexts:
+*contexts* (``jax.make_user_context``) are equal. JAX does not see modules among the arguments, so
+facts about modules on which a trace depends are put into contexts:
 
     CONTEXT     what is declared for activations; one object for each outermost trace
     _TAGS       the tags of the modules in the arguments, and their paths within a ``remat``
     PREFETCHED  what the loop around the trace has gathered already
 
-JAX hashes all contexts for each primitive. So none of them grows with the model: each holds one
+JAX hashes all contexts for each primitive. So no context grows with the model: each holds one
 object that is equal to itself only.
 """
 
@@ -33,18 +33,18 @@ from ..specs.types import AxisName, Objects
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TraceContext:
-    """What the calls of modules in one trace share. Equal only to itself."""
+    """The state that the calls of modules in one trace share. It is equal only to itself."""
 
-    batch_axes: frozenset[AxisName]  # over which the rows of the data are sharded
-    # The contexts within one outermost trace, by their declarations: equal ones share a context,
-    # and so traces.
+    batch_axes: frozenset[AxisName]  # the axes over which the rows of the data are sharded
+    # The contexts within one outermost trace, by their declarations: equal declarations share a
+    # context, and so traces.
     within_outermost: dict[Hashable, TraceContext]
-    # The filters that have matched: the number of the source, and of the filter in it.
+    # The filters that have matched, as pairs: the number of the source, and of the filter in it.
     used: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
 
-# Traces of inner functions are not used again in another outermost trace, where filters that
-# matched in them would seem to have no effect.
+# Another outermost trace has another context, and so does not use the traces of inner functions
+# again: filters that have matched in these traces would seem to have no effect.
 CONTEXT = jax.make_user_context()
 # The Variables that a surrounding loop has gathered, by name and path of their module.
 PREFETCHED = jax.make_user_context()
@@ -57,7 +57,7 @@ def current_batch_axes() -> frozenset[AxisName]:
 
 
 class _Key:
-    """Stands for a value in a context of JAX, which hashes that for each primitive of a trace."""
+    """Stands for a value in a context of JAX, which hashes contexts for each primitive."""
 
     __slots__ = ("__weakref__",)
 
@@ -70,8 +70,8 @@ _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 class Known(dict[int, tuple[Path, object]]):
     """The modules known to a surrounding ``remat`` with filters: (path, module) by the id.
 
-    ``key`` stands for this object in keys of JAX's caches. They outlive the trace, and this object
-    would keep its modules alive.
+    ``key`` stands for this object in keys of JAX's caches, because these outlive the trace, and
+    this object would keep its modules alive.
     """
 
     def __init__(self, modules: Mapping[int, tuple[Path, object]]):
@@ -79,12 +79,12 @@ class Known(dict[int, tuple[Path, object]]):
         self.key = object()
 
     def path_of(self, module: object) -> Path | None:
-        """Returns the path by which a module is known; None for any other object."""
-        known = self.get(id(module))
-        return None if known is None else known[0]
+        """Returns the path of a module; None for any other object."""
+        path_and_module = self.get(id(module))
+        return None if path_and_module is None else path_and_module[0]
 
 
-# One for each ``remat`` with filters around the current trace.
+# There is one `Known` for each ``remat`` with filters around the current trace.
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
@@ -98,20 +98,20 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
       objects: the objects among the arguments of the function.
     """
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
-    # For each ``remat`` around: what stands for it, then the path of each object in it, or None.
+    # For each surrounding ``remat``: its key, then the path in it for each object, or None.
     paths = tuple((known.key, *map(known.path_of, objects)) for known in KNOWN.get())
     if not paths and not any(tags):
         return contextlib.nullcontext()
-    # JAX compares contexts with those of earlier traces. So equal tags and paths need one object,
-    # as long as JAX holds it: `_KEYS` holds it weakly, and forgets it after that.
+    # JAX compares contexts with those of earlier traces, so equal tags and paths need one object
+    # while JAX holds it. `_KEYS` holds it weakly, so it is forgotten afterwards.
     key = _KEYS.get((tags, paths))
     if key is None:
         key = _KEYS[tags, paths] = _Key()
-    return _TAGS(key)  # a context manager, as `jax.make_user_context` makes them
+    return _TAGS(key)  # `jax.make_user_context` has made it, a context manager
 
 
 def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
-    """Gives copies of modules, such as the modules of an inner trace, the tags of the originals."""
+    """Gives copies of modules, for example in an inner trace, the tags of the originals."""
     for old, new in zip(known.objects, unflattened.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)

@@ -2,12 +2,12 @@
 
 On Explicit axes, JAX has to type each operation, and refuses many in transformations of Optax, such
 as a concatenation of differently sharded arrays. So all axes are Auto within
-``GradientTransformation.update``. The updates leave it with the types of the parameters, and the
-new state with those of the old one, which nothing in the arrays says on Auto axes.
+``GradientTransformation.update``. On Auto axes nothing in the arrays tells their types outside, so
+the updates get the types of the parameters, and the new state the types of the old one.
 
 From the core: `AxisTypeChange` is a pair of meshes, ``outer`` (around a call) and ``inner`` (during
 it, here with all axes Auto). `retype_all` gives arrays in a trace the axis types of a mesh, with
-specs over its Explicit axes, or those that they have; other values it returns unchanged.
+new specs over its Explicit axes, or with their own. It returns other values unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..core.retyping import AxisTypeChange
 
 
 class GradientTransformation(Protocol):
-    """What is used here of ``optax.GradientTransformation``."""
+    """The part of ``optax.GradientTransformation`` that is used here."""
 
     update: Callable[..., tuple[Any, Any]]
 
@@ -47,11 +47,11 @@ def update(
       kwargs: its keyword arguments.
     """
     tx = optimizer.tx
-    # A copy, because other threads may use the user's optimizer while it is traced.
+    # The call gets a copy, because other threads may use the user's optimizer during the trace.
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer), tx=_WithAutoAxes(tx))
     out = types.MethodType(call.__func__, copy)(*args, **kwargs)  # type: ignore[attr-defined]
-    # The method of a user's subclass may have set attributes.
+    # The method of a user's subclass may have set attributes, so all of them are copied back.
     vars(optimizer).update(vars(copy), tx=tx)
     return out
 
@@ -72,7 +72,7 @@ class _WithAutoAxes:
           updates: the gradients, a pytree of arrays.
           state: the state of the transformation.
           params: the parameters, of the structure of ``updates``, if the user's code passes them.
-          **extra: what some transformations need, such as the loss function of a line search.
+          **extra: arguments of some transformations, such as the loss function of a line search.
         """
         mesh = jax.sharding.get_abstract_mesh()
         all_axes = True
@@ -82,10 +82,10 @@ class _WithAutoAxes:
         outer, inner = retyping
         like = updates if params is None else params
 
-        # Gradients may be sharded otherwise than parameters; all have to meet as these are.
+        # Gradients may be sharded differently from parameters, but operations take both.
         updates = _typed_like(updates, like, outer)
         leaves, treedef = jax.tree.flatten(((updates, state, params), extra))
-        # Functions among them, such as the loss, are written for the Explicit axes.
+        # A function among them, such as the loss, is written for the Explicit axes.
         leaves = [_with_outer_axes(x, like, retyping) if callable(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(treedef, retype_all(leaves, inner))
         with jax.sharding.use_abstract_mesh(inner):
@@ -96,10 +96,10 @@ class _WithAutoAxes:
 def _with_outer_axes(
     fun: Callable[..., Any], like: Any, retyping: AxisTypeChange
 ) -> Callable[..., Any]:
-    """Returns a function for a transformation, as the loss of a line search, on the outer axes.
+    """Returns a function for a transformation, such as the loss of a line search, on outer axes.
 
-    The transformation, on Auto axes, calls it with arrays of those, and computes with what it
-    returns. The user wrote it for the axes outside.
+    The transformation calls the function with arrays on Auto axes, and computes with its result on
+    Auto axes. But the user wrote the function for the axes outside.
 
     Args:
       fun: the user's function.
@@ -124,8 +124,8 @@ def _with_outer_axes(
 def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     """Gives the arrays of a pytree the types of the arrays in another pytree of the same structure.
 
-    Arrays are replicated if they have another shape, or their tree another structure. That is
-    right for any array, since a type only says where it is; it may cost a gather.
+    An array is replicated if it has another shape, or its tree another structure. Replication is
+    right for any array, because a type only says where the array is; it may cost a gather.
 
     Args:
       tree: a pytree of arrays; other values stay as they are.
@@ -134,14 +134,15 @@ def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     is_same = jax.tree.structure(like) == treedef  # type: ignore[operator]
-    others = jax.tree.leaves(like) if is_same else [None] * len(leaves)
+    like_leaves = jax.tree.leaves(like) if is_same else [None] * len(leaves)
     specs: list[PartitionSpec | None] = []  # for each leaf; None leaves it as it is
-    for x, other in zip(leaves, others, strict=True):
+    for x, like_leaf in zip(leaves, like_leaves, strict=True):
         if not isinstance(x, jax.Array):
             specs.append(None)
             continue
-        is_like = other is not None and jnp.shape(x) == jnp.shape(other)
-        spec = (type_spec(other) if is_like else None) or PartitionSpec()
-        # Without `unreduced` and `reduced` axes, over which each device has a summand of its own.
+        is_like = like_leaf is not None and jnp.shape(x) == jnp.shape(like_leaf)
+        spec = (type_spec(like_leaf) if is_like else None) or PartitionSpec()
+        # Only the partitions are kept. Over `unreduced` and `reduced` axes each device has a
+        # summand of its own, and the new array has none.
         specs.append(PartitionSpec(*spec.partitions))
     return jax.tree.unflatten(treedef, retype_all(leaves, mesh, specs))

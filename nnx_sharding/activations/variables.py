@@ -1,13 +1,13 @@
 """Finds the Variables and submodules of a module, and replaces values for the time of its call.
 
-A trace asks for them at each call of each module, so this reads ``__dict__`` directly, much faster
-than ``nnx.iter_graph``, and no hook of a class (``on_get_value``, ``__getattr__``) runs that the
-user's code would not have run.
+A trace asks for them at each call of each module, so this reads ``__dict__`` directly. That is much
+faster than ``nnx.iter_graph``, and runs no hook of a class (``on_get_value``, ``__getattr__``) that
+the user's code would not have run.
 
-A *path* is the attributes, keys and indices that lead from a module to what it holds: ``("blocks",
-0, "up", "kernel")``. A *container* is a list, a tuple or a dict, of Python or of NNX; a *node* is
-what NNX looks into for Variables (modules, optimizers, `nnx.List` and `nnx.Dict`), here only if it
-has a ``__dict__``.
+A *path* is the attributes, keys and indices that lead from a module to something in it:
+``("blocks", 0, "up", "kernel")``. A *container* is a list, a tuple or a dict, of Python or of NNX.
+A *node* is an object in which NNX looks for Variables (modules, optimizers, `nnx.List` and
+`nnx.Dict`). Here it counts only if it has a ``__dict__``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..specs.types import AnyArray
 
 Variable: TypeAlias = "nnx.Variable[Any]"
 
-# The types of most attributes of modules, which hold nothing.
+# Most attributes of modules have these types, and hold neither Variables nor modules.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
-# Looked for among the base classes (``__mro__``): ``isinstance`` with abstract base classes would
-# dominate the run time.
+# These are looked for among the base classes (``__mro__``), because ``isinstance`` with abstract
+# base classes would dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
-
+# The Variables of these types and their subclasses are no parameters of a layer.
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
-    """Yields a module's own Variables, each after its path, also those in its lists and dicts.
+    """Yields a module's own Variables, each after its path. Lists and dicts of it are searched.
 
-    Those of submodules are not its own. Random state (``nnx.RngState``) and caches (``nnx.Cache``)
-    are left out, as no layer computes with them as with parameters.
+    Variables of submodules are not its own. Random state (``nnx.RngState``) and caches
+    (``nnx.Cache``) are left out, because no layer computes with them as with parameters.
     """
-    # From the last one: in a trace, attributes are sorted by name, and callers that look for the
-    # kernel of a layer take the first that fits. A bias would fit sometimes.
+    # The order is reversed. In a trace, attributes are sorted by name, and callers that look for
+    # the kernel of a layer take the first Variable that fits, which would sometimes be a bias.
     for path, value in reversed([*_walk(module, into_modules=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
@@ -51,13 +51,13 @@ def own_variables(module: object) -> Iterator[tuple[Path, Variable]]:
 def is_parameter(variable: Variable) -> bool:
     """Returns whether a strategy gathers a Variable while its module runs: Params only.
 
-    Others are data, such as a cache of keys, and are used as they are sharded.
+    Other Variables are data, such as a cache of keys, and are used as they are sharded.
     """
     return nnx.Param in type(variable).__mro__
 
 
 def modules_in(root: object) -> Iterator[tuple[Path, Any]]:
-    """Yields a module and all below it, each once, with its first path from ``root``."""
+    """Yields a module and all nodes below it, each once, with its first path from ``root``."""
     return ((path, value) for path, value in _walk(root, into_modules=True) if _is_node(value))
 
 
@@ -74,10 +74,10 @@ def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
 
     Args:
       root: a module.
-      into_modules: whether it goes into other modules than ``root``. Into containers it always
-        goes.
+      into_modules: whether it goes into other modules than ``root``. It always goes into
+        containers.
     """
-    seen_nodes = set[int]()  # by id
+    seen_nodes = set[int]()  # the ids of nodes
     pending: list[tuple[Path, object]] = [((), root)]  # no recursion: models may be nested deeply
     while pending:
         path, value = pending.pop()
@@ -89,23 +89,23 @@ def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
         # Like ``isinstance``, but faster; see `_CONTAINERS`.
         is_container = not _CONTAINERS.isdisjoint(type(value).__mro__)
         if value is root or into_modules or is_container:
-            # In reverse, as the last one is popped first.
+            # The order is reversed because the last item is popped first.
             pending += [((*path, key), part) for key, part in reversed([*_items(value)])]
 
 
 def _is_node(value: object) -> bool:
-    """Tells whether NNX looks into a value; not for node types without a ``__dict__`` to read."""
+    """Whether NNX looks into a value, and the value has a ``__dict__`` to read."""
     return _compat.is_node(value) and hasattr(value, "__dict__")
 
 
 def _items(value: object) -> Iterable[tuple[Any, object]]:
-    """Returns what a module or a container holds, each after its attribute, key or index.
+    """Returns the contents of a module or a container, each after its attribute, key or index.
 
-    Nothing for other values.
+    The result is empty for other values.
     """
     if _is_node(value):
         attributes = vars(value).items()
-        if isinstance(value, nnx.List):  # whose items are attributes named "0", "1", …
+        if isinstance(value, nnx.List):  # its items are attributes named "0", "1", …
             return [(int(k) if k.isdigit() else k, part) for k, part in attributes]
         return attributes
     if isinstance(value, dict):
@@ -117,16 +117,16 @@ def _items(value: object) -> Iterable[tuple[Any, object]]:
 def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[None]:
     """Gives Variables other values within the block, such as gathered ones.
 
-    Afterwards they have their old values again. What the block itself assigned stays, resharded
-    like the old value. ``values`` are pairs of a Variable and its value for the block.
+    Afterwards they have their old values again. A value that the block itself assigned stays,
+    resharded like the old value. ``values`` are pairs of a Variable and its value for the block.
     """
-    # (Variable, the value before the block, the value in it)
+    # The triples have the Variable, the value before the block, and the value in it.
     replaced = [(variable, _compat.get_value(variable), new) for variable, new in values]
     for variable, _, new in replaced:
         _compat.set_value(variable, new)
     try:
         yield
-    finally:  # also after an error, which the function may catch
+    finally:  # values are restored after an error, too, because the function may catch it
         for variable, old, new in replaced:
             now = _compat.get_value(variable)
             is_unassigned = now is new
@@ -136,7 +136,7 @@ def replaced_values(values: Iterable[tuple[Variable, jax.Array]]) -> Iterator[No
 def reshard_like(value: AnyArray, like: AnyArray) -> Any:
     """Returns an array with the sharding in the type of another one of the same shape.
 
-    Unchanged if the shapes differ, or that type has no mesh.
+    The array is returned unchanged if the shapes differ, or if that type has no mesh.
     """
     value_type, like_type = jax.typeof(value), jax.typeof(like)
     sharding = getattr(like_type, "sharding", None)  # values of a hijax type have none

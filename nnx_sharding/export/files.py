@@ -1,7 +1,7 @@
 """The file: a zip archive with a manifest and a program, sealed by a digest.
 
-The comment of the archive, which is the end of the file, is the SHA-256 of everything before it. It
-protects against accidents; it is not a signature.
+The comment of the archive, which is the end of the file, is the SHA-256 of everything before it.
+The digest protects against accidents; it is not a signature.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..core.publishing import write_file
 from ..errors import ExportError
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"
-_START = b"PK\x03\x04"
+_START = b"PK\x03\x04"  # the first bytes of each zip archive
 _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
 def write(path: str | os.PathLike[str], manifest: str, program: bytes) -> None:
     """Writes a manifest (JSON) and a program to a file; equal contents make equal files.
 
-    The file replaces an older one only once it has been written in full and read again.
+    The file replaces an older one only after it has been written in full and read again.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in ((_MANIFEST, manifest.encode()), (_PROGRAM, program)):
-            # The same bytes whenever and wherever the entry is written.
+            # A fixed time makes the bytes the same whenever and wherever the entry is written.
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            info.create_system = 3  # Unix, on whose systems the next line has the permissions
+            info.create_system = 3  # Unix, so that the next line sets the permissions
             info.external_attr = 0o644 << 16
             archive.writestr(info, data)
         archive.comment = b"0" * _DIGEST  # room for the digest
@@ -51,8 +51,8 @@ def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
       ExportError: the file is of another kind, or was damaged or changed.
     """
     data = file_path(path).read_bytes()
-    # A file that was cut within its first four bytes is damaged, not a file of another kind. So the
-    # start is compared with as many bytes as there are.
+    # A file that was cut within its first four bytes is damaged, not of another kind, so only as
+    # many bytes are compared as there are.
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
     if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:
@@ -64,7 +64,8 @@ def read(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
-            if len(names) > len(set(names)):  # readers of archives differ in which one they take
+            # Names must be unique, because readers of archives differ in which file they take.
+            if len(names) > len(set(names)):
                 raise ValueError("it has a file twice")
             return archive.read(_MANIFEST), archive.read(_PROGRAM)
     except Exception as error:  # zipfile raises errors of many kinds

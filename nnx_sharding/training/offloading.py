@@ -3,8 +3,8 @@
 ``offload`` changes the ``memory_kind`` of shardings, so that a part of a model or an optimizer is
 in the memory of the host between steps. ``fetched`` moves it to the device in a step that uses it.
 
-A *memory* (`memory_of`, `move`) is a name such as ``"pinned_host"``, or in a trace JAX's memory
-space; None is the main memory of the device, in which programs compute.
+A *memory* (`memory_of`, `move`) is a name such as ``"pinned_host"``; in a trace it is JAX's memory
+space. None is the main memory of the device, in which programs compute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def offload(
     programs are the same, but ``Compiled.memory()`` counts all of it as device memory.
 
     Args:
-      sharding: the shardings to start from; those of other paths are kept.
+      sharding: the shardings to start from. Paths that are not offloaded keep theirs.
       tree: the model or the optimizer, abstract or not.
       filter_: an NNX filter for the Variables of ``tree`` to offload. Scalars, and arrays without a
         ``PartitionSpec`` or ``NamedSharding``, stay where they are.
@@ -70,7 +70,7 @@ def offload(
     """
     mesh = needed_mesh("offload", mesh)
     predicate = to_predicate(filter_)
-    specs = specs_by_path(tree, sharding)  # None for a path without one
+    specs = specs_by_path(tree, sharding)  # None for a path without a spec
     chosen: SpecsByPath = {}  # the new shardings, by path
     for named in variables(tree):
         spec = specs[named.path]
@@ -82,7 +82,8 @@ def offload(
             chosen[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
-    # As rules, a filter and a sharding for each, which have priority over those of ``sharding``.
+    # `from_paths` makes rules, each a filter and a sharding. They have priority over the rules of
+    # ``sharding``.
     on_host = from_paths(chosen, by="offload")
     return override(sharding, zip(on_host.filters, on_host.shardings, strict=True))
 
@@ -91,7 +92,7 @@ def offload(
 def fetched(*trees: Any) -> Iterator[None]:
     """Moves arrays of modules and optimizers to device memory within the block.
 
-    After it, what was in host memory before is there again, with its new values.
+    After the block, arrays that were in host memory before are there again, with their new values.
 
     Args:
       *trees: pytrees of modules, optimizers and Variables. Arrays outside of them are not changed.
@@ -108,22 +109,22 @@ def fetched(*trees: Any) -> Iterator[None]:
       ...         optimizer.update(model, gradient)
       ...     return loss
     """
-    # Variables with arrays in host memory, and the memory of each of their arrays by path.
+    # Each pair has a Variable with arrays in host memory, and the memory of each array by path.
     offloaded: list[tuple[Any, dict[Any, Memory]]] = []
     for variable in filter(_compat.is_variable, flatten(trees).objects):
         leaves, _ = jax.tree_util.tree_flatten_with_path(_compat.get_value(variable))
         memories = {path: memory_of(leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)}
-        is_offloaded = any(memories.values())  # None for what is in device memory
+        is_offloaded = any(memories.values())  # None is device memory
         if is_offloaded:
             offloaded.append((variable, memories))
-    to_device_memory: dict[Any, Memory] = {}  # where `_move` puts an array without another memory
+    to_device_memory: dict[Any, Memory] = {}  # `_move` puts an array without an entry there
     try:
         for variable, _ in offloaded:
             _move(variable, to_device_memory)
-        # The block gives these Variables new values. One that it replaces by another Variable, as
-        # by a new optimizer, is not moved.
+        # The block gives these Variables new values. If it replaces a Variable by another one, for
+        # example in a new optimizer, the new Variable is not moved.
         yield
-    finally:  # also after an error, as of full memory, so that the caller's state is where it was
+    finally:  # arrays go back after an error, too, so that the caller's state is where it was
         for variable, memories in offloaded:
             _move(variable, memories)
 
@@ -133,8 +134,8 @@ def _move(variable: Any, memories: Mapping[Any, Memory]) -> None:
 
     Args:
       variable: the Variable.
-      memories: the memory of each array, by its path in the value. An array without one goes to the
-        main memory of the device.
+      memories: the memory of each array, by its path in the value. An array without an entry goes
+        to the main memory of the device.
     """
 
     def moved(path: Any, x: Any) -> Any:
