@@ -1,21 +1,24 @@
 """Blocks of an ``nnx.List`` as the layers of a pipeline: their calls wait for the last one.
 
-A model calls its blocks one after the other, and nothing says so before it has::
+A model calls its blocks one after the other, but it is only known that it does so when it has::
 
     for block in self.blocks:
         x = block(x, mask)        # blocks 0 … n-2: nothing runs, x is a PendingOutput
     return self.head(x)           # the call of block n-1 has run all of them
 
-So each call but the last returns a :class:`PendingOutput`, which only the next block may take, and
-refuses all else with an error that says how blocks have to be called. Where blocks get and return
-tuples, ``x, total = block((x, total))``, it can be unpacked: it has as many elements as what the
-first block got, and the next block may take all of them, in order. All blocks get the same
-further arguments, or arrays that the same operations make anew for each. Variables that a block may
-write, all but parameters, are hidden in the same way until then.
+So each call but the last returns a :class:`PendingOutput`. Only the next block may take this
+object. Any other use raises an error that says how blocks have to be called. If blocks get and
+return tuples, ``x, total = block((x, total))``, a pending output can be unpacked: it has as many
+elements as the first block's input, and the next block may take all of them, in order. All blocks
+get the same further arguments, or arrays that the same operations make anew for each block.
+Variables that a block may write (all but parameters) hold a pending output until the last call.
 
-*Further* arguments are all but x: a pair of the positional ones, (mask, …), and those by name. A
-block is known by its *tag*: the name of the argument of the user's function that holds it, and the
-path in it.
+*Further* arguments are all but x: a pair of the positional arguments, (mask, …), and the arguments
+by name. A block is known by its *tag*: the name of the argument of the user's function that holds
+it, and the path in this argument.
+
+From other modules: `_compat.is_made_alike` says whether equal operations made two arrays of a trace
+from the same arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class _BlockCall(NamedTuple):
     Attributes:
       block: the block.
       flat: the block as it was at the call, flattened, with its ``objects`` by index.
-      hidden: the values of the Variables that are hidden, by the same index.
+      hidden: the values of the Variables that are hidden, by the index of the Variable.
     """
 
     block: nnx.Module
@@ -49,9 +52,12 @@ class _BlockCall(NamedTuple):
     hidden: dict[int, Any]
 
     def hide(self, pending: PendingOutput) -> None:
-        """Replaces the values of Variables that the block may write by what refuses to be read."""
+        """Replaces the values of Variables that the block may write by a pending output.
+
+        Reading such a Variable is then an error.
+        """
         for index, variable in enumerate(self.flat.objects):
-            # Parameters may be read at any time: no block writes to them.
+            # Parameters may be read at any time, because no block writes to them.
             if _compat.is_variable(variable) and not isinstance(variable, nnx.Param):
                 self.hidden[index] = _compat.get_value(variable)
                 _compat.set_value(variable, pending)
@@ -59,17 +65,20 @@ class _BlockCall(NamedTuple):
     def unhide(self) -> bool:
         """Puts the values back; returns whether the block is as it was at the call.
 
-        If not, the caller raises an error, so a block with some of its values is never used.
+        If it is not, the caller raises an error, so a block with only some of its values put back
+        is never used.
         """
         for index, value in self.hidden.items():
             variable = self.flat.objects[index]
+            # The model has written to the Variable since the call, and `value` would undo that.
             if type(_compat.get_value(variable)) is not PendingOutput:
-                return False  # the model has written to it since, which `value` would undo
+                return False
             _compat.set_value(variable, value)
-        now = flatten_layer(self.block)
-        if now.structure != self.flat.structure:  # with equal ones, there are as many arrays
+        flat_now = flatten_layer(self.block)
+        # If the structures are equal, there are as many arrays, so `strict` raises no error below.
+        if flat_now.structure != self.flat.structure:
             return False
-        return all(x is y for x, y in zip(now.leaves, self.flat.leaves, strict=True))
+        return all(x is y for x, y in zip(flat_now.leaves, self.flat.leaves, strict=True))
 
 
 class BlockCalls:
@@ -77,10 +86,10 @@ class BlockCalls:
 
     Attributes:
       tag: the tag of the list.
-      x: what the first block got.
+      x: the first block's input.
       length: the number of blocks.
 
-    ``_calls`` has the calls in order, and ``_further`` the further arguments of the first one.
+    ``_calls`` has the calls in order, and ``_further`` the further arguments of the first block.
     """
 
     def __init__(self, tag: Tag, length: int, x: Any, further: Further):
@@ -97,26 +106,35 @@ class BlockCalls:
 
         Args:
           tag: the tag of the block, for errors.
-          block: the block. That it is the next one, `calls_before` has checked.
-          further: its further arguments.
+          block: the block; `calls_before` has checked that it is the next one.
+          further: the further arguments of the block.
 
         Returns:
-          What the call returns to the model; None if it is the last one, which runs all.
+          The pending output that the call returns to the model; None for the last block, after
+          which all blocks run.
+
+        Raises:
+          ValueError: the further arguments differ from those of the first block.
         """
-        # All blocks run as one loop, which gets further arguments once: those of the first block.
-        problem = _difference(self._further, further)  # such as "gets another mask"
-        if problem:
-            raise ValueError(_HOW_TO_CALL.format(tag.accessor, problem))
+        # The further arguments have to be equal, because all blocks run as one loop, which gets
+        # further arguments once. The difference is a text such as "gets another mask".
+        difference = _difference(self._further, further)
+        if difference:
+            raise ValueError(_HOW_TO_CALL.format(tag.accessor, difference))
         call = _BlockCall(block, flatten_layer(block), hidden={})
         self._calls.append(call)
-        number = len(self)  # of calls so far
-        if number == self.length:
+        num_calls = len(self)
+        if num_calls == self.length:
             return None
-        call.hide(PendingOutput(self, number, problem=_NOT_WRITTEN))
-        return PendingOutput(self, number)
+        call.hide(PendingOutput(self, num_calls, problem=_NOT_WRITTEN))
+        return PendingOutput(self, num_calls)
 
     def finish(self) -> nnx.List[Any]:
-        """Returns the blocks with their values, unless one has changed since it was called."""
+        """Returns the blocks with their values.
+
+        Raises:
+          ValueError: a block has changed since it was called.
+        """
         for number, call in enumerate(self._calls):
             if not call.unhide():
                 raise ValueError(_HOW_TO_CALL.format(f"{self.tag.accessor}[{number}]", _CHANGED))
@@ -124,7 +142,7 @@ class BlockCalls:
 
 
 class PendingOutput:
-    """Stands for what a block returns or writes, before the last one is called."""
+    """Stands for a value that a block returns or writes, before the last block is called."""
 
     def __init__(
         self, calls: BlockCalls, number: int, problem: str = "", element: int | None = None
@@ -133,11 +151,12 @@ class PendingOutput:
 
         Args:
           calls: the calls of the list.
-          number: the number of calls when it was made, the one that returns it included.
-          problem: what the block does if this is used, for the error.
-          element: which element of the tuple that the block returns; None for all it returns.
+          number: the number of calls so far, including the call that returns this output.
+          problem: the text of the error about a use of this output, which says what the block
+            does; empty for the usual one.
+          element: the index in the tuple that the block returns; None for all that it returns.
         """
-        # Names with an underscore, as `__getattr__` refuses all that users may look for.
+        # The names have an underscore because `__getattr__` refuses the names that users read.
         self._calls, self._number = calls, number
         self._problem = problem or "returns what is not passed to the next one"
         self._element = element
@@ -147,12 +166,12 @@ class PendingOutput:
         raise ValueError(_HOW_TO_CALL.format(block, self._problem))
 
     def check_ran(self) -> None:
-        """Refuses calls of blocks, of which this is the last, without that of the last block."""
+        """Raises a ValueError if this is the output of the latest call, and blocks are missing."""
         if self._number == len(self._calls) < self._calls.length:
             self._refuse()
 
     def __len__(self) -> int:
-        # Layers return what they get, so this is as long as what the first one got.
+        # Layers return as many values as they get, so this is as long as the first block's input.
         is_tuple = self._element is None and isinstance(self._calls.x, tuple)
         return len(self._calls.x) if is_tuple else self._refuse()
 
@@ -161,10 +180,10 @@ class PendingOutput:
         return (PendingOutput(self._calls, self._number, self._problem, i) for i in elements)
 
     def _refuse(self, *_: object) -> Any:
-        return self.used  # there is no such attribute, so `__getattr__` raises the error
+        return self.used  # no such attribute exists, so `__getattr__` raises the error
 
 
-# Python looks for these in the class, not by `__getattr__`.
+# Python looks for the methods of operators in the class, not by `__getattr__`.
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod matmul rmatmul pow "
     "rpow neg pos abs invert eq ne lt le gt ge getitem array float int"
@@ -184,29 +203,27 @@ _CHANGED = "has changed since it was called, before the last one is"
 
 
 def calls_before(tag: Tag, list_path: Path, number: int, x: object) -> BlockCalls:
-    """Finds the calls that the call of a block continues.
-
-    That is not the first block of its list, which has none before it.
+    """Returns the calls so far, for the call of a block that is not the first one of its list.
 
     Args:
       tag: the tag of the block.
       list_path: the path of its list.
       number: the index of the block in the list: 1 for the second one.
-      x: what it gets, which has to be what the block before returned.
+      x: the block's input, which has to be the output of the block before.
 
     Raises:
-      ValueError: it gets anything else.
+      ValueError: x is anything else.
     """
     pending = x[0] if isinstance(x, tuple) and x else x  # any element knows the calls
     if type(pending) is PendingOutput:
         calls = pending._calls
-        # Before block 1 there has been one call, which returned this. With another number, a block
-        # is left out or called twice.
-        is_of_last_call = pending._number == len(calls)
+        # Block 1 comes after one call, whose output is x. With another number, a block is left out
+        # or called twice.
+        is_latest_output = pending._number == len(calls)
         is_next = len(calls) == number
-        # A module may hold two lists, or one model be two arguments.
+        # The list is compared, because a module may hold two lists, or one model be two arguments.
         is_same_list = calls.tag.name == tag.name and calls.tag.path == list_path
-        if is_of_last_call and is_next and is_same_list and _is_whole_output(x, pending):
+        if is_latest_output and is_next and is_same_list and _is_whole_output(x, pending):
             return calls
     raise ValueError(_HOW_TO_CALL.format(tag.accessor, "gets something else"))
 
@@ -215,22 +232,24 @@ def _is_whole_output(x: object, pending: PendingOutput) -> bool:
     """Whether a block gets all that the block before it returned.
 
     Args:
-      x: what it gets: that output as it is, or a tuple of all elements of it, in order.
+      x: the block's input. It is whole if it is the output itself, or a tuple of all elements of
+        the output, in order.
       pending: the output, or an element of it.
     """
     if not isinstance(x, tuple):
-        return pending._element is None  # an element alone is not all
-    elements = []  # of the output: [0, 1, …] if it has been unpacked, and packed again
+        return pending._element is None  # an element alone is not the whole output
+    # The elements are [0, 1, …] if the output has been unpacked, and packed again.
+    elements = []
     for part in x:
-        is_of_this = type(part) is PendingOutput and part._calls is pending._calls
-        elements.append(part._element if is_of_this else None)
+        is_element = type(part) is PendingOutput and part._calls is pending._calls
+        elements.append(part._element if is_element else None)
     return elements == [*range(len(pending._calls.x))]
 
 
 class FurtherLeaf(NamedTuple):
     """A module, array or other leaf in the further arguments of layers."""
 
-    parameter: str  # of the layer, such as ``mask``; ``argument 2`` if its name is not known
+    parameter: str  # the layer's parameter, ``mask``; ``argument 2`` if its name is not known
     accessor: str  # an expression for the leaf, such as ``mask['causal']``
     value: Any
 
@@ -240,11 +259,11 @@ def further_leaves(further: Further, names: Sequence[str] = ()) -> list[FurtherL
 
     Args:
       further: the arguments: ``(args, kwargs)``, without x.
-      names: the names of the parameters after x, for what is passed by position.
+      names: the names of the parameters after x, for arguments that are passed by position.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(further, is_leaf=_compat.is_graph_object)
-    found = []
-    # The first key tells args from kwargs, the second one which argument it is.
+    named_leaves = []
+    # The first key tells args from kwargs, and the second one tells which argument it is.
     for (_, argument, *keys), value in leaves:
         if isinstance(argument, jax.tree_util.DictKey):
             name = argument.key
@@ -252,25 +271,24 @@ def further_leaves(further: Further, names: Sequence[str] = ()) -> list[FurtherL
             name = names[argument.idx]
         else:
             name = f"argument {argument.idx + 2}"  # counted from 1, and x is the first
-        found.append(FurtherLeaf(name, accessor(name, tuple(map(path_key, keys))), value))
-    return found
+        named_leaves.append(FurtherLeaf(name, accessor(name, tuple(map(path_key, keys))), value))
+    return named_leaves
 
 
 def _difference(further: Further, other: Further) -> str:
-    """Says how the further arguments of two calls differ; empty if they are the same.
+    """Returns a text that says how the further arguments of two calls differ.
 
-    Arrays are the same if they are one array, or if the same operations have made them from the
-    same arrays, as where each block gets a causal mask of its own. Other arguments are the same if
-    they are equal.
+    The text is empty if they are the same. Arrays are the same if they are one array, or if the
+    same operations have made them from the same arrays, for example if each block gets a causal
+    mask of its own. Other arguments are the same if they are equal.
     """
     treedef: Any = jax.tree.structure(further)
     if treedef != jax.tree.structure(other):
         return "gets other further arguments"
     for leaf, other_leaf in zip(further_leaves(further), further_leaves(other), strict=True):
         x, y = leaf.value, other_leaf.value
-        # The same object, or two arrays of a trace that equal operations have made.
         is_equal = x is y or _compat.is_made_alike(x, y)
-        # Arrays of a trace have no values that could be compared; all else has.
+        # JAX arrays are not compared by value, because arrays of a trace have none.
         if not is_equal and type(x) is type(y) and not isinstance(x, jax.Array):
             is_equal = np.array_equal(x, y)
         if not is_equal:
