@@ -1,12 +1,17 @@
 """Pipeline parallelism: the layers of a ``Stack``, or of a list, on the stages of a mesh axis.
 
-This is the strategy: it finds the layers of a model, checks that they can be divided over the
-stages, and shards them. ``pipeline_schedule.py`` has what happens when they are called, and
-``pipeline_loop.py`` the loop over microbatches, with a picture of its schedule.
+This module is the strategy: it finds the layers of a model, checks that they can be divided over
+the stages, and shards them. ``pipeline_schedule.py`` runs them when they are called, and
+``pipeline_loop.py`` has the loop over microbatches, with a picture of its schedule.
 
-A *stack* here is what has the layers of one pipeline: a ``Stack``, or an ``nnx.List`` whose items,
-*blocks*, are equal but for the values of arrays. A ``Stack`` has its layers in one module, the
-attribute ``layers``, with arrays (L, …); a list has a module for each.
+A *stack* in this module is the object that has the layers of one pipeline: a ``Stack``, or an
+``nnx.List`` whose items, *blocks*, are equal but for the values of arrays. A ``Stack`` has its
+layers in one module, the attribute ``layers``, with arrays (L, …). A list has a module for each
+layer.
+
+From other modules: `shard_largest` returns the spec unchanged if the axis divides no dimension.
+`layer_differences` returns a line of text for each difference, none if layers are equal.
+`raise_listed` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -40,8 +45,7 @@ from .strategies import (
 )
 from .variables import NamedVariable, variables
 
-# The modules whose layers run in stages, by path. A Stack has all layers in its module ``layers``,
-# whose arrays have a first dimension for them; a list has a module for each, a block.
+# The stacks of a model, by path.
 _Stacks: TypeAlias = "Mapping[Path, Stack | nnx.List[Any]]"
 
 
@@ -185,29 +189,36 @@ def pipeline(
     )
     stacks, activations = _find_stacks(model, sizes), activations_of(base)
     _check_names(stacks, names)
-    # The schedule raises this, too, but only when the first call is traced.
+    # The schedule raises the same error, but only when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
     _warn_of_left_out(model, stacks, sizes)
-    # The specs of the layers, which are changed in place; and, for their calls, the schedule.
+    # The layers get specs, in `specs`, and calls of the layers get the schedule, in `filters`.
     parameters = variables(model)
     specs = base_specs("pipeline", parameters, base, mesh)
     block_specs = _shard_layers(specs, model, stacks, axis, mesh)
     filters = {}
     for path, module in stacks.items():
         blocks = len(module) if isinstance(module, nnx.List) else 0
-        # The calls that the schedule replaces: of each block of a list, or of a Stack itself.
-        called = [(*path, number) for number in range(blocks)] if blocks else [path]
-        if isinstance(optimizer, nnx.ModelAndOptimizer):  # which is called as `optimizer.model`
-            called += [("model", *each) for each in called]
-        own = dataclasses.replace(sizes, blocks=blocks, specs=tuple(block_specs[path].items()))
-        filters[Paths(called)] = InOutSharding(schedule=own)
+        # The schedule replaces calls of each block of a list, or of a Stack itself.
+        called_paths = [(*path, number) for number in range(blocks)] if blocks else [path]
+        # The model of an `nnx.ModelAndOptimizer` is called as `optimizer.model`.
+        if isinstance(optimizer, nnx.ModelAndOptimizer):
+            called_paths += [("model", *called_path) for called_path in called_paths]
+        schedule_of_stack = dataclasses.replace(
+            sizes, blocks=blocks, specs=tuple(block_specs[path].items())
+        )
+        filters[Paths(called_paths)] = InOutSharding(schedule=schedule_of_stack)
     remarks = remarks_on(specs, "pipeline", base, parameters, [axis])
     return with_optimizer(specs, parameters, optimizer, activations.extended(filters), remarks)
 
 
 def _is_1f1b(schedule: str, repeats: int) -> bool:
-    """Whether the schedule is 1F1B, not GPipe; refuses other names, and repeats with 1F1B."""
+    """Whether the schedule is 1F1B, not GPipe.
+
+    Raises:
+      ValueError: the name is another one, or there are repeats with 1F1B.
+    """
     if schedule not in ("gpipe", "1f1b"):
         raise ValueError(f'pipeline: expected schedule="gpipe" or "1f1b", got {schedule!r}.')
     if schedule == "1f1b" and repeats > 1:
@@ -226,20 +237,23 @@ def _shard_layers(
 ) -> dict[Path, dict[Path, PartitionSpec]]:
     """Adds the axis of the stages to the specs of all layers, in ``specs``.
 
-    A ``Stack`` is sharded in its dimension of layers. The blocks of a list have none: each of their
-    Variables is sharded in its largest dimension that the axis divides, if any, and moved to the
-    stage that needs it.
+    A ``Stack`` is sharded in its dimension of layers. The blocks of a list have no such dimension.
+    Each of their Variables is sharded in the largest dimension that the axis divides, if any, and
+    moved to the stage that needs it when the layers are called.
 
     Args:
       specs: the specs of the model by path, which are changed.
       model: the model.
-      stacks: its stacks and lists of blocks, by path.
+      stacks: the stacks of the model, by path.
       axis: the mesh axis of the stages.
       mesh: the mesh.
 
     Returns:
-      For each list, by its path, the specs of the Variables in a block, by the path in the block;
-      these are empty for a ``Stack``.
+      For each stack, by its path, the specs of the Variables in a block, by the path in the block;
+      empty for a ``Stack``.
+
+    Raises:
+      ValueError: specs shard the layers already, or use the axis; all are listed.
     """
     block_specs = {path: dict[Path, PartitionSpec]() for path in stacks}
     lines = list[str]()
@@ -248,19 +262,19 @@ def _shard_layers(
         if place is None or place.is_shared:  # outside of the layers, or the same in all of them
             continue
         spec, is_list = specs[x.path], isinstance(stacks[place.stack], nnx.List)
-        # A NamedSharding may not be changed, so it is refused like one that uses the axis.
-        is_free = isinstance(spec, PartitionSpec) and axis not in spec_axes(spec)
-        if is_free and not is_list:  # in a Stack, the first dimension has the layers
+        # A NamedSharding may not be changed, so it is refused like a spec that uses the axis.
+        can_add_axis = isinstance(spec, PartitionSpec) and axis not in spec_axes(spec)
+        if can_add_axis and not is_list:  # in a Stack, the first dimension has the layers
             first_entries = pad_entries(spec, 1)
-            is_free = first_entries == [None]
-        if not is_free:
+            can_add_axis = first_entries == [None]
+        if not can_add_axis:
             lines.append(f"  {x.name}: {spec}")
         elif is_list:
-            sharded = shard_largest(spec, x, [axis], mesh)  # unchanged, if the axis divides nothing
+            sharded = shard_largest(spec, x, [axis], mesh)  # `spec`, if the axis divides nothing
             specs[x.path] = block_specs[place.stack][place.path] = sharded
         else:
-            others = pad_entries(spec, len(x.shape or ()))[1:]
-            specs[x.path] = with_entries(spec, [axis, *others])
+            later_entries = pad_entries(spec, len(x.shape or ()))[1:]
+            specs[x.path] = with_entries(spec, [axis, *later_entries])
     raise_listed(
         ValueError,
         f"pipeline: specs of base shard layers, or use {axis!r}, in:",
@@ -271,11 +285,11 @@ def _shard_layers(
 
 
 def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
-    """Finds the outermost stacks of a model, else its outermost lists of equal blocks.
+    """Finds the outermost ``Stack`` objects of a model, else its outermost lists of equal blocks.
 
     Returns:
-      The stacks, or the lists, by path; and texts for an error, which say how the blocks of other
-      lists differ.
+      A pair: the ``Stack`` objects, or the lists, by path; and lines for an error, which say how
+      the blocks of other lists differ.
     """
     modules = dict(modules_in(model))  # by path, outer ones first
     stacks = dict[Path, Any]()
@@ -296,14 +310,14 @@ def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
     return lists, differences
 
 
-def _is_inside(path: Path, others: Mapping[Path, object] | Sequence[Path]) -> bool:
-    """Whether a path is one of some others, or below one."""
-    return any(path[: len(outer)] == outer for outer in others)
+def _is_inside(path: Path, outer_paths: Mapping[Path, object] | Sequence[Path]) -> bool:
+    """Whether a path is one of some outer paths, or below one of them."""
+    return any(path[: len(outer)] == outer for outer in outer_paths)
 
 
 def _blocks_of(module: object) -> list[Any]:
-    """Returns what is in a list of modules that can be called; empty for all else."""
-    # Other lists, such as of Variables or activations, are no layers.
+    """Returns the items of a list of modules that can be called; empty for all other objects."""
+    # Lists of other things, such as Variables or activations, are no layers.
     blocks = [*module] if isinstance(module, nnx.List) else []
     return blocks if all(isinstance(x, nnx.Module) and callable(x) for x in blocks) else []
 
@@ -311,15 +325,20 @@ def _blocks_of(module: object) -> list[Any]:
 def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
     """Returns a line of text for each way in which blocks differ from the first one.
 
-    The values of their arrays may differ. ``path`` is that of their list.
+    The values of their arrays may differ. ``path`` is the path of the list that holds them.
     """
     names = [accessor("model", (*path, i)) for i in range(len(blocks))]
     return layer_differences([*map(flatten_layer, blocks)], names.__getitem__)
 
 
 def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
-    """Finds what forms a pipeline, and checks that its layers can be divided over the stages."""
-    stacks, differences = layers_of(model)  # the latter are lines: how blocks of lists differ
+    """Returns the stacks of a model, by path.
+
+    Raises:
+      ValueError: there are none, stages times repeats do not divide their layers, or layers share
+        Variables.
+    """
+    stacks, differences = layers_of(model)
     if not stacks:
         head = "pipeline: the model has neither a Stack nor an nnx.List of equal blocks"
         raise ValueError(
@@ -329,7 +348,7 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
                 "Make a Stack of its equal blocks: stack(blocks), or stack(Block, 24, rngs=rngs).",
             )
         )
-    groups = schedule.stages * schedule.repeats  # of layers, which a stage calls at once
+    groups = schedule.stages * schedule.repeats  # a stage calls the layers of a group at once
     indivisible = [
         f"  {accessor('model', path)}: {len(layers)} layers"
         for path, layers in stacks.items()
@@ -353,40 +372,42 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
 
 
 def _check_names(stacks: _Stacks, rows: Sequence[str]) -> None:
-    """Refuses names of arguments with rows that no layer takes."""
+    """Raises a ValueError if ``rows`` has names that are no parameters of a layer after x."""
     layers = [x.layers if isinstance(x, Stack) else x[0] for x in stacks.values()]
-    known = {name for layer in layers for name in parameters_of(layer)[1:]}
+    parameter_names = {name for layer in layers for name in parameters_of(layer)[1:]}
+    unknown = [name for name in rows if name not in parameter_names]
     raise_listed(
         ValueError,
         "pipeline: rows names what no layer takes, besides its first argument:",
-        [f"  {name!r}{suggestion(name, known)}" for name in rows if name not in known],
-        f"They take {', '.join(sorted(known)) or 'no other argument'}.",
+        [f"  {name!r}{suggestion(name, parameter_names)}" for name in unknown],
+        f"They take {', '.join(sorted(parameter_names)) or 'no other argument'}.",
     )
 
 
 def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]:
-    """Finds the Variables that several layers hold: shared in a Stack, or in several blocks."""
+    """Yields the Variables that several layers hold: shared in a Stack, or in several blocks."""
     blocks = [block for x in stacks.values() if isinstance(x, nnx.List) for block in x]
-    # How many blocks hold an object: in a flattened block, it is once, whatever it holds it in.
-    holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
+    # The number of blocks that hold each object. A flattened block lists an object once, even if
+    # the block holds it in several places.
+    num_holders = Counter(id(x) for block in blocks for x in flatten_layer(block).objects)
     for x in variables(model):
-        if not isinstance(x.variable, nnx.Variable):  # an array has no identity to be shared
+        if not isinstance(x.variable, nnx.Variable):  # a bare array cannot be shared
             continue
         place = _place_in(stacks, x.path)
         is_shared_in_stack = place is not None and place.is_shared
-        if is_shared_in_stack or holders[id(x.variable)] > 1:
+        if is_shared_in_stack or num_holders[id(x.variable)] > 1:
             yield x
 
 
 def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> None:
     """Warns of lists of at least as many blocks as stages that are in no pipeline."""
-    handled, lines = [*stacks], list[str]()  # paths of stacks, and of lists with a warning
+    handled_paths, lines = [*stacks], list[str]()  # paths of stacks, and of lists with a warning
     for path, module in modules_in(model):
-        blocks = [] if _is_inside(path, handled) else _blocks_of(module)
-        if len(blocks) < max(schedule.stages, 2):  # on one stage, a single block is no list of them
+        blocks = [] if _is_inside(path, handled_paths) else _blocks_of(module)
+        if len(blocks) < max(schedule.stages, 2):  # one block alone is no pipeline
             continue
-        handled.append(path)  # lists in its blocks need no warning of their own
-        # Either they differ, or a Stack in the model is the pipeline.
+        handled_paths.append(path)  # lists in its blocks need no warning of their own
+        # The blocks differ, or they are equal and a Stack in the model is the pipeline.
         differences = _differences_of_blocks(path, blocks)
         lines += differences or [f"  {accessor('model', path)}: equal blocks next to a Stack"]
     if lines:
@@ -399,18 +420,18 @@ def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> Non
 
 
 class _Place(NamedTuple):
-    """Where a Variable is in the layers of a stack, or in one block of a list."""
+    """The place of a Variable in the layers of a stack."""
 
-    stack: Path  # of the Stack or list in the model
-    path: Path  # of the Variable in a layer
-    is_shared: bool  # whether all layers have the same one
+    stack: Path  # the path of the stack in the model
+    path: Path  # the path of the Variable in a layer
+    is_shared: bool  # whether all layers have the same Variable
 
 
 def _place_in(stacks: _Stacks, path: Path) -> _Place | None:
-    """Finds where in the layers of a stack or list a Variable is; None if it is in none.
+    """Returns the place of a Variable in the layers of a stack; None if it is in no layer.
 
-    In a Stack at ``body``, the kernel of all layers is at ``body/layers/up/kernel``; in a list at
-    ``blocks``, that of block 3 is at ``blocks/3/up/kernel``. Both are ``up/kernel`` in a layer.
+    The kernels ``body/layers/up/kernel`` of a ``Stack`` at ``body`` and ``blocks/3/up/kernel`` of a
+    list at ``blocks`` are both ``up/kernel`` in a layer.
     """
     for stack_path, module in stacks.items():
         depth = len(stack_path)

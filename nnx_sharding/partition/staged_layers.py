@@ -1,25 +1,26 @@
-"""The layers of a pipeline on their stages, and what stages send each other.
+"""The layers of a pipeline on their stages, and the arrays that stages send each other.
 
     S  stages, the shards of one mesh axis
     R  repeats: how often a microbatch passes through all stages
     D  depth: the layers that a stage calls at once, a *group*
 
 The stack has L = R·S·D layers: layer (r·S + s)·D + d is the d-th one of stage s in repeat r. The
-arrays of layers are (L, …) in the stack, and (S, R, D, …) on the stages; the first dimension of all
-that is on stages is sharded over the mesh axis.
+arrays of layers are (L, …) in the stack, and (S, R, D, …) on the stages. Arrays on stages have a
+first dimension for the stages, which is sharded over the mesh axis.
 
-*Further arguments* are what all layers get besides the rows ``x``. A *slot* is the position of an
-array in the flattened layers (``Flat``: their ``structure``, the ``objects`` in them, and the
-arrays as ``leaves``); what ``sow`` collects has slots, too, but in no fixed number. Whoever changes
-Variables of a copy of the layers writes that back (:func:`write_back`). The schedules are those of
-``pipeline_loop.py`` (GPipe) and ``pipeline_1f1b.py``.
+*Further arguments* are all arguments of the layers but the rows ``x``. A *slot* is the position of
+an array in the flattened layers (``Flat``: their ``structure``, the ``objects`` in them, and the
+arrays as ``leaves``). Values that ``sow`` collects have slots as well, but in no fixed number.
+Layers may change Variables of a copy, and the caller then writes the changes back
+(:func:`write_back`). The schedules are in ``pipeline_loop.py`` (GPipe) and ``pipeline_1f1b.py``.
 
-From other modules: `flatten_layer` returns the ``Flat`` of layers; `with_arrays` makes new layers
-with other arrays in some slots, and keeps their other Variables; `replace_slots` returns a list of
-leaves with others in some slots; `captures` returns the indices of the objects in which
-``nnx.capture`` collects what layers sow; `pass_tags(original, copy)` lets activation shardings know
-the modules of a copy as the originals; `layer_axes` are the axes of ``vmap`` or ``scan`` over
-layers: 0, but None for what all layers share.
+From other modules: `flatten_layer` returns the ``Flat`` of layers. `with_arrays` makes new layers
+with other arrays in some slots, and keeps their other Variables. `replace_slots` returns a list of
+leaves with others in some slots. `captures` returns the indices of the objects in which
+``nnx.capture`` collects sown values. `pass_tags(original, copy)` lets activation shardings know the
+modules of a copy as the originals. `layer_axes` returns the axes of ``vmap`` or ``scan`` over
+layers: 0, but None for Variables that all layers share. `traced_slots` returns the slots of the
+leaves that JAX traces, which flags are not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from ..transforms.stacked_layers import (
 # The further arguments of layers: positional and keyword ones.
 Further: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Whether a call is within a pipeline, where stacks and blocks are called as they are.
+# Whether a call is within a pipeline. Stacks and blocks are then called as they are.
 RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
 
 
@@ -72,25 +73,25 @@ class PipelineSizes:
 
     @property
     def items(self) -> int:
-        """How often each stage computes something: R·M."""
+        """The number of ticks in which a stage computes an item: R·M."""
         return self.repeats * self.microbatches
 
     @property
     def ticks(self) -> int:
-        """How often each stage computes, or waits: R·M + S - 1."""
+        """The number of ticks in which a stage computes or waits: R·M + S - 1."""
         return self.items + self.stages - 1
 
 
 class OtherArrays(NamedTuple):
-    """Where the arrays are that layers get besides their own and the rows.
+    """The slots of the arrays that layers get besides the rows and arrays of their own.
 
-    In further arguments, and then in the layers: an array that all of them share has no dimension
-    for them.
+    These arrays are in the further arguments, or in the layers, if all layers share them. A shared
+    array has no dimension for the layers.
     """
 
     flat_further: Flat  # the further arguments
-    further_slots: Sequence[int]  # those of their arrays, in `flat_further`
-    shared_slots: Sequence[int]  # those of the arrays that all layers share, in the layers
+    further_slots: Sequence[int]  # the slots of arrays in `flat_further`
+    shared_slots: Sequence[int]  # the slots, in the layers, of the arrays that all layers share
 
 
 class StagedLayers:
@@ -104,11 +105,11 @@ class StagedLayers:
       row_entry: the entry of a spec for a dimension of rows, in a list; empty if they are whole.
       depth: how many layers a stage calls at once, D.
       flat: the layers, flattened: their arrays are (L, …).
-      slots: those of the arrays that layers have for themselves, not shared.
+      slots: the slots of the arrays of which each layer has its own.
       call_layers: calls a group of layers, ``(layers, x, args, kwargs) → x``.
 
-    ``_specs`` has for each slot the spec of the array of one layer: ``P()``, unless it is of a
-    block, which may be sharded over the stages.
+    ``_specs`` has for each slot the spec of the array of one layer. It is ``P()`` unless the layers
+    are the blocks of a list, whose arrays may be sharded over the stages.
     """
 
     def __init__(
@@ -128,20 +129,21 @@ class StagedLayers:
           further: the further arguments of the layers.
           mesh: the mesh of the call, whose axes are Auto.
           row_axes: the mesh axes that shard the rows.
-          block_specs: the specs of the arrays of one layer, by path, that shard it over the stages
-            in another dimension than that of the layers, as the blocks of a list are.
+          block_specs: for the blocks of a list, by path, the specs of the arrays of one block,
+            which may shard a dimension of the block over the stages; empty for a ``Stack``.
         """
         self.sizes, self.stack, self.further, self.mesh = sizes, stack, further, mesh
         self.row_entry = [row_axes] if row_axes else []
         self.depth = stack.length // (sizes.stages * sizes.repeats)
         self.flat = flatten_layer(stack.layers)
         self.slots = stacked_slots(self.flat, stack.shared)
-        self._specs = dict[int, PartitionSpec]()  # of an array of one layer, by slot
+        self._specs = dict[int, PartitionSpec]()
         for location in locations_of(self.flat):
             spec = block_specs.get(location.path, PartitionSpec())
             self._specs.update(dict.fromkeys(location.slots, spec))
-        # A loop over the D layers of a stage. With remat=True, the caller recomputes the whole
-        # stage, which keeps only its input; to recompute each layer would keep the input of each.
+        # `call_layers` is a loop over the D layers of a stage. With remat=True, the caller
+        # recomputes the whole stage, so that only the input of the stage is kept. If each layer was
+        # recomputed, the input of each layer would be kept.
         policy = False if self.is_remat else stack.remat
         axes = layer_axes(stack.shared)
         self.call_layers = loop_of_calls(axes, self.depth, stack.unroll, policy)
@@ -167,16 +169,16 @@ class StagedLayers:
 
     def write_layers(self, arrays: Mapping[int, jax.Array]) -> None:
         """Writes arrays, (S, D, …) by slot, to the layers; for one repeat."""
-        after = flatten_layer(with_arrays(self.flat, arrays))
-        before = {slot: self.flat.leaves[slot] for slot in arrays}
-        # Each (S, D, …) → (S, 1, D, …) → (L, …).
-        write_back(self.flat, after, before, lambda _, leaf: self.from_stages(leaf[:, None]))
+        flat_copy = flatten_layer(with_arrays(self.flat, arrays))
+        old = {slot: self.flat.leaves[slot] for slot in arrays}
+        # The arrays are put in order: (S, D, …) → (S, 1, D, …) → (L, …).
+        write_back(self.flat, flat_copy, old, lambda _, leaf: self.from_stages(leaf[:, None]))
 
     @functools.cached_property
     def _other_arrays(self) -> OtherArrays:
-        """Where the arrays are that layers get besides their own and the rows."""
+        """The slots of the arrays that layers get besides the rows and arrays of their own."""
         flat_further, own_slots = flatten(self.further), {*self.slots}
-        # What JAX traces, which is no flag; in the layers, what is not an array of each layer.
+        # In the layers, all arrays but those of which each layer has its own.
         return OtherArrays(
             flat_further=flat_further,
             further_slots=traced_slots(flat_further.leaves),
@@ -184,9 +186,9 @@ class StagedLayers:
         )
 
     def other_arrays(self) -> list[Any]:
-        """Returns what layers get besides their own arrays and the rows.
+        """Returns the arrays that layers get besides the rows and arrays of their own.
 
-        These are the arrays in further arguments, and those that all layers share.
+        First come the arrays in further arguments, then the arrays that all layers share.
         """
         flat_further, further_slots, shared_slots = self._other_arrays
         return [
@@ -201,46 +203,49 @@ class StagedLayers:
 
         Args:
           arrays: the arrays of the layers, (D, …), by slot.
-          x: what the first one gets.
-          others: what else they get, in the order of :meth:`other_arrays`.
+          x: the input of the first layer.
+          others: the other arrays, in the order of :meth:`other_arrays`.
 
         Returns:
-          What the last one returns, and the arrays that layers have written, by slot.
+          A pair: the output of the last layer, and the arrays that layers have written, by slot.
         """
         flat_further, further_slots, shared_slots = self._other_arrays
         num_further = len(further_slots)
-        # The layers, as a copy that they may change.
+        # The layers are copied, because they may change their Variables.
         shared = dict(zip(shared_slots, others[num_further:], strict=True))
         group = with_arrays(self.flat, {**arrays, **shared})
-        before = flatten_layer(group)
-        pass_tags(self.flat, before)
-        # Their further arguments, likewise: ``(args, kwargs)`` with modules among them.
+        flat_before = flatten_layer(group)
+        pass_tags(self.flat, flat_before)
+        # The further arguments, ``(args, kwargs)`` with modules among them, are copied as well.
         leaves = replace_slots(flat_further.leaves, further_slots, others[:num_further])
         further = unflatten(flat_further.structure, leaves)
         pass_tags(flat_further, further)
         args, kwargs = further.root
-        token = RUNNING.set(True)  # a Stack within a layer is no further pipeline
+        token = RUNNING.set(True)  # so a Stack within a layer is not run as a pipeline
         try:
             out = self.call_layers(group, x, args, kwargs)
         finally:
             RUNNING.reset(token)
-        # A Variable that layers write to holds another array then.
-        after, written = flatten_layer(group), dict[int, jax.Array]()
+        # If layers have written to a Variable, it holds another array than before.
+        flat_after, written = flatten_layer(group), dict[int, jax.Array]()
         for slot in arrays:
-            if after.leaves[slot] is not before.leaves[slot]:
-                written[slot] = after.leaves[slot]
+            if flat_after.leaves[slot] is not flat_before.leaves[slot]:
+                written[slot] = flat_after.leaves[slot]
         return out, written
 
     def send(self, x: jax.Array, shift: int = 1) -> jax.Array:
-        """Sends what each stage returned, (S, rows, …), in a ring.
+        """Sends an array of each stage, (S, rows, …), to another stage, in a ring.
 
         Args:
-          x: what stages send.
-          shift: 1 for the next stage, -1 for the one before.
+          x: the arrays that stages send.
+          shift: 1 for the next stage, -1 for the stage before.
+
+        Returns:
+          The arrays that stages get, (S, rows, …).
         """
         axis, stages = self.sizes.axis, self.sizes.stages
         pairs = [(i, (i + shift) % stages) for i in range(stages)]  # (source, destination)
-        # Not `jnp.roll`, whose gradient would be two permutations.
+        # `jnp.roll` is not used, because its gradient would be two permutations.
         send: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.ppermute(x, axis, pairs),
             mesh=self.mesh,
@@ -262,7 +267,7 @@ class StagedLayers:
             """Runs on one stage, which has x (1, K, …) and index (1,)."""
             return take(x, index[0], axis=1)  # (1, …)
 
-        # Not `vmap`, whose gather the compiler may not divide over the stages.
+        # `vmap` is not used, because the compiler may not divide its gather over the stages.
         on_stages: Callable[[jax.Array, jax.Array], jax.Array] = jax.shard_map(
             take_own,
             mesh=self.mesh,
@@ -273,21 +278,21 @@ class StagedLayers:
         return self.constrain(on_stages(x, indices))
 
     def constrain_rows(self, x: jax.Array) -> jax.Array:
-        """Constrains an array (S, rows, …): stages over their axis, rows over those of the rows."""
+        """Constrains an array (S, rows, …): stages over their axis, rows over the row axes."""
         return self.constrain(x, *self.row_entry)
 
     def constrain(self, x: jax.Array, *entries: object) -> jax.Array:
         """Constrains an array (S, …) to its stages, in a trace.
 
-        The compiler might else compute all of it on each. It chooses how the dimensions after these
-        are sharded.
+        Without the constraint, the compiler might compute the whole array on each device.
 
         Args:
           x: the array.
-          *entries: entries of a spec, for the dimensions after the first one.
+          *entries: entries of a spec, for the dimensions after the first one. The compiler chooses
+            how the dimensions after these are sharded.
         """
-        rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
-        spec = PartitionSpec(self.axis, *entries, *rest)
+        free_entries = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(entries))
+        spec = PartitionSpec(self.axis, *entries, *free_entries)
         constrained = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         return cast(jax.Array, constrained)
 
@@ -297,13 +302,14 @@ class StagedLayers:
         sizes = (self.sizes.repeats, self.sizes.stages, self.depth)
         groups = leaf.reshape(*sizes, *leaf.shape[1:])  # (R, S, D, …)
         groups = jnp.swapaxes(groups, 0, 1)  # (S, R, D, …)
-        spec = self._specs[slot]  # of one layer, (…)
+        spec = self._specs[slot]  # the spec of one layer's array, (…)
         axes = {*spec_axes(spec)}
         if axis not in axes:
             return self.constrain(groups)
-        # The blocks of a list: in this dimension of a layer, each stage has a part of all L layers.
-        # It sends each stage its part of the layers there, and gets the other parts of its own: on
-        # one of S stages, (L, …, n/S, …) → (L/S, …, n, …). So layers come in the order of stages.
+        # The layers are the blocks of a list, and one dimension of a layer is sharded over the
+        # stages, so each stage has a part of all L layers. It sends each other stage the parts of
+        # that stage's layers, and gets the missing parts of its own layers: on one of S stages,
+        # (L, …, n/S, …) → (L/S, …, n, …). For this, layers are put in the order of stages.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
         other_axes = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
@@ -324,48 +330,49 @@ class StagedLayers:
 
 
 def take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Returns the part of an array at an index, without this dimension."""
+    """Returns the part of an array at an index along an axis, without this axis."""
     return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False))
 
 
 def write_back(
     flat: Flat,
-    after: Flat,
-    before: Mapping[int, object],
+    flat_copy: Flat,
+    old: Mapping[int, object],
     in_form: Callable[[int, jax.Array], jax.Array],
 ) -> None:
-    """Updates the Variables of layers from those of a copy that have changed.
+    """Writes the arrays that have changed in a copy of layers to the Variables of the layers.
 
-    A Variable has changed if it holds another array than before: arrays do not change in place.
+    A Variable has changed if it holds another array than before, because arrays do not change in
+    place.
 
     Args:
       flat: the layers.
-      after: the copy, as it is now.
-      before: the arrays that the copy had, by the slots of the layers.
-      in_form: returns what to write to the layers, from the slot and the new array of the copy:
-        the copy may have arrays of another shape.
+      flat_copy: the copy, as it is now.
+      old: the arrays that the copy had, by the slots of the layers.
+      in_form: returns the array to write to the layers, from the slot and the new array of the
+        copy, because the copy may have arrays of another shape.
 
     Raises:
       ValueError: the copy has Variables that the layers have not.
     """
     structure = flat.structure
-    # An entry for each object: the same ones in both, in the same order.
-    if len(after.structure.entries) != len(structure.entries):
+    # There is an entry for each object, so both have as many entries, in the same order.
+    if len(flat_copy.structure.entries) != len(structure.entries):
         raise ValueError(
             "pipeline: layers may not make Variables while they run in a pipeline, as by sow. "
             "Return the values, with a dimension for the rows: x, loss = blocks((x, loss))."
         )
-    # The new arrays by the slots of the layers. Those of the copy differ if layers have sown more
-    # arrays in it, so they are matched object by object; what is sown is left out.
-    leaves_after = dict[int, Any]()
+    # The arrays of the copy by the slots of the layers. The copy has other slots if layers have
+    # sown more arrays in it, so arrays are matched object by object. Sown arrays are left out.
+    copy_leaves = dict[int, Any]()
     for index in {*range(len(structure.slots))}.difference(captures(structure)):
-        pairs = zip(structure.slots[index], after.structure.slots[index], strict=True)
-        for slot, slot_after in pairs:
-            leaves_after[slot] = after.leaves[slot_after]
+        pairs = zip(structure.slots[index], flat_copy.structure.slots[index], strict=True)
+        for slot, slot_in_copy in pairs:
+            copy_leaves[slot] = flat_copy.leaves[slot_in_copy]
     new = {
-        slot: in_form(slot, leaves_after[slot])
-        for slot, old in before.items()
-        if leaves_after[slot] is not old
+        slot: in_form(slot, copy_leaves[slot])
+        for slot, old_leaf in old.items()
+        if copy_leaves[slot] is not old_leaf
     }
     variables_to_write = [  # by index
         index
