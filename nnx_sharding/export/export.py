@@ -1,12 +1,12 @@
 """Exports a function of ``jit`` or ``shard_map``.
 
-A program takes and returns a list of arrays. What they mean is known from tracing: the *plan* of a
-call has the *structure* of its arguments (``core/structure.py``), and the *outcome* that of what
-the function returned and changed. A structure describes modules without their arrays; the *slot* of
-an array is its index in the list. JAX lowers the program, and the *manifest* writes both down as
-data: which array of the arguments is which input, and which output is which part of the result or a
-new value of which argument. What such data cannot say, a changed static attribute for example, is
-an error here.
+A program takes and returns a list of arrays. The trace tells what they mean: the *plan* of a call
+has the *structure* of its arguments (``core/structure.py``), and the *outcome* has the structure of
+what the function returned and changed. A structure describes modules without their arrays; the
+*slot* of an array is its index in the list. JAX lowers the program, and the *manifest* writes both
+structures down as data: which array of the arguments is which input, and which output is which part
+of the result or a new value of which argument. Such data cannot express every change, for example
+of a static attribute, and a change that it cannot express is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def export(
 ) -> Callable[..., Exported]:
     """Lowers a function to a program that can be saved in a file and called without its code.
 
-    The counterpart of ``jax.export.export`` for functions and methods of
+    It is the counterpart of ``jax.export.export`` for functions and methods of
     :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`.
 
     Args:
@@ -89,23 +89,23 @@ def export(
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
         """Traces and lowers the function for these arguments."""
         plan, flat = fun._plan_without_running(args, kwargs)
-        _check_refs(plan, flat.leaves)
-        # One type for each array of the arguments, with its sharding.
+        _check_refs(plan, flat.leaves)  # raises if an argument only refers to an array
+        # Each array of the arguments has a type here, with its sharding.
         types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
-        # Without the lines of sources, so that equal functions make equal files.
+        # The lines of sources are left out, so that equal functions make equal files.
         with _compat.no_source_locations(), fun._tracing(flat):
             lowered = call_with_explained_errors(plan, types, lower)
         # The traced function returns groups of outputs, one for each sharding, and the outcome,
-        # which holds no arrays. Unflattened with numbers in place of arrays, the groups have the
-        # positions of the outputs.
+        # which holds no arrays. They are unflattened with numbers in place of arrays, so that the
+        # groups have the positions of the outputs.
         num_outputs = lowered.out_tree.num_leaves
         positions = range(num_outputs)
         *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, positions)
-        # A file can hold no outcome: its program returns a tuple of arrays, and the manifest says
-        # what they mean.
+        # A file can hold no outcome, so its program returns a tuple of arrays, and the manifest
+        # says what they mean.
         out_tree = jax.tree_util.tree_structure((0,) * num_outputs)
         program = dataclasses.replace(lowered, out_tree=out_tree)
         return Exported(_manifest(plan, outcome, groups, program), program)
@@ -114,7 +114,7 @@ def export(
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
-    """Raises an error that lists the arguments that only refer to an array."""
+    """Raises a ``TypeError`` for arguments that only refer to an array."""
     refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
@@ -123,17 +123,17 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
-    """Returns the type of an argument, with its declared sharding or else its own."""
+    """Returns the type of an argument, with its declared sharding, or else with its own."""
     is_open = sharding is None and spec is None
     return abstract(leaf, leaf.sharding if is_open and is_committed(leaf) else sharding)
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
-    """Describes the arguments after the call: all modules and Variables, and where arrays are.
+    """Returns the structure of the arguments after the call, with all modules and Variables.
 
-    In the outcome, objects that did not change have no entry, and the slots of others are those of
-    outputs. Here each object has an entry. An unchanged one gets the slots of its inputs, inverted
-    (``~slot`` is negative), so that the sign says whether an array is an input or an output.
+    In the outcome, an object that did not change has no entry, and slots of others are those of
+    outputs. Here each object has an entry. An unchanged object gets the slots of its inputs,
+    inverted (``~slot`` is negative), so that the sign says whether an array is an input or output.
     """
     before, after = plan.structure, outcome.structure
     entries, slots = list(after.entries), list(after.slots)
@@ -148,25 +148,25 @@ def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
 def _check_expressible(
     plan: Plan, outcome: Outcome, arguments: Structure, *, keeps_paths: bool
 ) -> None:
-    """Raises a ValueError for changes of the arguments that arrays by path cannot express.
+    """Raises a ``ValueError`` for changes of the arguments that arrays by path cannot express.
 
     Args:
-      plan: that of the call.
+      plan: the plan of the call.
       outcome: what the function changed.
-      arguments: their structure after the call, to list the differences.
-      keeps_paths: whether all paths to arrays are still there. One is not if the function has put a
-        Variable of another path in its place, or removed its value.
+      arguments: the structure of the arguments after the call, for the list of differences.
+      keeps_paths: whether all paths to arrays are still there. A path is gone if the function has
+        put a Variable of another path in its place, or removed its value.
     """
     before, after = plan.structure, outcome.structure
-    # Changed metadata of Variables, static objects that were changed, and removed attributes are
-    # nothing that a file can say. New values of Variables are not among these changes.
+    # A file cannot express changed metadata of Variables, changed static objects, and removed
+    # attributes. New values of Variables are not among these changes.
     can_be_said = keeps_paths and not outcome.metadata and not outcome.statics
     for change in outcome.nodes:
         if change.removed:
             can_be_said = False
         old_attributes = parts_of(before.entries[change.node])
         for name, value in change.changed:
-            # Flax notes in `STATUSES` which attributes are data: it changes with each new one.
+            # Flax records in `STATUSES` which attributes are data, so it changes with each new one.
             if name != _compat.STATUSES:
                 old = old_attributes.get((name,))
                 can_be_said &= _can_be_said(old, value.child, before, after)
@@ -187,27 +187,28 @@ def _check_expressible(
 def _can_be_said(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
     """Whether a changed attribute of a module is the same as new arrays at paths below it.
 
-    That is all that a file can say: ``model.up.kernel`` is now output 3. An attribute is described
-    by the index of an object among the ``entries`` of a structure, by ``LEAF`` for an array, by a
-    ``Container``, or by a static value.
+    A file can say only that: ``model.up.kernel`` is now output 3, for example. An attribute is
+    described by the index of an object among the ``entries`` of a structure, by ``LEAF`` for an
+    array, by a ``Container``, or by a static value.
 
     Args:
       old: the attribute before the call; None if the module did not have it.
       new: the attribute after the call.
       before: the structure of the arguments before the call.
-      after: the same after it; objects that the function made come after those of ``before``.
+      after: the structure after the call. Objects that the function made come after the others.
     """
     if old is not None:
         if isinstance(old, int) and isinstance(new, int) and old != new:
-            # Another Variable in its place, of the same kind and metadata: at this path, there is
-            # only another value.
+            # Another Variable of the same kind and metadata may take the place of the old one. At
+            # this path there is only another value then.
             entry = before.entries[old]
             return isinstance(entry, VariableEntry) and entry == after.entries[new]
-        return old == new  # with other arrays, if any
-    # A new attribute.
+        return old == new  # equal descriptions may have other arrays
+    # The attribute is new.
     if isinstance(new, Container):
         return all(_can_be_said(None, child, before, after) for child in new.children)
-    # An object of the arguments would be shared now, and a static value is no array.
+    # An object of the arguments would be shared now, and a static value is no array, so only arrays
+    # and objects that the function made are left.
     is_made_by_function = isinstance(new, int) and new >= len(before.entries)
     return new is LEAF or is_made_by_function
 
@@ -215,12 +216,14 @@ def _can_be_said(old: Child | None, new: Child, before: Structure, after: Struct
 def _manifest(
     plan: Plan, outcome: Outcome, groups: Sequence[Any], program: jax.export.Exported
 ) -> Manifest:
-    """Describes the arguments, the result and the changes of a program as data.
+    """Returns a description of the arguments, the result and the changes of a program, as data.
+
+    Raises a ``ValueError`` for changes that it cannot express.
 
     A *tree* is such data for a pytree, in which arrays are ``{"input": 3}`` or ``{"output": 0}``.
 
     Args:
-      plan: that of the call.
+      plan: the plan of the call.
       outcome: what the function returned and changed.
       groups: the outputs of the traced function in its own groups, as positions in the program.
       program: the program.
@@ -231,11 +234,11 @@ def _manifest(
         if slot < 0:  # `_arguments_after` has inverted the slots of unchanged objects
             return {"input": ~slot}
         group, position = outcome.sources[slot]
-        if group == INPUT:  # an array that is unchanged, in an object that is not
+        if group == INPUT:  # an unchanged array in an object that has changed
             return {"input": position}
         return {"output": groups[group].arrays[position]}
 
-    # The arguments, before and after the call.
+    # These are the arguments, before and after the call.
     arguments = tuple(_arguments(plan, tree_of(plan.structure, lambda slot: {"input": slot})))
     structure_after = _arguments_after(plan, outcome)
     arguments_after = _arguments(plan, tree_of(structure_after, tree_of_slot))
@@ -243,14 +246,14 @@ def _manifest(
     for before, after in zip(arguments, arguments_after, strict=True):
         old_arrays, new_arrays = _arrays_by_path(before.tree), _arrays_by_path(after.tree)
         keeps_paths &= old_arrays.keys() <= new_arrays.keys()
-        # An output is a new array, and an input one that was at another path.
+        # A changed array is an output, if it is new, or an input that was at another path.
         changed = [
             (path, array) for path, array in new_arrays.items() if old_arrays.get(path) != array
         ]
         if changed:
             updates[after.name] = tree_from("state", changed)
     _check_expressible(plan, outcome, structure_after, keeps_paths=keeps_paths)
-    # The result, and the types and shardings of the program.
+    # The rest is the result, and the types and shardings of the program.
     result = tree_of(outcome.structure, tree_of_slot)
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
@@ -282,7 +285,7 @@ def _arrays_by_path(tree: Tree) -> dict[Path, Tree]:
 def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
     """Yields the arguments of a call.
 
-    ``tree`` is that of all of them, a tuple and a dict, in which parts come after their paths:
+    ``tree`` is the tree of all of them, a tuple and a dict, whose parts come after their paths:
     ``{"tuple": [[[0], {"tuple": positional}], [[1], {"dict": keywords}]]}``.
     """
     signature = plan.signature
@@ -296,6 +299,6 @@ def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
 
 
 def _statics(plan: Plan) -> dict[str, str]:
-    """Returns the text of each static argument, the same in each process."""
+    """Returns the text of each static argument by name. The text is the same in each process."""
     pairs = sorted(zip(plan.signature.static_names, plan.structure.statics, strict=True))
     return {name: show_child(plan.structure, child) for name, child in pairs}

@@ -4,11 +4,11 @@ A *program* (``jax.export.Exported``) takes and returns a list of arrays. The *m
 they mean: which array, by its path in an argument, is at which *position* of the inputs, and how
 the outputs make up the result. A call goes from arguments to a list of arrays (``_bind``), to the
 devices (``_mesh_for``, ``_placed``), through the program, and from arrays to the result. A program
-is compiled once for each mesh that is in context. All that is known of the arguments is in the
-manifest, so a mistake in them is reported by path, before JAX would report it by position.
+is compiled once for each mesh that is in context. The manifest has all facts about the arguments,
+so a mistake in them is reported by path, before JAX would report it by position.
 
-A *tree* of the manifest describes the result, or the updates of an argument: a pytree in which
-arrays are ``{"input": 3}`` or ``{"output": 0}``, by their kind and position in the program.
+A *tree* of the manifest describes the result, or the updates of an argument. It is a pytree in
+which arrays are ``{"input": 3}`` or ``{"output": 0}``, by their kind and position in the program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .manifest import ArrayInfo, LeafInfo, Manifest, build, leaves_of, meshes_of
 # Puts arrays by path into the form in which an argument was passed.
 Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
 
-# Of all inputs, or of all outputs; None where the sharding is left open.
+# The shardings of all inputs, or of all outputs; None for a sharding that is left open.
 Shardings: TypeAlias = tuple[NamedSharding | None, ...]
 
 
@@ -52,7 +52,7 @@ class Result(NamedTuple):
         ``nnx.State``, and an object of any other class a dict.
       updates: the new arrays, by name of the argument, of each argument that the function changed:
         the values of changed and added Variables. They have the form in which the argument was
-        passed: a mapping by path if it was a mapping, else an ``nnx.State``.
+        passed: a mapping by path if it was a mapping, otherwise an ``nnx.State``.
     """
 
     output: Any
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 class Exported(Pictured):
     """A lowered function that can be called without its code: a program and its manifest.
 
-    Returned by :func:`export` and :func:`load`.
+    :func:`export` and :func:`load` return it.
 
     Attributes:
       manifest: how it is called, and what it was made with; its ``str`` is a table.
@@ -72,22 +72,22 @@ class Exported(Pictured):
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest
         self.jax_exported = program
-        self._data = data  # the program as it was read; JAX would write other bytes
-        # By mesh; None for programs of one device.
+        self._data = data  # the program as it was read, because JAX would write other bytes
+        # The compiled programs, by mesh; None for a program of one device.
         self._compiled: dict[Mesh | None, tuple[Callable[..., Any], Shardings]] = {}
 
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
         """Runs the program; inside another trace, makes it part of that trace.
 
-        The arguments are not changed, but the buffers of donated ones are consumed.
+        The arguments are not changed, but a call consumes the buffers of donated arguments.
 
         Args:
           *args: the arguments of the function, without static ones. A module is passed as its
             arrays by path, in any of these forms: an ``nnx.State``; nested dicts; a flat mapping
             by paths such as ``"up/kernel"`` or ``("up", "kernel")``; or a module. Arrays are moved
-            to the mesh in context, which has to be like the exported one, or without one to the
-            first devices.
+            to the mesh in context, which has to be like the exported one. Without a mesh in
+            context, they are moved to the first devices.
           **kwargs: the arguments that are passed by name.
 
         Raises:
@@ -105,14 +105,17 @@ class Exported(Pictured):
                 self._compiled[mesh] = self._compile(mesh)
             program, shardings = self._compiled[mesh]
             arrays = _placed(arrays, shardings, mesh)
-        # A result may also hold an input, which the function returned unchanged.
-        known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": program(*arrays)}
+        # The result may also hold an input, which the function has returned unchanged.
+        arrays_by_kind: Mapping[str, Sequence[Any]]
+        arrays_by_kind = {"input": arrays, "output": program(*arrays)}
         updates = {}
         for name, tree in self.manifest.updates.items():
-            new_arrays = {path: known[kind][position] for path, kind, position in leaves_of(tree)}
-            in_form_of_argument = forms[name]  # such as a flat mapping, if that was passed
+            new_arrays = {
+                path: arrays_by_kind[kind][position] for path, kind, position in leaves_of(tree)
+            }
+            in_form_of_argument = forms[name]  # makes a flat mapping, for example
             updates[name] = in_form_of_argument(new_arrays)
-        return Result(build(self.manifest.result, known), updates)
+        return Result(build(self.manifest.result, arrays_by_kind), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
         """Writes program and manifest to one file; the same function results in the same bytes.
@@ -127,17 +130,17 @@ class Exported(Pictured):
           ValueError: a part of the program cannot be written, there are too many arrays, or the
             program was loaded and saved with a lower ``vjp_order`` than this one.
         """
-        if self._data is not None and vjp_order > (known := _vjp_order(self.jax_exported)):
+        if self._data is not None and vjp_order > (order := _vjp_order(self.jax_exported)):
             raise ValueError(
                 f"{self.manifest.function} was loaded from a file that was saved with "
-                f"vjp_order={known}, so it cannot be saved with {vjp_order}. Export the function "
+                f"vjp_order={order}, so it cannot be saved with {vjp_order}. Export the function "
                 f"again, and save that with vjp_order={vjp_order}."
             )
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
         except ImportError as error:
             raise _no_flatbuffers("Exported.save") from error
-        except KeyError as error:  # of JAX, for a dtype that it has no number for
+        except KeyError as error:  # JAX raises it for a dtype for which it has no number
             raise ValueError(
                 f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
             ) from None
@@ -146,12 +149,12 @@ class Exported(Pictured):
     def _compile(self, mesh: Mesh | None) -> tuple[Callable[..., Any], Shardings]:
         """Returns the program on the devices of a mesh, and the shardings of its inputs there."""
         abstract_inputs, abstract_outputs = _compat.exported_shardings(self.jax_exported)
-        # None where the program leaves a sharding open, and all of them without a mesh.
+        # A sharding is None if the program leaves it open, or if there is no mesh.
         inputs = tuple(_on_devices(mesh, sharding) for sharding in abstract_inputs)
         outputs = tuple(_on_devices(mesh, sharding) for sharding in abstract_outputs)
         if mesh is not None and all(sharding is None for sharding in (*inputs, *outputs)):
-            # JAX learns from shardings on which devices a program runs. Here none says so, and the
-            # program has several: replicated arrays are on all of them.
+            # JAX learns from shardings on which devices a program runs, and here no sharding says
+            # so. The program has several devices, so all arrays are replicated on them.
             replicated = NamedSharding(mesh, PartitionSpec())
             inputs, outputs = (replicated,) * len(inputs), (replicated,) * len(outputs)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
@@ -167,7 +170,7 @@ class Exported(Pictured):
 
 
 def load(path: str | os.PathLike[str]) -> Exported:
-    """Reads what :meth:`Exported.save` wrote; the code of the model is not needed.
+    """Reads a file of :meth:`Exported.save`; the code of the model is not needed.
 
     Reading runs no code of the file and needs none of the exported devices. But a *call* runs the
     program, so load files only from sources from which you would install a library.
@@ -189,7 +192,7 @@ def load(path: str | os.PathLike[str]) -> Exported:
     version = manifest.calling_convention
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
-    if not oldest <= version <= newest:  # JAX itself reads it, and fails in a call
+    if not oldest <= version <= newest:  # JAX would read it, and fail in a call
         raise ExportError(
             f"{path} has version {version} of the calling convention of jax.export; jax "
             f"{jax.__version__} supports versions {oldest} to {newest}. Use one of the releases "
@@ -197,14 +200,14 @@ def load(path: str | os.PathLike[str]) -> Exported:
         )
     try:
         program = jax.export.deserialize(bytearray(content))  # the type that JAX declares
-    except ImportError as error:  # without flatbuffers
+    except ImportError as error:  # flatbuffers is missing
         raise _no_flatbuffers("export.load") from error
-    except Exception as error:  # JAX checks nothing, so it may be of any kind
+    except Exception as error:  # JAX checks nothing, so the error may be of any kind
         raise ExportError(
             f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
             f"written by {manifest.versions}."
         ) from None
-    # The manifest may be of another program. Types are compared as text: "float32[4,16]".
+    # The manifest may belong to another program. Types are compared as text: "float32[4,16]".
     described = [info.type for info in (*manifest.inputs, *manifest.outputs)]
     avals = (*program.in_avals, *program.out_avals)
     actual = [ArrayInfo.of("", aval, None).type for aval in avals]
@@ -234,24 +237,24 @@ def _no_flatbuffers(caller: str) -> ImportError:
 def _bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """Returns the array for each input of the program, and by the name of each argument its form.
+    """Returns the array for each input of the program, and the form of each argument by its name.
 
     A form is a function that puts new arrays, by path, into an argument like the one passed.
 
     Raises:
-      TypeError: lists all that does not fit.
+      TypeError: arrays do not fit the manifest; all of them are listed.
     """
     arguments = _arguments_by_name(manifest, args, kwargs)
-    # Position of an input → where in the arguments it was met first, and the array there.
+    # For the position of each input: its first place in the arguments, and the array there.
     passed: dict[int, tuple[LeafInfo, Any]] = {}
     forms: dict[str, Form] = {}
-    # The lines of the message.
+    # The lines of the message, for each kind of mistake.
     missing, unknown, wrong_type, not_shared = list[str](), list[str](), list[str](), list[str]()
     for argument in manifest.arguments:
         has_joined_paths = False
         for path, array in _arrays_by_path(arguments[argument.name]):
-            # `by_path` knows a path as ("up", "kernel"), and as "up/kernel" if a flat mapping has
-            # such keys.
+            # `by_path` has each path as ("up", "kernel"). It also has "up/kernel", which is the key
+            # in a flat mapping.
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
@@ -261,7 +264,8 @@ def _bind(
                 hint = suggestion(name, [other.name for other in argument.leaves])
                 unknown.append(f"  {name}{hint}")
                 continue
-            # What was one array in the exported function is one input: another array is a mistake.
+            # An array that arguments shared when the function was exported is one input, so passing
+            # another array for it is a mistake.
             first_leaf, first_array = passed.setdefault(leaf.position, (leaf, array))
             if first_array is not array:
                 not_shared.append(f"  {leaf.name}: is {first_leaf.name}, passed as another array")
@@ -295,7 +299,8 @@ def _arguments_by_name(
     # Static arguments are in neither list: they are part of the program.
     names = [argument.name for argument in manifest.arguments]
     positional = [argument.name for argument in manifest.arguments if not argument.keyword]
-    # Not strict: too many are an error below, and those that are left may be passed by keyword.
+    # `zip` is not strict, because too many arguments are an error below, and missing ones may be
+    # passed by keyword.
     bound = dict(zip(positional, args, strict=False))
     lines = []
     if len(args) > len(positional):
@@ -318,9 +323,10 @@ def _arguments_by_name(
 def _arrays_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields each array of an argument with its path, in all forms in which it may be passed.
 
-    ``path`` is that of ``value`` in the argument.
+    ``path`` is the path of ``value`` in the argument.
     """
-    # A State has Variables, whose arrays count. A Variable of anything else is flattened below.
+    # A State has Variables, and their arrays count. A Variable with another value, such as a
+    # pytree, is flattened below.
     leaf = _compat.get_value(value) if _compat.is_variable(value) else value
     if isinstance(leaf, jax.Array | np.ndarray):  # the usual case
         yield path, leaf
@@ -330,7 +336,7 @@ def _arrays_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             keys = key if isinstance(key, tuple) else (key,)  # a flat mapping has paths as keys
             yield from _arrays_by_path(part, (*path, *keys))
     else:  # a module, or a pytree of any other class
-        # The same tree as the manifest has for an argument, here with the index of each array.
+        # This tree is the one that the manifest has for an argument, with the index of each array.
         flat = flatten(value)
         tree = tree_of(flat.structure, lambda index: {"input": index})
         for path_in_value, _kind, index in leaves_of(tree):
@@ -356,7 +362,7 @@ def _form_of(value: Any, *, has_joined_paths: bool) -> Form:
 
 
 def _fits(size: int | str, exported: int | str) -> bool:
-    """Whether a size can be the exported one; for most symbolic ones JAX decides."""
+    """Whether a size can be the exported one; JAX decides for most symbolic sizes."""
     if isinstance(exported, int) or isinstance(size, str):
         return size == exported or isinstance(exported, str)
     multiple = re.fullmatch(r"(?:(\d+)\*)?[A-Za-z_]\w*", exported)
@@ -364,11 +370,11 @@ def _fits(size: int | str, exported: int | str) -> bool:
 
 
 def _type_fault(leaf: Any, info: ArrayInfo) -> str:
-    """Says why what was passed cannot be the input that ``info`` describes; nothing if it can."""
+    """Returns why a value cannot be the input that ``info`` describes; empty if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, which has no values"
     try:
-        # The type that JAX gives a NumPy array or a number, such as float32 to one of float64.
+        # The type is the one that JAX gives a NumPy array or a number, such as float32 for float64.
         aval = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
         actual = ArrayInfo.of(name="", aval=aval, sharding=None)
     except (AttributeError, TypeError):
@@ -385,9 +391,12 @@ def _type_fault(leaf: Any, info: ArrayInfo) -> str:
 
 
 def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
-    """Returns a mesh like the exported one, of the mesh in context or else of the first devices.
+    """Returns a mesh like the exported one, of the devices in context or else of the first ones.
 
-    The types of its axes are part of the program. None for a program of one device.
+    The types of its axes are part of the program. The result is None for a program of one device.
+
+    Raises:
+      ExportError: there are too few devices, or the mesh in context has another size or shape.
     """
     if manifest.devices == 1:
         return None
@@ -395,8 +404,8 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     mesh = context if isinstance(context, Mesh) else None  # an AbstractMesh has no devices
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
-    # Meshes of one program have the same devices: the first says how these are arranged. A program
-    # without shardings runs on any mesh of so many devices.
+    # Meshes of one program have the same devices, and the first mesh says how they are arranged. A
+    # program without shardings runs on any mesh of so many devices.
     like = meshes[0] if meshes else AbstractMesh((manifest.devices,), ("devices",))
     exported = f"{manifest.function} was exported for {manifest.devices} devices (mesh "
     exported += f"{MeshDescription.of(like)})"
@@ -414,7 +423,7 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
             "jax.set_mesh(mesh):` for one like it, or without, or export it again for this one."
         )
     else:
-        # It has this shape already, unless the program has no shardings: then any shape will do.
+        # The mesh has this shape already, or the program has no shardings, so any shape will do.
         grid = mesh.devices.reshape(like.axis_sizes)
     return Mesh(grid, like.axis_names, axis_types=like.axis_types)
 
@@ -427,12 +436,12 @@ def _on_devices(mesh: Mesh | None, sharding: NamedSharding | None) -> NamedShard
       sharding: the sharding of an input or an output; None if it was left open.
 
     Returns:
-      The sharding, with the same devices in the same order; or None, which leaves it open, if there
-      is no mesh on either side.
+      The sharding, with the same devices in the same order. None, which leaves it open, if there is
+      no mesh on either side.
     """
     if mesh is None or sharding is None or sharding.mesh.empty:
         return None
-    # Programs may use several meshes of the same devices, with other axes.
+    # A program may use several meshes of the same devices, with other axes.
     own_mesh = sharding.mesh
     devices = mesh.devices.reshape(own_mesh.axis_sizes)
     on_devices = Mesh(devices, own_mesh.axis_names, axis_types=own_mesh.axis_types)
@@ -444,8 +453,8 @@ def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> l
 
     Args:
       arrays: the inputs.
-      shardings: where each has to be. Where it is open (None), an array only has to be on the same
-        devices as the others, in any sharding.
+      shardings: the sharding that each input has to have. If it is open (None), an array only has
+        to be on the same devices as the others, in any sharding.
       mesh: the mesh; None for a program of one device, for which nothing is moved.
     """
     if mesh is None:
@@ -453,7 +462,7 @@ def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> l
     devices, replicated = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
     targets = list(shardings)
     for i, array in enumerate(arrays):
-        # JAX refuses arrays that are committed to other devices. It moves all others itself.
+        # JAX refuses arrays that are committed to other devices. It moves all other arrays itself.
         if targets[i] is None and is_committed(array) and array.sharding.device_set != devices:
             targets[i] = replicated
     return place_arrays(arrays, targets)

@@ -1,14 +1,14 @@
-"""What an exported program takes and returns, as data that can be read without its code.
+"""The inputs and outputs of an exported program, as data that can be read without its code.
 
-A pytree is described by a tree, which is JSON, one of ::
+A pytree is described by a tree. A tree is JSON, one of ::
 
     {"input": 3}, {"output": 0}      an array, by its position in the program
     null                             None
     {kind: [[path, tree], ...]}      a container with its parts
 
 where the kind is "tuple", "list", "dict", "state" (a module, or an nnx.State) or "object" (any
-other class, which becomes a dict), and a path is a list of keys: one, except in a "state". So a
-module with an ``nnx.Linear`` called ``up`` is ::
+other class, which becomes a dict). A path is a list of keys: one key, except in a "state". For
+example, a module with an ``nnx.Linear`` called ``up`` is ::
 
     {"state": [[["up", "bias"], {"input": 0}], [["up", "kernel"], {"input": 1}]]}
 """
@@ -33,7 +33,7 @@ from ..core.structure import LEAF, Child, Container, Structure, VariableEntry
 from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
 from ..specs.paths import Path, accessor, path_string, plain_key
 
-# JSON as above; Python has no type for it that a checker could use.
+# A tree is JSON as above. Python has no type for it that a checker could use.
 Tree: TypeAlias = Any
 
 
@@ -42,12 +42,12 @@ class ArrayInfo:
     """One array that a program takes or returns.
 
     Attributes:
-      name: of an input, its path in Python syntax: ``model.up.kernel``.
+      name: for an input, its path in Python syntax: ``model.up.kernel``.
       shape: its shape; a symbolic size is a string, such as ``"batch"``.
       dtype: its dtype: ``"float32"``, ``"bfloat16"``, ``"key<fry>"``.
       mesh: the position of its mesh in ``Manifest.meshes``; None if the sharding is left open, or
         the array is on one device.
-      spec: its spec; None if ``mesh`` is.
+      spec: its spec; None if ``mesh`` is None.
       memory_kind: the kind of memory, if a sharding is declared.
     """
 
@@ -85,7 +85,7 @@ def meshes_of(shardings: Iterable[NamedSharding | None]) -> list[Mesh | Abstract
 
 
 class LeafInfo(NamedTuple):
-    """One array of an argument: its path, that in Python syntax, and its position as an input."""
+    """One array of an argument: its path, the path in Python syntax, and its position as input."""
 
     path: Path
     name: str
@@ -94,7 +94,7 @@ class LeafInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of an exported function, other than static ones.
+    """One argument of an exported function that is not static.
 
     Attributes:
       name: its name in the signature.
@@ -110,13 +110,13 @@ class Argument:
 
     @functools.cached_property
     def leaves(self) -> tuple[LeafInfo, ...]:
-        """Its arrays."""
-        found = leaves_of(self.tree)
-        return tuple(LeafInfo(path, accessor(self.name, path), i) for path, _, i in found)
+        """The arrays of the argument."""
+        arrays = leaves_of(self.tree)
+        return tuple(LeafInfo(path, accessor(self.name, path), i) for path, _, i in arrays)
 
     @functools.cached_property
     def by_path(self) -> dict[tuple[str, ...] | str, LeafInfo]:
-        """Its arrays by paths such as ``("up", "kernel")`` and, if unambiguous, ``up/kernel``."""
+        """The arrays by paths such as ``("up", "kernel")`` and, if unambiguous, ``up/kernel``."""
         result: dict[tuple[str, ...] | str, LeafInfo] = {}
         # The text "a/b" is ambiguous if there are paths with the key "a/b" and the keys "a", "b".
         texts = Counter(path_string(leaf.path) for leaf in self.leaves)
@@ -136,13 +136,13 @@ class Manifest(JsonForm):
       transform: ``"jit"`` or ``"shard_map"``.
       arguments: its arguments, in order.
       static: the text of each static argument; their values are part of the program.
-      inputs: the arrays that the program takes. An array that several arguments share is one.
-      outputs: the arrays that it returns.
+      inputs: the arrays that the program takes. An array that several arguments share is one input.
+      outputs: the arrays that the program returns.
       result: what the function returns, as JSON.
       updates: what the function changes in each argument, as JSON.
       devices: the number of devices that the program runs on.
-      meshes: their meshes: usually one; none if the program has no sharding.
-      platforms: the platforms that it was lowered for.
+      meshes: the meshes of the devices: usually one; none if the program has no sharding.
+      platforms: the platforms for which it was lowered.
       calling_convention: the version of the calling convention of ``jax.export``.
       versions: the versions of jax, flax and nnx_sharding that made it.
     """
@@ -166,20 +166,23 @@ class Manifest(JsonForm):
     _NOUN: ClassVar[str] = "manifest of an exported function"
 
     def __post_init__(self) -> None:
-        """Raises a ValueError if it names what is not there, as a file of anyone may."""
+        """Raises a ``ValueError`` if it names an argument, mesh or array that it does not have.
+
+        The check is needed because anybody may have written the file.
+        """
         names = [argument.name for argument in self.arguments]
         if len(set(names)) < len(names) or not self.updates.keys() <= set(names):
             raise ValueError(f"arguments {names}, updates {[*self.updates]}")
         for info in (*self.inputs, *self.outputs):
             if info.mesh not in (None, *range(len(self.meshes))):
                 raise ValueError(f"there is no mesh {info.mesh}")
-        # How many arrays of each kind a tree may name: arguments have no outputs in them.
+        # A tree may name arrays of these kinds, as many as there are. Arguments have no outputs.
         inputs, outputs = {"input": len(self.inputs)}, {"output": len(self.outputs)}
         trees = [(argument.tree, inputs) for argument in self.arguments]
         trees += [(tree, inputs | outputs) for tree in (self.result, *self.updates.values())]
         for tree, counts in trees:
             for _, kind, position in leaves_of(tree):
-                # Not `isinstance`, as True is an int, too.
+                # `isinstance` would not do, because True is an int, too.
                 if type(position) is not int or position not in range(counts.get(kind, 0)):
                     raise ValueError(f"there is no {kind} {position!r:.100}")
 
@@ -232,10 +235,10 @@ def _tree(
     if isinstance(child, Container):
         parts = [_tree(structure, part, slots, array) for part in child.children]
         return _container(child.treedef, iter(parts))
-    if not isinstance(child, int):  # a static value is part of the program, and no array
+    if not isinstance(child, int):  # a static value, which is part of the program, and no array
         return None
     items = []  # the path of each Variable and array below, and its tree
-    # A module or Variable has the slots of its arrays itself, so none are passed.
+    # A module or Variable knows the slots of its arrays, so none are passed.
     for location in structure.walk(child, slots=iter(())):
         entry = None if location.object_index is None else structure.entries[location.object_index]
         value = entry.value if isinstance(entry, VariableEntry) else LEAF
@@ -252,15 +255,16 @@ def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
         return next(parts)
     type_, data = treedef.node_data()
     children = [_container(child, parts) for child in treedef.children()]
-    if type_ is type(None):  # to JAX, None is a node without children
+    if type_ is type(None):  # None is a node without children to JAX
         return None
     kind = _KINDS.get(type_, "object")
-    # JAX has the keys of a dict as the data of the node, of other classes only as paths of leaves.
+    # JAX has the keys of a dict as the data of the node. For other classes it has keys only in
+    # the paths of leaves.
     keys = data if kind == "dict" else _keys(treedef)
     return tree_from(kind, (((key,), child) for key, child in zip(keys, children, strict=True)))
 
 
-# The kinds of containers; those of all other classes are "object".
+# The kinds of containers. A container of any other class has the kind "object".
 _KINDS = {tuple: "tuple", list: "list", dict: "dict", nnx.State: "state"}
 
 
@@ -275,7 +279,7 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
 def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
     """Returns the tree of a container from the paths of its parts and their trees.
 
-    A "state" in a "state" becomes part of it: of the item ``(("up",), {"state": [[["w"], t]]})``,
+    A "state" in a "state" becomes part of it: for the item ``(("up",), {"state": [[["w"], t]]})``,
     the result has ``[["up", "w"], t]``.
     """
     parts = []
@@ -290,7 +294,7 @@ def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
 
 
 def _plain(key: Any) -> str | int:
-    """Returns a key of a path as JSON can hold it."""
+    """Returns a key of a path in a form that JSON can hold: an int or a text."""
     key = plain_key(key)
     return key if type(key) in (str, int) else str(key)
 
@@ -298,10 +302,10 @@ def _plain(key: Any) -> str | int:
 def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
     """Yields each array in a tree: its path, ``"input"`` or ``"output"``, and its position.
 
-    ``path`` is that of the tree itself, which those of its arrays continue.
+    ``path`` is the path of the tree itself; the paths of its arrays begin with it.
 
     Raises:
-      ValueError: the tree, which may be from a file of anyone, has another form.
+      ValueError: the tree has another form, because anybody may have written the file.
     """
     if tree is None:
         return
@@ -313,19 +317,19 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
         return
     if kind not in {*_KINDS.values(), "object"} or not isinstance(content, list):
         raise ValueError(f"expected a container, got {tree!r:.100}")
-    known = set()
+    paths_so_far = set()
     for keys, part in content:
         is_path = isinstance(keys, list) and all(type(key) in (str, int) for key in keys)
-        if not is_path or (kind != "state" and len(keys) != 1) or tuple(keys) in known:
+        if not is_path or (kind != "state" and len(keys) != 1) or tuple(keys) in paths_so_far:
             raise ValueError(f"expected another path than {keys!r:.100}")
-        known.add(tuple(keys))
+        paths_so_far.add(tuple(keys))
         yield from leaves_of(part, (*path, *keys))
 
 
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
     """Returns the pytree that a tree describes, with arrays in it.
 
-    ``arrays`` are those for ``"input"`` and for ``"output"``, by position.
+    ``arrays`` has the arrays for ``"input"`` and for ``"output"``, by position.
     """
     if tree is None:
         return None

@@ -242,10 +242,10 @@ class _Accumulation:
 
         # `explicit_axes` retypes the arguments of this function, but nothing that it captures, such
         # as `bound`. So all arguments of the loss are passed to it, and put into `bound` again.
-        def accumulate(shared: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            bound.arguments.update(shared)
+        def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
+            bound.arguments.update(rest)
             call = self.gradient.prepare(bound.args, bound.kwargs)
-            return self._accumulate(bound, call, shared, batch, auto=auto, rows=rows)
+            return self._accumulate(bound, call, rest, batch, auto=auto, rows=rows)
 
         # The axes shard the rows of the batch, and nothing else, because shard sums need whole
         # parameters.

@@ -255,8 +255,8 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
         ints = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, int)}
         num_leaves = len(leaves)
 
-        def call_with_ints(layer: object, x: object, not_ints: Iterable[object]) -> Any:
-            next_not_int = iter(not_ints)
+        def call_with_ints(layer: object, x: object, others: Iterable[object]) -> Any:
+            next_not_int = iter(others)
             leaves = [ints[i] if i in ints else next(next_not_int) for i in range(num_leaves)]
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return call_layer(layer, x, args, kwargs)
