@@ -160,7 +160,7 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
         f32[8, 16]   →   P("data")                 rows like the input's, whole features
         f32[8, 4]    →   P("data", "model")        the same shape
         f32[8]       →   P("data")                 a value for each row
-        f32[8, 16], of which P(OPEN, "model") is known   →   P("data", "model")
+        f32[8, 16], if P(OPEN, "model") is known   →   P("data", "model")
 
     Args:
       x: the output.
@@ -170,11 +170,12 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
     Returns:
       ``spec``, with an entry of the input, or None, for each dimension that is open.
     """
-    # A known spec says which dimensions stay whole, so the shape counts only without one.
-    has_same_shape = x.shape == first.shape and spec is None
+    has_same_shape = x.shape == first.shape
     is_value_per_row = x.ndim == 1 and first.ndim > 1
+    # An equal shape counts only if nothing is known of the output.
+    is_like_first = (spec is None and has_same_shape) or is_value_per_row
     # The number of leading dimensions that may be like the input's: all, or all but the features.
-    count = x.ndim if has_same_shape or is_value_per_row else max(x.ndim - 1, 0)
+    count = x.ndim if is_like_first else max(x.ndim - 1, 0)
     leading = []
     first_entries = jax.typeof(first).sharding.spec.partitions
     for size, first_size, entry in zip(x.shape[:count], first.shape, first_entries, strict=False):

@@ -116,14 +116,14 @@ def with_handler(
     """Calls a function, and passes the calls of modules in it to a handler.
 
     Args:
-      handler: the handler. It may call the one around it (:func:`current_handler`).
+      handler: the handler. It may call the surrounding handler (:func:`current_handler`).
       named: the names of further methods to pass on, which may be private.
       fun: the function.
       *args: its arguments.
       **kwargs: its keyword arguments.
 
     Returns:
-      What the function returns.
+      The result of the function.
     """
     outer = _CURRENT.get()
     # Methods that an outer handler intercepts stay intercepted.

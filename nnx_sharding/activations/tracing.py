@@ -206,7 +206,6 @@ class Scope:
         self._schedules: dict[Place, CallSchedule] = {}
         self._whole_outputs = WholeOutputs()
 
-        # These lines find the mesh, and the axes of it that may shard activations.
         meshes = {jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None}
         self._explicit_axes = frozenset(
             axis for mesh in meshes for axis in axes_of_type(mesh, AxisType.Explicit)
@@ -480,7 +479,7 @@ class Scope:
             # to be Explicit. Only the layer itself can leave out the sum, if it gets this option.
             if spec.unreduced:
                 kwargs = {**kwargs, "out_sharding": keep_axes(spec, explicit)}
-        # These Explicit axes are Auto while the method runs: all or none of them.
+        # `auto_axes` are the Explicit axes that are Auto while the method runs: all or none.
         auto_axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
         if not auto_axes:
             out = call(*args, **kwargs)

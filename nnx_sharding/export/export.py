@@ -238,7 +238,7 @@ def _manifest(
             return {"input": position}
         return {"output": groups[group].arrays[position]}
 
-    # These are the arguments, before and after the call.
+    # `arguments` and `arguments_after` describe them before and after the call.
     arguments = tuple(_arguments(plan, tree_of(plan.structure, lambda slot: {"input": slot})))
     structure_after = _arguments_after(plan, outcome)
     arguments_after = _arguments(plan, tree_of(structure_after, tree_of_slot))

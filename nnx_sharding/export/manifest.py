@@ -62,7 +62,7 @@ class ArrayInfo:
     def of(
         cls, name: str, aval: Any, sharding: NamedSharding | None, meshes: Sequence[Any] = ()
     ) -> ArrayInfo:
-        """Describes an array whose mesh is one of ``meshes``."""
+        """Returns the description of an array; ``meshes`` has the mesh of its sharding."""
         shape = tuple(size if isinstance(size, int) else str(size) for size in aval.shape)
         info = cls(name, shape, str(aval.dtype), memory_kind=getattr(sharding, "memory_kind", None))
         if sharding is None or sharding.mesh.empty:

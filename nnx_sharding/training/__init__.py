@@ -1,4 +1,4 @@
-"""What a training step needs around its gradient."""
+"""Functions for training steps: gradients of microbatches, and state in host memory."""
 
 from .accumulation import accumulate_gradients
 from .offloading import fetched, offload

@@ -229,7 +229,7 @@ def _value_of(value: object) -> Hashable:
     # (`has_hidden_state`).
     if cls.__module__.partition(".")[0] != "jax" or has_hidden_state(cls):
         raise _NoContentError
-    kind, parts = open_object(value)  # its class, and the values in its attributes
+    kind, parts = open_object(value)  # the class, and the values in attributes
     return kind, *map(_value_of, parts)
 
 

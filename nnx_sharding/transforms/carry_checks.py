@@ -102,7 +102,7 @@ def structure_changes(
         # call.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue
-        # These are the attributes (or items) of the object, by path. A value is a static value, a
+        # Both have the attributes (or items) of the object, by path. A value is a static value, a
         # mark for an array, or the index of another object; it is never None.
         old, new = parts_of(old_entry), parts_of(new_entry)
         changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]

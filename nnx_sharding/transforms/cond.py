@@ -88,7 +88,7 @@ def cond(
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      What the function returns.
+      The result of the function.
 
     Raises:
       TypeError: ``pred`` is not a scalar, or the functions return arrays of different types.
@@ -133,7 +133,7 @@ def switch(
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      What the branch returns.
+      The result of the branch.
 
     Raises:
       TypeError: ``index`` is not an integer scalar, or the branches return different types.
@@ -197,8 +197,8 @@ class _Switch(InnerTransform):
 
     in_name: str = "operands"
     labels: tuple[str, ...]  # the names of the branches in messages
-    # For each branch, the positions of its objects in the second argument: ((0,), ()) if the first
-    # of two branches is a method, and the second one a plain function.
+    # Each item has the positions of one branch's objects in the second argument: ((0,), ()) if the
+    # first of two branches is a method, and the second one a plain function.
     bound: tuple[tuple[int, ...], ...]
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:
@@ -417,7 +417,7 @@ class _Branches:
         # Objects are compared if they have the same name, and so the same place, after both
         # branches. Names start at the arguments, such as `model.blocks[0]`, or at the output.
         starts = named_parts(self._plan.graph_arguments)
-        # Both have names by the index of the object.
+        # These are the names of objects after both branches, by index.
         names = first_structure.names([*starts, ("output", first_structure.root)])
         other_names = other_structure.names([*starts, ("output", other_structure.root)])
         same_names = {

@@ -195,7 +195,7 @@ def _make(
             "returns zeros for what is not differentiated."
         )
     _, bound = unbind(fun)  # the objects to which a method is bound
-    if bound:  # it would be unclear whether positions and rules count the object
+    if bound:  # positions and rules might count the object, or not
         raise ValueError(
             f"{name}: {name_of(fun)} is a bound method. Decorate the function in the class: the "
             "object is then the first argument of the rules, too."
@@ -236,7 +236,7 @@ class _CustomFunction(Inner[P, R]):
 
         Raises:
           TypeError: the function has no rules yet, or an argument can only be passed by keyword.
-          ValueError: a position in ``nondiff_argnums`` is not one of the call.
+          ValueError: a position in ``nondiff_argnums`` is beyond the arguments of the call.
         """
         name = self._transform.name
         fun_name = name_of(self._fun)

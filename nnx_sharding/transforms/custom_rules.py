@@ -194,7 +194,7 @@ class _Call:
 
         Args:
           position: the position of the argument.
-          path: where the Variable is in the argument.
+          path: the path of the Variable in the argument.
         """
         # The parts of an argument are the modules and Variables in its pytree. The keys of a part
         # lead to it: (0,) in ``[model]``, () for an argument that is a module itself.
@@ -275,7 +275,7 @@ class _Call:
           arrays: the arrays in ``slots``.
 
         Returns:
-          What was done to objects, and the outputs.
+          The outcome, which says what was done to objects, and the outputs.
 
         Raises:
           ValueError: the function or rule did not do the same as another one in an earlier trace.
@@ -311,7 +311,7 @@ class _Call:
         """
         name, other_name = name_of(function), name_of(other_function)
         changed, other_changed = _changed_objects(outcome), _changed_objects(other_outcome)
-        variables = self.plan.variables  # those of the arguments, by index, with names and specs
+        variables = self.plan.variables  # the arguments' Variables by index, with names and specs
         lines = []
         for index in sorted(changed ^ other_changed):  # the objects that only one of them changes
             place = variables[index].name if index in variables else "an object"
@@ -611,7 +611,7 @@ class _CallWithJvp(_Call):
         return tangents
 
     def _tangents_left(self, outcome: Outcome, d_args: tuple[Any, ...]) -> dict[int, Any]:
-        """Returns the tangents that a rule left in those of its arguments, by slot after the call.
+        """Returns the tangents that a rule left in its argument tangents, by slot after the call.
 
         Args:
           outcome: what the rule did to objects.

@@ -108,7 +108,7 @@ class Differentiable(Inner[P, R]):
             auxiliary for JAX. ``derivative_of`` returns the derivative and these outputs.
 
         Returns:
-          What the user's function returns, and the derivative.
+          The result of the user's function, and the derivative.
         """
         pure_function = self._program(plan, flat).inline  # a function of all leaves
 

@@ -42,7 +42,7 @@ def eval_shape(
       **kwargs: its keyword arguments.
 
     Returns:
-      What ``f`` returns, with ``jax.ShapeDtypeStruct`` in place of arrays; modules in it are new,
+      The result of ``f``, with ``jax.ShapeDtypeStruct`` in place of arrays. Modules in it are new,
       abstract ones. In the context of a mesh, Variables have the sharding that their metadata
       (``out_sharding``) names.
 

@@ -17,7 +17,7 @@ From other modules:
     Measured        the seconds of instructions in calls, and the program that ran
     MadeValue       a value that the user's code makes, with its line, module and spec
 
-Two programs are at hand: the one that calls run (``module``), and the same compiled again with
+There are two programs: the one that calls run (``module``), and the same one compiled again with
 names of modules (``dumped``), which takes as long as the first compilation.
 """
 
@@ -207,7 +207,7 @@ class Figures:
             return rows
         axis_sizes = MeshDescription.of(self._mesh).axes
         whole_program = self.dumped.whole if compile_again else None
-        # These are the values that the lines of the user's code make, with their specs in the
+        # `values` has the values that the lines of the user's code make, with their specs in the
         # program. Each row gets the spec of the value that it is.
         values = compiled_values(
             self._made, self._module_paths, self.module, whole_program, axis_sizes

@@ -147,7 +147,7 @@ def call_functions(
         objects to which the functions are bound, and the operands.
 
     Returns:
-      What the transform returns.
+      The result of the transform.
     """
     no_roles = Roles()
     graph, updates = _compat.graph_mode(*modes)

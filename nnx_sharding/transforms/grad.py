@@ -131,7 +131,7 @@ def grad(
     """Makes a function that returns the gradient of ``f``.
 
     Args:
-      f: as for :func:`value_and_grad`, like all options.
+      f: the function, as for :func:`value_and_grad`, like all options.
       argnums: what to differentiate with respect to.
       wrt: an NNX filter for the Variables of modules.
       has_aux: whether ``f`` returns auxiliary data.
@@ -229,8 +229,8 @@ class _Gradient(Differentiation):
     must_match: bool  # whether the user chose a filter, which then has to match something
     is_single: bool  # whether the gradient is of one argument, not a tuple
     returns_value: bool  # whether calls return the value, too
-    holomorphic: bool  # as in ``jax.grad``
-    allow_int: bool  # as in ``jax.grad``
+    holomorphic: bool  # the option of ``jax.grad``
+    allow_int: bool  # the option of ``jax.grad``
 
     def check_output(self, fun_name: str, out: object) -> None:
         """Raises a ``TypeError`` unless the function returns a scalar that has a gradient.
@@ -415,7 +415,7 @@ class ValueAndGrad(Differentiable[P, R]):
           TypeError: an array has no derivative (:meth:`check_types`).
 
         Returns:
-          What the function returns, and the gradient of each array that is differentiated.
+          The result of the function, and the gradient of each array that is differentiated.
         """
         self.check_types(prepared)
         transform = self._transform

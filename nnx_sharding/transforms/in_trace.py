@@ -129,7 +129,7 @@ def call_on_slots(
         all leaves that JAX traces.
 
     Returns:
-      What the transformed function returns for the leaves in ``slots``.
+      The result of the transformed function for the leaves in ``slots``.
     """
     slots = traced_slots(leaves) if slots is None else slots
 
@@ -312,7 +312,7 @@ class Inner(LiftedFunction[P, R]):
           execute: takes the leaves, and returns what the pure function returns, and the result.
 
         Returns:
-          What the user's function returns, and the result.
+          The result of the user's function, and the other result.
         """
         results = list[Any]()  # gets one item, because `execute` is called once
 

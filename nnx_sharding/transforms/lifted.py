@@ -199,7 +199,7 @@ class LiftedFunction(Generic[P, R]):
         guards = self._guards
         earlier_call = guards.find(args, kwargs) if is_top_level else None
         if earlier_call is not None:
-            _compat.leave_static_cache()  # as `_split` does for all other calls
+            _compat.leave_static_cache()  # `_split` does it for all other calls
             return earlier_call
         call, flat = self._split(args, kwargs, record=is_top_level)
         plan, is_new = self._plan(call, flat)
@@ -420,7 +420,7 @@ class Lifted(LiftedFunction[P, R]):
     ) -> None:
         """Raises an error that says what holds the memory, if a call ran out of it.
 
-        For any other error it returns, and the caller raises that.
+        Returns for any other error, which the caller then raises.
 
         Args:
           plan: the plan of the call.
@@ -429,7 +429,7 @@ class Lifted(LiftedFunction[P, R]):
           objects: the caller's objects.
         """
 
-        # These are functions because only an error of memory traces and compiles again.
+        # Functions are passed, because only an error of memory traces and compiles again.
         def make_recorder() -> Recorder:
             return Recorder(self._fun, plan, Flat(plan.structure, leaves, objects), leaves)
 
@@ -611,7 +611,7 @@ def lift(
       transform: what is to be done with it.
       roles: which arguments are static or donated.
       graph: the user's option; None for Flax's global flag.
-      graph_updates: likewise.
+      graph_updates: the user's option; None for Flax's global flag.
       jax_options: options for ``jax.jit``, about which JAX may raise or warn when it decorates.
       **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """

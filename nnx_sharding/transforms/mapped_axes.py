@@ -161,7 +161,8 @@ def axes_specs(option: str, prefix: object) -> Specs:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf)
     axes = []
     for path, axis in leaves:
-        place = accessor(option, tuple(map(path_key, path)))  # such as `in_axes[0]['mask']`
+        # The text is `in_axes[0]['mask']`, for example.
+        place = accessor(option, tuple(map(path_key, path)))
         axes.append(_axis(place, axis))
     return Specs(jax.tree_util.tree_unflatten(treedef, axes))
 
@@ -173,8 +174,8 @@ class Mapped(InnerTransform):
     Captured arrays and checks of results are here, too.
     """
 
-    # Results need a group for each axis that they may have. What a function captures is stacked
-    # along the first dimension, even if the user has written no such axis.
+    # Results need a group for each axis that they may have. Captured arrays are stacked along the
+    # first dimension, even if the user has written no such axis.
     own_specs: ClassVar[tuple[Axis, ...]] = (Axis(0),)
 
     in_name: str = "in_axes"
@@ -263,7 +264,7 @@ class Mapped(InnerTransform):
         if not self.metadata:
             return fun
         settings = dict(self.metadata)
-        # These are the mapped Variables of the arguments in the trace, each with its axis.
+        # `mapped` has the mapped Variables of the arguments in the trace, each with its axis.
         mapped = [
             (unflattened.objects[index], axis.index)
             for index, (_, axis) in plan.variables.items()

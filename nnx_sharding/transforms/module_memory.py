@@ -53,7 +53,7 @@ class DumpedProgram(NamedTuple):
     """A program with the modules in the names of its operations, and its memory if known."""
 
     module: Module  # the program for one device
-    buffers: Buffers | None  # where it puts each array; None if the compiler does not write this
+    buffers: Buffers | None  # the place of each array; None if the compiler does not write it
     required: int | None  # bytes that have to be free for a call; None if the compiler failed
     paths: frozenset[str]  # the paths of the modules that were called
     # The program before it is partitioned, with the sharding of each value; None if the compiler

@@ -68,8 +68,8 @@ def _explanation(
     from .module_memory import argument_rows, dump_program
 
     program = dump_program(recorder, compile_with)
-    # The shardings that the arguments show: the declared one, or the array's own. Without either,
-    # JAX puts an array on the first device.
+    # An argument is expected to have the declared sharding, or else its own. Without either, JAX
+    # puts an array on the first device.
     default = SingleDeviceSharding(jax.devices()[0])
     expected = [
         sharding or getattr(leaf, "sharding", None) or default

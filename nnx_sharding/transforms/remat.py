@@ -48,7 +48,7 @@ from ..specs.paths import Path, path_string
 from .in_trace import Function, Inner, InnerTransform, call_on_slots, is_traced
 from .lifted import lift
 
-# What happens to the values that a filter chooses, between the forward and the backward pass.
+# The treatment of the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]
 Policy: TypeAlias = (
     "Callable[..., bool] | str | Mapping[Any, Keep] | Iterable[tuple[Any, Keep]] | None"
@@ -181,7 +181,7 @@ class _Remat(InnerTransform):
     name: str = "remat"
     in_name: str = "policy"
     policy: Callable[..., bool] | _Rules | None  # the policy; None to keep nothing
-    prevent_cse: bool  # as in ``jax.checkpoint``
+    prevent_cse: bool  # the option of ``jax.checkpoint``
 
     @property
     def traced_filters(self) -> Sequence[object]:
@@ -233,7 +233,7 @@ class _Remat(InnerTransform):
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
         checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=self.prevent_cse)
-        # It is one object for all calls, because JAX finds its traces by the object.
+        # One object serves all calls, because JAX finds its traces by the object.
         checkpointed = checkpoint(function)
 
         def call(*leaves: object) -> Any:

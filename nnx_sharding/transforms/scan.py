@@ -389,9 +389,9 @@ class Loop:
         return places
 
     def _find_fixed_objects(self, plan: Plan) -> set[int]:
-        """Finds the objects whose structure no step may change, since the next one gets them.
+        """Finds the objects whose structure no step may change, because the next step gets them.
 
-        These are all objects that are not mapped, and the objects of carried arrays.
+        All objects that are not mapped are fixed, and the objects of carried arrays.
         """
         structure = plan.structure
         fixed: set[int] = set()
@@ -418,8 +418,8 @@ class Loop:
           *leaves: the leaves of the arguments, by slot.
 
         Returns:
-          What the pure function returns: groups of outputs, here with stacked arrays or last
-          values, and the outcome of a step.
+          Groups of outputs and the outcome of a step, like the pure function. The groups have
+          stacked arrays or last values here.
         """
         self._check_lengths(leaves)  # raises unless all mapped arrays have one length
         # The step captures leaves that JAX cannot carry, such as flags, in hashable form.
@@ -545,7 +545,7 @@ class Loop:
         """Returns the slots after a step of the arrays in ``_carried``, in the same order."""
         after = outcome.structure
         # The carry begins with the arrays outside of objects that the step returned as its carry.
-        # Their order is that of the given ones, because the user's function was checked to return
+        # They have the order of the given arrays, because the user's function was checked to return
         # the same pytree.
         in_carry = [
             slot for slot in after.root_slots if outcome.sources[slot].group == self._carry_group
@@ -645,7 +645,7 @@ class Loop:
           groups: the outputs of the step.
           outcome: what the step did to objects.
         """
-        # These are the sources of the arrays in the carry.
+        # An output is in the carry if its source is one of the carry's.
         carried = {outcome.sources[slot] for slot in self._carried_after(outcome)}
         lines = []
         for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True)):

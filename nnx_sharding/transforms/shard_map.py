@@ -94,7 +94,7 @@ class _ShardMap(Sharded):
         As in ``jax.shard_map``, a Python value whose spec is None is static.
 
         Args:
-          parameters: those of the user's function.
+          parameters: the parameters of the user's function.
           signature: how the call passes its arguments: by position, by name, static or not.
           args: the positional arguments.
           kwargs: the keyword arguments.
@@ -230,7 +230,7 @@ class _ShardMap(Sharded):
           function: the pure function.
 
         Returns:
-          What calls run; see `Program`.
+          The functions that calls run; see `Program`.
         """
         function = self._with_typed_residuals(function)
         # `map_over` takes ``mesh`` and ``axis_names``, and returns the mapped function.

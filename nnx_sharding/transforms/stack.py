@@ -4,7 +4,7 @@ A list of L layers is traced and compiled L times. A ``Stack`` holds one layer, 
 leading dimension of size L, and calls it in one ``scan``::
 
     blocks[0].kernel, …, blocks[L-1].kernel    L arrays of shape (in, out)
-    stack.layers.kernel                        one of shape (L, in, out)
+    stack.layers.kernel                        one array of shape (L, in, out)
 
     x = stack(x)    =    x, _ = scan(lambda x, layer: layer(x), x, layers)
 
@@ -91,8 +91,8 @@ class Stack(nnx.Module):
       unroll: how many layers one iteration of the loop runs.
       remat: the policy of :func:`~nnx_sharding.remat` for each layer; True to keep only the inputs
         of a layer, False for no recomputation.
-      prefetch: 1 to gather the parameters of the next layer while one computes, as by
-        :func:`~nnx_sharding.partition.fsdp`, where a strategy gathers them.
+      prefetch: 1 to gather the parameters of the next layer while a layer computes, if a strategy
+        gathers them, such as :func:`~nnx_sharding.partition.fsdp`.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Stack(nnx.Module):
           x: what the first layer gets; every other layer gets what the previous one returned, which
             has to have the same structure, shapes and dtypes.
           *args: further arguments, the same for all layers.
-          **kwargs: likewise. Flags, ints and what is not an array are not traced, so that layers
-            may use them as shapes.
+          **kwargs: further keyword arguments, the same for all layers. Flags, ints and values that
+            are not arrays are not traced, so that layers may use them as shapes.
 
         Returns:
-          What the last layer returned.
+          The result of the last layer.
         """
         axes = layer_axes(self.shared)  # 0, and None for what all layers share
         run = loop_of_calls(axes, self.length, self.unroll, self.remat)
@@ -229,7 +229,7 @@ class Stack(nnx.Module):
         _check_equal([old, new], name_of=lambda i: "the layers" if i == 0 else f"[{number}]")
         # `layers` has the structure of one layer, so slots mean the same in both.
         stacked = flatten_layer(self.layers)
-        slots = stacked_slots(stacked, self.shared)  # of the arrays with a dimension for layers
+        slots = stacked_slots(stacked, self.shared)  # the arrays with a dimension for layers
         old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
         new_arrays = [new.leaves[slot] for slot in slots]  # (…)
 
@@ -277,8 +277,8 @@ def stack(
       unroll: how many layers one iteration of the loop runs.
       remat: whether the backward pass recomputes each layer: True, or a policy of
         :func:`~nnx_sharding.remat`, whose paths start at the layer.
-      prefetch: 1 to gather the parameters of the next layer while one computes, where a strategy
-        such as :func:`~nnx_sharding.partition.fsdp` gathers them.
+      prefetch: 1 to gather the parameters of the next layer while a layer computes, if a strategy
+        gathers them, such as :func:`~nnx_sharding.partition.fsdp`.
       **kwargs: keyword arguments for making a layer. An ``nnx.Rngs`` among the arguments is
         split.
 
@@ -319,7 +319,7 @@ def stack(
             f"of layers, as in stack(Block, 24, rngs=rngs), got {show(layers)}"
             + ("." if length is None else f" and {length!r}.")
         )
-    if kwargs:  # they are for making layers
+    if kwargs:  # only functions that make layers take them
         raise TypeError(
             "stack: a list of modules takes no arguments for making layers, got "
             f"{', '.join(kwargs)}."
@@ -345,7 +345,7 @@ def _make_layers(
       make: makes one layer.
       length: the number of layers.
       args: the positional arguments of ``make``; random streams among them are split.
-      kwargs: its keyword arguments, likewise.
+      kwargs: its keyword arguments; random streams among them are split, too.
 
     Returns:
       One layer whose arrays have a first dimension for all layers, and the paths of what has none.
@@ -414,7 +414,7 @@ def _refuse_partly_shared(flats: Sequence[Flat], shared: Collection[Path]) -> No
     expressions: dict[int, list[str]] = {}  # the expressions for each Variable, by its id
     for number, flat in enumerate(flats):
         for location in locations_of(flat):
-            # `shared` lists no empty Variable, so without the test of slots one that all layers
+            # `shared` lists no empty Variable, so without the test of slots, one that all layers
             # share would be refused here.
             if location.slots and is_in_variable(flat, location) and location.path not in shared:
                 variable = flat.objects[cast(int, location.object_index)]

@@ -247,7 +247,7 @@ def _recomputed_call(policy: Policy | Literal[True]) -> Callable[..., Any]:
     out of the arguments, and captured. Flags are captured, too, because they are ints for Python.
 
     Args:
-      policy: as for :func:`recompute_in_backward`.
+      policy: what the backward pass keeps anyway (:func:`recompute_in_backward`).
     """
 
     def call(layer: object, x: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

@@ -235,8 +235,8 @@ class Stage:
           kwargs: the keyword arguments.
 
         Raises:
-          TypeError: their structure differs from that for which it was done.
-          ValueError: their shardings differ from those for which the function was compiled.
+          TypeError: the arguments have another structure than the stage was made for.
+          ValueError: the arguments have other shardings than the function was compiled for.
         """
         plan = self._plan
         stage = self._stage
@@ -485,7 +485,7 @@ class Lowered(Stage):
 
         Args:
           compiler_options: options for XLA.
-          device_assignment: the devices to compile for, where the shardings name none.
+          device_assignment: the devices to compile for, if the shardings name none.
 
         Returns:
           The compiled function.
@@ -629,10 +629,11 @@ class Compiled(Stage):
             down are part of them. None lists all.
           hardware: for the column of seconds, as for :meth:`roofline`; None for the devices that it
             was compiled for.
-          profile: of calls of this function, to measure each module, as for :meth:`by_line`.
+          profile: a profile of calls of this function, to measure each module, as for
+            :meth:`by_line`.
 
         Returns:
-          The table. Its memory is None where the compiler writes no such files; ``why`` says so.
+          The table. Its memory is None if the compiler writes no such files; ``why`` says so.
 
         Raises:
           ValueError: what the function captures, or a setting of JAX, has changed since it was
@@ -663,7 +664,7 @@ class Compiled(Stage):
 
         Args:
           hardware: for the column of seconds, as for :meth:`by_module`.
-          profile: of calls of this function, to measure each line: a
+          profile: a profile of calls of this function, to measure each line: a
             ``jax.profiler.ProfileData``, or the folder given to ``jax.profiler.trace``, or a file
             in it. The mean of the devices and calls is in ``measured``.
 

@@ -1,4 +1,4 @@
-"""Which arrays have tangents, and pytrees of tangents in the form of the user's objects.
+"""The arrays that have tangents, and pytrees of tangents in the form of the user's objects.
 
 JAX differentiates lists of arrays. Users give and get tangents and cotangents in the form of their
 arguments and results, the *values*. The tangent of a module is another one of the same structure,
@@ -154,7 +154,7 @@ class TangentForm:
         """
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
-        # These are the slots of the values that need a tangent, by path.
+        # `value_slots` has the slots of the values that need a tangent, by path.
         value_slots = self._places_without_omitted(given) if may_omit else self._places
         *_, what = name.split(" ")  # "jvp: tangents" -> "tangents", as in `tangents[0].kernel`
         lines = []

@@ -245,7 +245,7 @@ class _AtPoint(Differentiable[..., Any]):
 
         returned, from_jax = self.differentiate(plan, flat, primal_form.slots, derivative_of)
         output, *aux = returned if self._transform.has_aux else (returned,)
-        # These are the user's objects after the call. Their tangents have this form.
+        # The output holds the user's objects after the call. Its tangents have this form.
         flat_output = flatten(output)
         output_form = TangentForm(flat_output, slots_by_path(flat_output.structure))
         return _Derivative(output, tuple(aux), from_jax, output_form)

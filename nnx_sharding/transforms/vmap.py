@@ -198,9 +198,9 @@ def _shard_alike(
 ) -> tuple[Any, ...]:
     """Returns the arrays with their mapped dimensions sharded over the same Explicit axes.
 
-    JAX refuses mapped dimensions that are sharded differently. A replicated dimension, such as that
-    of keys that the user's function has split, is sharded like that of the other arrays, as on Auto
-    axes: nothing is sent.
+    JAX refuses mapped dimensions that are sharded differently. A replicated dimension, for example
+    of keys that the user's function has split, is sharded like the mapped dimension of the other
+    arrays, as on Auto axes: nothing is sent.
 
     Args:
       leaves: the arrays, by slot.

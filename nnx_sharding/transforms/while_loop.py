@@ -134,7 +134,7 @@ def fori_loop(
       body_fun: a function of the integer and the carry that returns the next carry, as for
         :func:`while_loop`.
       init_val: the first carry.
-      unroll: how many steps to unroll in one iteration; True for all. For known bounds only.
+      unroll: how many steps to unroll in one iteration; True for all. It needs known bounds.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -368,7 +368,7 @@ class _WhileLoop(Loop):
             [f"  {name}" for name in self._names_of(sorted(changed)).values()],
             "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
         )
-        # By slot after the call: an array of the groups, or of the inputs if it is unchanged.
+        # The array in each slot after the call is an output, or an input if it is unchanged.
         arrays_after = outcome.arrays(leaves, groups)
         # The structure after the call also has the objects of the arguments, but its root is the
         # condition's result, and the bool is the only array there.
