@@ -1,11 +1,12 @@
-"""Finds projections to heads whose spec splits a head, where the model says how many it has.
+"""Finds projections to heads whose spec splits a head, if the model says how many heads it has.
 
 A layer ``k_proj`` with 2 heads of 64 features has 128 outputs. Over 4 devices, each has half a
-head: numbers are right, but the attention gathers the keys again. Shapes alone do not show it, as
-128 may be any number of heads. The module around the layer, or its configuration, often does:
+head: numbers are right, but the attention gathers the keys again. Shapes alone do not show that,
+because 128 outputs may be any number of heads. The module around the layer, or its configuration,
+often has the number:
 
     num_kv_heads = 2                      the heads of keys and values
-    num_heads = 8, head_dim = 64          those of queries, and the features of all
+    num_heads = 8, head_dim = 64          the heads of queries, and the features of each head
 
 `QUERIES` and `KEYS` match names of projections: ``q_proj``, ``query``; ``k_proj``, ``value``.
 """
@@ -26,7 +27,7 @@ from ..specs.paths import Path
 from ..specs.types import AnyMesh
 from .variables import Listing, SpecsByPath
 
-# The names under which modules and configurations have the number of heads, or the size of one.
+# Names of attributes with the number of heads, or the size of a head, and of configurations.
 _NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
 _NUM_KEY_HEADS = re.compile("((num|n)_)?(kv|key_value|k|key)_heads?")
 _HEAD_SIZE = re.compile("head_(dim|size|features)")
@@ -34,25 +35,25 @@ _CONFIGURATIONS = ("config", "cfg", "configuration", "args", "options")
 
 
 def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) -> dict[Path, str]:
-    """Says for each kernel whose spec splits heads what that costs, by its path.
+    """Returns a note for each kernel whose spec splits heads, by its path: what that costs.
 
-    A projection is a kernel, (inputs, heads · size), of which attention makes heads.
+    Such a kernel is a projection, (inputs, heads · size): attention splits its outputs into heads.
 
     Args:
       listing: the model.
       specs: the specs of its parameters, by path.
       mesh: the mesh of the specs.
     """
-    modules: dict[Path, object] = {}  # by path; filled for the first projection, if there is one
+    modules: dict[Path, object] = {}  # by path; filled at the first projection, if there is one
     notes = {}
     for parameter in listing.variables:
         spec = specs[parameter.path]
-        dimensions = parameter.layer_dimensions  # of one layer, without those of stacked layers
-        # A kernel (inputs, heads, size) has a dimension of heads, which is sharded whole or not.
+        dimensions = parameter.layer_dimensions  # without the dimensions of stacked layers
+        # A kernel (inputs, heads, size) is left out, because a shard of its heads has whole heads.
         if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
             continue
         name, module_path = _projection(parameter.path)  # ("k_proj", the path of the attention)
-        if not name:
+        if not name:  # it is no projection to heads
             continue
         if not modules:
             modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
@@ -77,9 +78,10 @@ def _projection(path: Path) -> tuple[str, Path]:
     """Returns the name of a projection to heads, and the path of the module around it.
 
     For the kernel ``blocks/0/attention/k_proj/kernel`` these are ``k_proj`` and
-    ``blocks/0/attention``; for a kernel that is none, the name is "".
+    ``blocks/0/attention``. For a parameter that is no projection, the name is "", the path ().
     """
-    for length in (len(path) - 1, len(path) - 2):  # a parameter ``wk``, or ``k_proj/kernel``
+    # The name is the last key of a parameter ``wk``, and the last but one of ``k_proj/kernel``.
+    for length in (len(path) - 1, len(path) - 2):
         name = str(path[length]) if length >= 0 else ""
         if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
             return name, path[:length]
@@ -91,26 +93,26 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
 
     Args:
       module: the module around the projection.
-      name: that of the projection, of queries or of keys and values.
-      size: the number of its outputs.
+      name: the name of the projection, which `QUERIES` or `KEYS` matches.
+      size: the number of outputs of the projection.
     """
     is_query = bool(QUERIES.fullmatch(name))
     pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS
     numbers = _numbers(module)
-    # Their number itself; or else the size of one head, of which there are as many as fit.
+    # The module has the number of heads, or the size of a head, from which the number follows.
     counts = {n for key, n in numbers.items() if pattern.fullmatch(key)}
     if not counts:
         head_sizes = {n for key, n in numbers.items() if _HEAD_SIZE.fullmatch(key)}
         counts = {size // n for n in head_sizes if size % n == 0}
-    if len(counts) != 1:  # several contradict each other
+    if len(counts) != 1:  # no number, or several that contradict each other
         return None
     [count] = counts
-    # With as many heads as outputs, each has one feature: the number must be of something else.
+    # As many heads as outputs would have one feature each, so the number counts something else.
     return count if count and size % count == 0 and size > count else None
 
 
 def _numbers(module: nnx.Module) -> dict[str, int]:
-    """Returns the positive integers that a module, or a configuration in it, has, by name.
+    """Returns the positive integers in the attributes of a module and its configuration, by name.
 
     A configuration is an attribute with one of the names in ``_CONFIGURATIONS``, such as
     ``config``: a dict, or an object with attributes.
@@ -118,9 +120,10 @@ def _numbers(module: nnx.Module) -> dict[str, int]:
     attributes = vars(module)
     configurations: list[Any] = [attributes[name] for name in _CONFIGURATIONS if name in attributes]
     numbers = dict[str, int]()
-    for holder in (*configurations, attributes):  # the module's own come last, and override
+    # The attributes of the module come last, because they override those of a configuration.
+    for holder in (*configurations, attributes):
         items = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
         for name, value in items.items():
-            if type(value) is int and value > 0:  # not True, which is an int as well
+            if type(value) is int and value > 0:  # `type` excludes True, which is an int as well
                 numbers[str(name)] = value
     return numbers

@@ -1,25 +1,32 @@
-"""Shardings of a model by shapes alone: replicated, FSDP, ZeRO-1; and what all strategies share.
+"""Shardings of a model by shapes alone (replicated, FSDP, ZeRO-1), and helpers of all strategies.
 
 A *strategy* reads the paths, shapes and metadata of a model, never its values, and returns a
-``StateSharding``. All of them, also those in other files, go the same way::
+``StateSharding``. All strategies, including those in other files, have the same steps::
 
     mesh, axes = mesh_and_axes(name, mesh, axis)         the mesh axes to shard over, checked
     parameters = variables(model)                        flattens the model, once
-    specs = base_specs(name, parameters, base, mesh)     path → what `base` has there, else P()
-    …                                                    replace entries of this dict
-    remarks = remarks_on(specs, name, base, …)           what reports say of each path
+    specs = base_specs(name, parameters, base, mesh)     path → the spec in `base`, else P()
+    …                                                    replaces entries of this dict
+    remarks = remarks_on(specs, name, base, …)           texts about each path, for reports
     with_optimizer(specs, parameters, optimizer, …)      the same for the optimizer's state
 
-A *spec* is a ``PartitionSpec``: for each dimension of an array, an *entry* with the mesh axes that
-shard it. ``base`` is the result of an earlier strategy, to which this one adds; ``name`` is that of
-the strategy, for messages. A *note* says why an array stays replicated, or what its spec costs;
-``check_sharding`` shows it. A *layer* is one of those that a model stacks in one array
-(``layers.py``), to loop over them; where equal sizes leave open which dimension has the layers,
-they are *ambiguous*. Devices are in several TPU *slices* if a slower network connects them.
+A *spec* is a ``PartitionSpec``. It has an *entry* for each dimension of an array, with the mesh
+axes that shard the dimension. ``base`` is the result of an earlier strategy, to which a strategy
+adds. ``name`` is the name of the strategy, for messages. A *note* says why an array stays
+replicated, or what its spec costs; ``check_sharding`` shows it. A *layer* is one of the layers that
+a model stacks in one array (``layers.py``), to loop over them. If equal sizes leave open which
+dimension has the layers, the layers are *ambiguous*. Devices are in several TPU *slices* if a
+slower network connects them.
 
 A parameter is a ``NamedVariable``: ``path``, ``variable`` (or bare array), ``shapes`` of its
 arrays, ``shape`` (None if they differ), ``layers`` (which dimensions are stacked layers),
-``layer_dimensions`` (the others) and ``layer_size`` (the number of elements in one layer).
+``layer_dimensions`` (the other dimensions) and ``layer_size`` (the number of elements in one
+layer).
+
+From other modules: `fit_sharding` returns the part of a spec that fits a mesh and a shape, and
+``problems`` (as a text, ``reasons``), which are empty if the spec fits or may be corrected.
+`given_mesh` returns the mesh in context if it gets None, and None without any. `spec_and_mesh`
+returns None for a sharding without a spec.
 """
 
 from __future__ import annotations
@@ -206,23 +213,29 @@ def zero1(
 
     This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
-    # Over the network between slices, state is sent once in a step, not with each layer.
+    # The axes may cross slices, because state is sent once in a step, not with each layer.
     mesh, axes = mesh_and_axes("zero1", mesh, axis, across_slices=True)
     parameters = variables(model)
     specs = base_specs("zero1", parameters, base, mesh)
-    # The state as its parameters are sharded, and then each large array of it over the axes.
+    # The state gets the specs of its parameters. Then the axes are added to each large array in it.
     state_specs = optimizer_specs(optimizer, specs, parameters)
     state = optimizer_variables(optimizer, parameters)
-    if isinstance(optimizer, nnx.ModelAndOptimizer):  # its model is not a state, and is not sharded
+    # The model in an `nnx.ModelAndOptimizer` is no state, so it keeps its specs.
+    if isinstance(optimizer, nnx.ModelAndOptimizer):
         state = [variable for variable in state if variable.path[:1] != ("model",)]
     notes = _shard_large("zero1", state_specs, state, axes, mesh, min_size)  # changes `state_specs`
-    all_specs = union(specs, state_specs)  # an error if both have a path, with different specs
+    # `union` raises an error if both have a path with different specs.
+    all_specs = union(specs, state_specs)
     remarks = remarks_on(all_specs, "zero1", base, parameters, axes, notes=notes)
     return from_paths(all_specs, activations_of(base), remarks)
 
 
 def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
-    """Returns the mesh, or the one in context; an error if there is none."""
+    """Returns the mesh, or the one in context.
+
+    Raises:
+      NoMeshError: there is none.
+    """
     if (mesh := given_mesh(name, mesh)) is None:
         remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
         raise NoMeshError(f"{name} has no mesh. {remedy}")
@@ -242,8 +255,8 @@ def mesh_and_axes(
       name: the strategy, for errors.
       mesh: the user's mesh; None for the one in context.
       axis: the user's ``axis``: one axis, or several that shard a dimension together.
-      across_slices: whether devices along these axes may be in different TPU slices. The strategy
-        says no if it sends much over them in each step.
+      across_slices: whether devices along these axes may be in different TPU slices. A strategy
+        passes False if it sends much over the axes in each step.
 
     Raises:
       NoMeshError: there is no mesh.
@@ -285,7 +298,7 @@ def base_specs(
     base: StateSharding | None,
     mesh: AnyMesh | None,
 ) -> SpecsByPath:
-    """Returns the sharding that ``base`` has for each path of a model, ``P()`` where it has none.
+    """Returns the sharding that ``base`` has for each path of a model; ``P()`` without one.
 
     Specs that do not divide their arrays are corrected as ``on_indivisible`` of ``base`` says.
 
@@ -296,7 +309,8 @@ def base_specs(
       mesh: the mesh that the specs have to fit.
 
     Raises:
-      ValueError: some fit neither the mesh nor a shape, and may not be corrected; lists all.
+      TypeError: ``base`` is not a ``StateSharding``.
+      ValueError: specs do not fit the mesh or a shape, and may not be corrected; all are listed.
     """
     if not isinstance(base, StateSharding | None):
         raise TypeError(f"{name}: base must be a StateSharding, got {show(base)}.")
@@ -304,17 +318,17 @@ def base_specs(
         return {variable.path: PartitionSpec() for variable in parameters}
     specs: SpecsByPath = {}
     mismatches = []
-    on_indivisible = base.on_indivisible or "error"  # its default
+    on_indivisible = base.on_indivisible or "error"  # the default of the option
     for variable in parameters:
         spec: Spec
         _, spec = base.find(variable.path, variable.variable)
-        # The spec has to fit all arrays of the Variable, so what is corrected for one of them goes
-        # on to the next.
+        # The spec has to fit all arrays of the Variable, so the spec that was corrected for one
+        # array is compared with the next one.
         for shape in variable.shapes:
             fit = fit_sharding(spec, mesh, shape, on_indivisible=on_indivisible)
             if fit.problems:
                 mismatches.append(fit.line(accessor("model", variable.path)))
-                break  # one line for each Variable; the error below names all
+                break  # the error has one line for each Variable
             spec = fit.sharding
         specs[variable.path] = PartitionSpec() if spec is None else spec
     head = f"{name}: specs of base do not fit:"
@@ -331,34 +345,35 @@ def remarks_on(
     roles: Mapping[Path, str] = MappingProxyType({}),
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> Remarks:
-    """Returns what reports say of the specs of a strategy, with what ``base`` notes of its own.
+    """Returns texts for reports about the specs of a strategy: its own, and those of ``base``.
 
-    If ``base`` has a note of an array, the result has one of these:
+    If ``base`` has a note of an array, the result has one of these notes:
 
-    * of an array that base shards ("its heads are split"): the strategy's own note, else that of
-      base, which still holds;
-    * of one that base leaves whole ("of a normalization layer") and the strategy neither changes
-      nor notes: that of base;
-    * of any other that base leaves whole: the strategy's own note, if any, and then that of base,
-      since the two shard over different axes:
+    * If base shards the array ("its heads are split"), the strategy's own note, or without one the
+      note of base, because it still holds.
+    * If base leaves the array whole ("of a normalization layer"), and the strategy neither changes
+      the spec nor has a note, the note of base.
+    * If base leaves the array whole otherwise, the strategy's own note, if any, followed by the
+      note of base, because the two shard over different axes:
       ``fewer than min_size=16384; tensor_parallel leaves it whole: of a normalization layer``.
 
     Args:
       specs: the specs by path.
       name: the strategy.
-      base: what it adds to; its strategies count where it has sharded an array.
+      base: the sharding that the strategy adds to. If it shards an array, the strategy in it is
+        named first.
       parameters: the Variables of the model.
       axes: the mesh axes that the strategy shards over.
-      roles: by path, what a device has of an array, such as a ``column``; empty if that is only
-        known as a dimension.
-      notes: by path, what the strategy itself notes.
+      roles: by path, the part of an array that a device has, such as a ``column``; empty if only
+        the sharded dimension is known.
+      notes: by path, the notes of the strategy itself.
     """
 
     def chosen_by(path: Path) -> str:
-        """Says how the strategy shards an array, if it does.
+        """Returns a text that says how the strategy shards an array.
 
-        Returns:
-          ``column of tensor_parallel``, ``fsdp over dimension 0``, or only ``fsdp``.
+        It is ``column of tensor_parallel``, ``fsdp over dimension 0``, or, for an array that the
+        strategy does not shard, only ``fsdp``.
         """
         if roles.get(path):
             return f"{roles[path]} of {name}"
@@ -372,30 +387,35 @@ def remarks_on(
     if base is None:
         return remarks
     for path, variable, *_ in parameters:
-        number, before = base.find(path, variable)  # the filter that decides, and its sharding
-        if number is None:  # base says nothing of it
+        number, base_spec = base.find(path, variable)  # the filter that decides, and its sharding
+        if number is None:  # base has no filter for this path
             continue
-        # Another sharding than a spec, such as a `NamedSharding`, is the user's choice: it counts.
-        was_sharded = not isinstance(before, PartitionSpec) or any(map(axes_of, before.partitions))
-        is_kept = specs[path] == before
-        # Filters of strategies have these attributes; those of the user have not.
-        earlier = getattr(base.filters[number], "strategy", "")
-        earlier_note = getattr(base.filters[number], "note", "")
+        # A sharding that is not a spec, such as a `NamedSharding`, is the user's choice, so it
+        # counts as sharded.
+        was_sharded = not isinstance(base_spec, PartitionSpec) or any(
+            map(axes_of, base_spec.partitions)
+        )
+        is_kept = specs[path] == base_spec
+        # Filters of strategies have these attributes. Filters of the user do not.
+        base_strategy = getattr(base.filters[number], "strategy", "")
+        base_note = getattr(base.filters[number], "note", "")
         own_note = notes.get(path)
-        if earlier_note:
+        if base_note:
             if own_note is None and (was_sharded or is_kept):
-                remarks.notes[path] = earlier_note
-            elif not was_sharded and own_note != earlier_note:  # equal ones are said once
-                why_whole = f"{earlier or 'base'} leaves it whole: {earlier_note}"
+                remarks.notes[path] = base_note
+            elif not was_sharded and own_note != base_note:  # a note is not written twice
+                why_whole = f"{base_strategy or 'base'} leaves it whole: {base_note}"
                 remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
         if was_sharded:
-            earlier = earlier or base.names[number]  # else what chose it: the user's filter
-            remarks.strategies[path] = earlier if is_kept else f"{earlier}, {chosen_by(path)}"
+            chosen_by_base = base_strategy or base.names[number]  # a strategy, or a user's filter
+            remarks.strategies[path] = (
+                chosen_by_base if is_kept else f"{chosen_by_base}, {chosen_by(path)}"
+            )
     return remarks
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:
-    """Returns how ``base`` shards activations, else what any sharded parameters require."""
+    """Returns how ``base`` shards activations; `FOLLOWING` without base, or if it does not say."""
     if base is None or base.activations is None:
         return FOLLOWING
     return base.activations
@@ -411,39 +431,42 @@ def _shard_large(
 ) -> dict[Path, str]:
     """Shards each array with at least ``min_size`` elements over the axes, as FSDP does.
 
-    Warns if ``min_size`` is why nothing is sharded. For stacked layers, the elements of one layer
-    count: a loop gathers one at a time.
+    Warns if nothing is sharded because of ``min_size``. For stacked layers, the elements of one
+    layer count, because a loop gathers one layer at a time.
 
     Args:
       name: the strategy, for the warning.
-      specs: the specs of all arrays by path; those of arrays that are sharded are replaced.
+      specs: the specs of all arrays by path. The specs of arrays that are sharded are replaced.
       arrays: the arrays to shard.
       axes: the mesh axes.
       mesh: the mesh.
       min_size: the number of elements.
 
     Returns:
-      By path, why an array stays replicated.
+      Notes by path, which say why an array stays replicated.
     """
     notes: dict[Path, str] = {}
-    too_small: list[NamedVariable] = []  # those that min_size alone excludes
+    too_small: list[NamedVariable] = []  # arrays that min_size alone excludes
     is_any_sharded = False
     for array in arrays:
-        before = specs[array.path]
-        after = shard_largest(before, array, axes, mesh)  # `before`, if it cannot be
-        if after != before and array.layer_size < min_size:
-            after = before
+        old_spec = specs[array.path]
+        # `shard_largest` returns `old_spec` if it cannot add the axes.
+        new_spec = shard_largest(old_spec, array, axes, mesh)
+        if new_spec != old_spec and array.layer_size < min_size:
+            new_spec = old_spec
             too_small.append(array)
-            if not spec_axes_of(before, mesh):  # otherwise `base` shards it
+            if not spec_axes_of(old_spec, mesh):  # an array that `base` shards needs no note
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
-        # The other reason to leave it whole, which only counts for one that is large enough.
-        elif array.layers.is_ambiguous and not spec_axes_of(after, mesh):
+        # Ambiguous layers are the other reason to leave an array whole. It is only noted for arrays
+        # that are large enough.
+        elif array.layers.is_ambiguous and not spec_axes_of(new_spec, mesh):
             notes[array.path] = ambiguous_layers(array)
-        specs[array.path] = after
-        is_any_sharded |= not spec_axes_of(after, mesh).isdisjoint(axes)
+        specs[array.path] = new_spec
+        is_any_sharded |= not spec_axes_of(new_spec, mesh).isdisjoint(axes)
     if too_small and not is_any_sharded and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        # Small models are what one tries first, and would silently stay replicated.
+        # The warning is for small models, which users try first. They would silently stay
+        # replicated.
         largest = max(too_small, key=lambda array: (array.layer_size, array.name))
         warn_or_raise(
             UnshardedWarning,
@@ -478,24 +501,24 @@ def shard_dimension(
 ) -> PartitionSpec | None:
     """Adds mesh axes to one dimension of a spec: ``P("data")`` → ``P("data", "model")``.
 
-    They come after axes that shard the dimension already.
+    The new axes come after axes that shard the dimension already.
 
     Args:
       spec: the sharding to add to.
       shape: the shape of the array; None if it is not known.
-      dimension: which dimension to shard; may be negative.
-      axes: the mesh axes that then shard it, too.
+      dimension: the dimension to shard; may be negative.
+      axes: the mesh axes to add.
       mesh: the mesh.
 
     Returns:
-      The new spec. None if it is impossible: the spec uses one of the axes or leaves the dimension
-      to the compiler, the axes do not divide its size, or ``spec`` is no ``PartitionSpec``, such as
-      a ``NamedSharding``, which may not be changed.
+      The new spec. None if the axes cannot be added: the spec uses one of them already or leaves
+      the dimension to the compiler, the axes do not divide the size, the shape is not known or has
+      no such dimension, or ``spec`` is not a ``PartitionSpec``. A ``NamedSharding`` is not changed.
     """
     if shape is None or not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
         return None
-    is_used = not set(axes).isdisjoint(spec_axes(spec))
-    if is_used or not -len(shape) <= dimension < len(shape):
+    is_any_axis_used = not set(axes).isdisjoint(spec_axes(spec))
+    if is_any_axis_used or not -len(shape) <= dimension < len(shape):
         return None
     entries = pad_entries(spec, len(shape))
     if entries[dimension] is PartitionSpec.UNCONSTRAINED:
@@ -508,7 +531,7 @@ def shard_dimension(
     return with_entries(spec, entries)
 
 
-@functools.lru_cache(maxsize=4096)  # a model has few different sizes
+@functools.lru_cache(maxsize=4096)  # a model has few different sizes, so most calls are repeated
 def _divides(entry: AxisName | tuple[AxisName, ...], mesh: AnyMesh, size: int) -> bool:
     """Whether a dimension may be sharded over some axes of a mesh."""
     return not fit_sharding(PartitionSpec(entry), mesh, [size]).problems
@@ -519,36 +542,39 @@ def shard_largest(
 ) -> Any:
     """Adds mesh axes to the largest dimension of an array that they divide, as FSDP shards it.
 
-    Axes that the sharding uses already are left out. If no dimension can have all others, the last
-    axes are left out one by one. If none can have even the first, the sharding is returned
-    unchanged, as it is for buffers, normalization layers and random streams.
+    Axes that the sharding uses already are left out. If no dimension can have all remaining axes,
+    the last axes are left out one by one. If no dimension can have even the first axis, the
+    sharding is returned unchanged. It is unchanged as well for buffers, normalization layers and
+    random streams.
 
     Args:
-      sharding: that of the array so far; only a ``PartitionSpec`` is added to.
-      variable: the array, with what is known of its layers.
+      sharding: the sharding of the array so far. Only a ``PartitionSpec`` is added to.
+      variable: the array, with its dimensions of stacked layers.
       axes: the mesh axes, the most important first.
       mesh: the mesh.
     """
     shape = variable.shape
-    is_kept = variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
-    if not isinstance(sharding, PartitionSpec) or is_kept or shape is None:
+    stays_whole = (
+        variable.is_buffer or variable.is_norm or isinstance(variable.variable, nnx.RngState)
+    )
+    if not isinstance(sharding, PartitionSpec) or stays_whole or shape is None:
         return sharding
-    # One entry for each dimension. A spec that is too long for the shape stays so, and
+    # There is an entry for each dimension. A spec that is too long for the shape stays so, and
     # `shard_dimension` does not add to it.
     entries = pad_entries(sharding, max(len(shape), len(sharding)))
 
     def preference(dimension: int) -> tuple[bool, int, int]:
-        """Sorts dimensions: unsharded ones first, then by size; of equal sizes the last first."""
+        """Returns a sorting key: unsharded dimensions first, then larger ones, then later ones."""
         is_sharded = bool(axes_of(entries[dimension]))
         return is_sharded, -shape[dimension], -dimension
 
-    # Those of one layer. The dimensions of stacked layers are left out: a loop takes a slice of
-    # these in each step, which would be on one device.
+    # The dimensions of stacked layers are left out, because a loop takes a slice of these in each
+    # step, and the slice would be on one device.
     dimensions = sorted(variable.layer_dimensions, key=preference)
-    free = [axis for axis in axes if axis not in spec_axes(sharding)]
-    for count in range(len(free), 0, -1):
+    free_axes = [axis for axis in axes if axis not in spec_axes(sharding)]
+    for count in range(len(free_axes), 0, -1):
         for dimension in dimensions:
-            spec = shard_dimension(sharding, shape, dimension, free[:count], mesh)
+            spec = shard_dimension(sharding, shape, dimension, free_axes[:count], mesh)
             if spec is not None:
                 return spec
     return sharding
