@@ -55,7 +55,7 @@ def with_sharding_constraint(
       >>> with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh).sharding.spec
       P('data',)
     """
-    # Before anything is moved, so that a misspelt option leaves the tree as it is.
+    # Options are checked before anything is moved, so that a misspelt one leaves the tree as it is.
     check_options("with_sharding_constraint", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
     _, shardings = assign_shardings(tree, flat, sharding, mesh=mesh, on_indivisible=on_indivisible)
@@ -66,7 +66,7 @@ def with_sharding_constraint(
 def reshard(tree: object, out_shardings: object) -> Any:
     """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types show it.
 
-    ``jax.sharding.reshard``, also for modules and Variables.
+    This is ``jax.sharding.reshard``, but modules and Variables are accepted as well.
 
     Args:
       tree: as for :func:`~nnx_sharding.partition.with_sharding_constraint`.
@@ -87,9 +87,11 @@ def reshard(tree: object, out_shardings: object) -> Any:
       float32[8,16@model]
     """
     specs = Specs(out_shardings)
-    # Not other shardings, such as a SingleDeviceSharding: they have no axes that a type could name.
+    # Other shardings, such as a SingleDeviceSharding, are refused, because they have no axes that a
+    # type could have.
     check_specs("reshard", (PartitionSpec, NamedSharding), out_shardings=specs)
     flat = flatten(tree)
-    # Specs for Explicit axes only; the first result, names of the arrays, is for other callers.
+    # The specs may have Explicit axes only. The first result, the names of the arrays, is not
+    # needed here.
     _, shardings = assign_shardings(tree, flat, specs, caller="reshard", explicit=True)
     return rebuild(flat, apply_shardings(flat.leaves, shardings), "reshard")

@@ -1,8 +1,13 @@
 """Creates models sharded, or abstract.
 
-The constructor becomes a function of its traced arguments alone, which ``jit`` compiles with the
-shardings of the model as ``out_shardings``: so no parameter is ever in full on one device. Traced
-are arrays and NNX objects, such as ``nnx.Rngs``; all other arguments, such as sizes, are *statics*.
+The constructor becomes a function of its traced arguments alone. ``jit`` compiles this function
+with the shardings of the model as ``out_shardings``, so no parameter is ever in full on one device.
+Arrays and NNX objects, such as ``nnx.Rngs``, are traced. All other arguments, such as sizes, are
+*statics*.
+
+From other modules: `given_mesh` returns the mesh in context if it gets None, and None without any.
+`in_context` sets a mesh as the one in context; None changes nothing. `check_specs` raises a
+TypeError for anything that is not a spec.
 """
 
 from __future__ import annotations
@@ -102,14 +107,14 @@ def _make(
     """Makes a model in its shardings.
 
     Args:
-      name: the function of the user, for messages.
+      name: the function that the user called, for messages.
       make_model: the user's class or function.
       sharding: the shardings of the model, or a function from the abstract model to these.
       mesh: the mesh of partition specs.
-      arguments: those of ``make_model``, positional and by name.
-      is_abstract: whether only its shapes are made.
+      arguments: the arguments of ``make_model``, positional and by name.
+      is_abstract: whether the model is made without data.
     """
-    # A model is often callable, too, but what it returns is no model.
+    # A model is refused, although it is often callable, because it does not return a model.
     if _compat.is_graph_object(make_model) or not callable(make_model):
         raise TypeError(
             f"{name}: make_model must be a class, or a function that makes the model, got a "
@@ -118,20 +123,21 @@ def _make(
         )
     build, arrays = _close_over_statics(make_model, arguments)  # the model is `build(*arrays)`
     try:
-        with in_context(_mesh_inside(build, arrays, mesh)):
+        with in_context(_mesh_for_constructor(build, arrays, mesh)):
             if sharding is None or callable(sharding):
-                # The shardings may depend on the model, so it is made abstractly first.
+                # The shardings depend on the model, so an abstract one is made first.
                 abstract = jit(build).eval_shape(*arrays)
                 sharding = (from_metadata if sharding is None else sharding)(abstract)
             specs = Specs(sharding)
             check_specs(name, sharding=specs)
-            # A `jit` whose program returns the model in these shardings. It is made of its parts,
-            # so that errors name the user's function and its option, and not those of `jit`.
+            # This is a `jit` whose program returns the model in these shardings. It is put together
+            # from its parts, so that errors name the function and the option that the user knows.
             transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
             make = lift(Lifted, build, transform, Roles(), graph=None, graph_updates=None)
             return make.eval_shape(*arrays) if is_abstract else make(*arrays)
     except ValueError as error:
-        if "is not found in mesh" in str(error):  # JAX's, for what Flax shards when it is created
+        # JAX raises this error for a parameter that Flax shards when it is created.
+        if "is not found in mesh" in str(error):
             error.add_note(
                 "If the metadata of Variables has logical names, Flax needs the rules for them "
                 "while the model is created: `with nnx.logical_axis_rules(rules):`."
@@ -142,18 +148,23 @@ def _make(
 def _close_over_statics(
     make_model: Callable[..., object], arguments: tuple[tuple[object, ...], dict[str, object]]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Turns a call of the constructor into a function of what is traced, and those arguments.
+    """Turns a call of the constructor into a call of a function of traced arguments.
 
-    ``arguments`` are the positional ones and those by name; the function captures their statics.
+    Args:
+      make_model: the user's class or function.
+      arguments: its positional arguments, and its arguments by name.
+
+    Returns:
+      A function of the traced arguments, which captures the statics, and the traced arguments.
     """
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
-    # Without arguments, it is the user's own function, so that an equal call finds the trace of the
-    # last one. A class is traced in each call, as with arguments.
+    # Without arguments, the user's own function is returned, so that an equal call finds the trace
+    # of the last one. A class is traced in each call, like a function with arguments.
     if not leaves and not isinstance(make_model, type):
         return make_model, []
     slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
     traced = [leaves[slot] for slot in slots]
-    # What is traced is not captured: the caller's arrays would become constants of the program.
+    # Traced arguments are not captured, because the arrays would become constants of the program.
     statics = replace_slots(leaves, slots, [None] * len(slots))
 
     def make(*arrays: object) -> Any:
@@ -165,23 +176,23 @@ def _close_over_statics(
 
 
 def _is_traced(x: object) -> bool:
-    """Whether an argument is traced: numbers are sizes and settings, which are not."""
+    """Whether an argument is traced. Numbers are not, because they are sizes and settings."""
     is_number = isinstance(x, int | float | complex | np.generic)
     return _compat.is_graph_object(x) or (not is_number and _compat.is_array_like(x))
 
 
-def _mesh_inside(
+def _mesh_for_constructor(
     build: Callable[..., object], arrays: list[object], mesh: AnyMesh | None
 ) -> AnyMesh | None:
-    """Returns the mesh that is in context while the constructor runs: with Auto axes if possible.
+    """Returns the mesh for the constructor to run with: one with Auto axes if that is possible.
 
-    On Explicit axes a constructor has to say how each value is sharded, which few do. JAX raises a
-    ValueError if one that does so runs on Auto axes. That is tried first, by a trace of its own,
-    which makes no arrays.
+    On Explicit axes, a constructor has to say how each value is sharded, and few do. If it says so,
+    JAX raises a ValueError on Auto axes. Auto axes are tried first, by a trace that makes no
+    arrays.
 
     Args:
       build: the constructor, as a function of ``arrays``.
-      arrays: its traced arguments.
+      arrays: the traced arguments of the constructor.
       mesh: the mesh of the call; None without one.
     """
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
@@ -191,6 +202,8 @@ def _mesh_inside(
     try:
         with in_context(auto):
             jit(build).eval_shape(*arrays)
-    except ValueError:  # JAX's, for `out_sharding` with Auto axes
-        return mesh  # on which any other error of the constructor will be raised again
+    # JAX raises a ValueError for `out_sharding` with Auto axes. If this is another error of the
+    # constructor, it will be raised again on the mesh that is returned.
+    except ValueError:
+        return mesh
     return auto
