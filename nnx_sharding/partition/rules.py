@@ -1,13 +1,16 @@
 """``StateSharding`` from rules for paths or logical names, and from arrays that are placed.
 
 A *pattern* chooses Variables by their path: a regular expression, a glob, an NNX filter. A *logical
-name* says what a dimension is for, such as ``embed``; a *logical rule*, which mesh axes shard the
-dimensions with this name. A Variable has its names in the metadata (``out_sharding``), which is its
-*annotation*; that may also be a ``PartitionSpec`` or a sharding. A *spec* is a ``PartitionSpec``;
-it has an *entry* for each dimension: a mesh axis, a tuple of them, or None. From other modules:
-`axes_of` returns the axes (or names) of an entry as a tuple, () for None and UNCONSTRAINED;
-`pad_entries` the entries of a spec as a list, cut or filled with None to a rank; `with_entries` the
-spec with other entries; `suggestion` a text such as "; did you mean 'model'?", or an empty one.
+name* says what a dimension is for, such as ``embed``. A *logical rule* says which mesh axes shard
+the dimensions with a logical name. The metadata of a Variable have its names (``out_sharding``).
+They are its *annotation*, which may also be a ``PartitionSpec`` or a sharding. A *spec* is a
+``PartitionSpec``. It has an *entry* for each dimension: a mesh axis, a tuple of mesh axes, or None.
+
+From other modules: `axes_of` returns the axes (or names) of an entry as a tuple, () for None and
+UNCONSTRAINED. `pad_entries` returns the entries of a spec as a list, cut or filled with None to a
+rank. `with_entries` returns a spec with other entries. `suggestion` returns a text such as
+"; did you mean 'model'?", or an empty one. `glob_hint` returns an empty text for a pattern that is
+no glob. `raise_listed` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ Pairs: TypeAlias = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def _read_pairs(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
-    """Returns the pairs of a mapping or of an iterable of pairs; TypeError for anything else.
+    """Returns the pairs of a mapping or of an iterable of pairs; raises a TypeError for others.
 
-    ``caller`` is the user's function, for the error.
+    ``caller`` is the function that the user called, for the error.
     """
     items: Any = pairs.items() if isinstance(pairs, Mapping) else pairs
-    # A pair is a tuple or a list: a text of two letters could be unpacked as well.
+    # Only a tuple or a list is a pair, because a text of two letters could be unpacked as well.
     are_pairs = False
     if isinstance(items, Iterable) and not isinstance(items, str):
         items = list(items)
@@ -66,7 +69,7 @@ def read_patterns(caller: str, pairs: Pairs) -> list[tuple[Any, Any]]:
 
     Args:
       caller: the function that the user called, for messages.
-      pairs: a mapping from patterns to values, or pairs of these.
+      pairs: a mapping from patterns to values, or pairs of a pattern and a value.
 
     Raises:
       ValueError: expressions are invalid; all are listed.
@@ -165,7 +168,7 @@ def from_arrays(model: object) -> StateSharding:
 
 
 def _committed_sharding(array: object) -> Sharding | None:
-    """Returns the sharding of an array, unless JAX has only put it on the default device."""
+    """Returns the sharding of an array; None if JAX has only put it on the default device."""
     sharding = getattr(array, "sharding", None)
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
@@ -195,7 +198,7 @@ class LogicalRules:
     rules: Any
 
     def __post_init__(self) -> None:
-        """Brings the rules into hashable form, and refuses invalid ones before any is used."""
+        """Brings the rules into hashable form; raises a ValueError if some are invalid."""
         pairs = _read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
         wrong = [show(pair) for pair in pairs if not _is_rule(*pair)]
@@ -234,7 +237,7 @@ class LogicalRules:
     def _spec(
         self, names: Sequence[object], shape: Sequence[int] | None, mesh: AnyMesh | None
     ) -> PartitionSpec:
-        """Returns what :meth:`spec` does, with errors to which callers add the name of the array.
+        """Returns the same as :meth:`spec`; callers add the name of the array to its errors.
 
         Each rule, in order, gives its axes to the dimensions with its name, unless an earlier rule
         has taken one of the axes, or they do not divide the dimension. A rule with None replicates
@@ -242,43 +245,47 @@ class LogicalRules:
         """
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
-        # A spec with names may have more than entries, such as ``unreduced``, which is kept.
-        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        # A spec with names may have further fields, such as ``unreduced``, which are kept.
+        original = names if isinstance(names, PartitionSpec) else PartitionSpec()
         entries: list[Any] = list(names.partitions if isinstance(names, PartitionSpec) else names)
-        # A dimension may have several names, and several dimensions the same one.
+        # A dimension may have several names, and several dimensions the same name.
         named = [
             _NamedDimension(dimension, name)
             for dimension, entry in enumerate(entries)
             for name in axes_of(entry)
         ]
-        self._check([each.name for each in named], len(entries), shape)
-        # Rules are the outer loop: an earlier rule has its axes before all later ones.
+        self._check([named_dimension.name for named_dimension in named], len(entries), shape)
+        # The rules are the outer loop, because an earlier rule gets its axes before all later ones.
         for rule_name, axis_entry in self.rules:
             axes = axes_of(axis_entry)
             if mesh is not None and axes:
                 axes = tuple(axis for axis in axes if axis in mesh.axis_names)
+                # The rule is for another mesh. A later rule for the name may be for this one.
                 if not axes:
-                    continue  # for another mesh; a later rule for the name may be for this one
-            for each in named:
-                is_decided = each.axes is not None  # they are () if a rule replicates it
-                if each.name != rule_name or is_decided:
                     continue
-                used = {axis for other in named for axis in other.axes or ()}
+            for named_dimension in named:
+                # The axes are () if a rule replicates the dimension.
+                is_decided = named_dimension.axes is not None
+                if named_dimension.name != rule_name or is_decided:
+                    continue
+                dimension = named_dimension.dimension
+                used_axes = {axis for other in named for axis in other.axes or ()}
                 # Other names of this dimension may have been given axes already.
-                together = (*_axes_at(each.dimension, named), *axes)
-                if used.isdisjoint(axes) and _divides(together, each.dimension, shape, mesh):
-                    each.axes = axes
-        # Entries without names, None and UNCONSTRAINED, stay.
-        for each in named:
-            entries[each.dimension] = _axes_at(each.dimension, named)
-        return with_entries(start, entries)
+                all_axes = (*_axes_at(dimension, named), *axes)
+                if used_axes.isdisjoint(axes) and _divides(all_axes, dimension, shape, mesh):
+                    named_dimension.axes = axes
+        # Entries without names, None and UNCONSTRAINED, stay as they are.
+        for named_dimension in named:
+            dimension = named_dimension.dimension
+            entries[dimension] = _axes_at(dimension, named)
+        return with_entries(original, entries)
 
     def _check(self, names: Sequence[object], rank: int, shape: Sequence[int] | None) -> None:
         """Raises an error for names that are not strings or have no rule, and for another rank.
 
         Args:
-          names: all names of all dimensions, of which one may have several, or none.
-          rank: the number of dimensions that have been given names.
+          names: the names of all dimensions. A dimension may have several names, or none.
+          rank: the number of dimensions that the user has written entries for.
           shape: the shape of the array; None if it is not known.
         """
         if not all(isinstance(name, str) for name in names):
@@ -302,18 +309,18 @@ class _NamedDimension:
 
     dimension: int
     name: Any
-    axes: tuple[str, ...] | None = None  # None as long as no rule was used
+    axes: tuple[str, ...] | None = None  # None until a rule is used; () if it replicates
 
 
 def _axes_at(dimension: int, named: Sequence[_NamedDimension]) -> tuple[str, ...]:
     """Returns the mesh axes that all names of a dimension have been given so far."""
-    return tuple(axis for each in named if each.dimension == dimension for axis in each.axes or ())
+    return tuple(axis for x in named if x.dimension == dimension for axis in x.axes or ())
 
 
 def _divides(
     axes: Sequence[str], dimension: int, shape: Sequence[int] | None, mesh: AnyMesh | None
 ) -> bool:
-    """Whether mesh axes together divide a dimension; also if shape or mesh are not known."""
+    """Whether mesh axes together divide a dimension; True if the shape or the mesh is unknown."""
     if mesh is None or shape is None:
         return True
     num_parts: int = math.prod(mesh.shape[axis] for axis in axes)
@@ -321,7 +328,7 @@ def _divides(
 
 
 def _is_rule(name: object, entry: object) -> bool:
-    """Whether these are a name, and axes for it: one, several different ones or none."""
+    """Whether a pair is a rule: a text, and one mesh axis, several different ones or none."""
     axes = axes_of(entry)
     return all(isinstance(x, str) and x for x in (name, *axes)) and len(set(axes)) == len(axes)
 
@@ -348,7 +355,7 @@ def from_logical(
         :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Returns:
-      The spec of each path; ``PartitionSpec()`` for an array without names.
+      The shardings, with a spec for each path; ``PartitionSpec()`` for an array without names.
 
     Example:
       >>> from flax import nnx
@@ -362,13 +369,16 @@ def from_logical(
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
     pairs = read_patterns("from_logical", names)
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
-    deciding = set[int]()  # the indices of pairs that decide for some Variable
+    used_pairs = set[int]()  # the indices of pairs that decide for some Variable
 
     def names_of(variable: NamedVariable) -> Any:
-        """Returns the names of the first pattern that matches, else those in the metadata."""
+        """Returns the names of the first pattern that matches, else the names in the metadata.
+
+        Adds the index of the pair to ``used_pairs``.
+        """
         for index, matches in enumerate(predicates):
             if matches(variable.path, variable.variable):
-                deciding.add(index)
+                used_pairs.add(index)
                 _, names_of_pair = pairs[index]
                 return names_of_pair
         return variable.annotation
@@ -384,10 +394,11 @@ def from_logical(
         fault="these names give no spec",
         hint=rules._hint,
     )
-    unused = [filter_ for index, (filter_, _) in enumerate(pairs) if index not in deciding]
+    unused = [filter_ for index, (filter_, _) in enumerate(pairs) if index not in used_pairs]
     if unused:
-        # A glob such as `blocks/*/up` is a regular expression as well, of another meaning. The hint
-        # says so; it is empty for what is no glob, and one is enough.
+        # A glob such as `blocks/*/up` is a valid regular expression with another meaning, so users
+        # get a hint. `glob_hint` returns "" for other patterns. One hint is enough, and `max`
+        # prefers any hint to "".
         hints = [glob_hint(pattern.text) for pattern in unused if isinstance(pattern, PathRegex)]
         hint = max(hints, default="")
         patterns = ", ".join(shortened(map(repr, unused)))
@@ -440,15 +451,19 @@ def _from_names(
     fault: str,
     hint: str = "",
 ) -> StateSharding:
-    """Returns the shardings of a model by names; raises the errors of all Variables as one.
+    """Returns the shardings of a model by names.
 
     Args:
-      caller: the function of the user, for messages.
+      caller: the function that the user called, for messages.
       model: the model.
-      names_of: returns the names for a Variable, a sharding in place of them, or None to replicate.
-      spec_of: returns the spec for a Variable and these names; raises an error if they give none.
-      fault: what is wrong, for the first line of the error: ``from_logical: these names give …``.
+      names_of: returns the names for a Variable, a sharding instead of names, or None to replicate.
+      spec_of: returns the spec for a Variable and its names; raises a TypeError or ValueError if
+        the names give none.
+      fault: the first line of the error, after ``caller``: "these names give no spec".
       hint: the last line of the error.
+
+    Raises:
+      ValueError: names give no spec; the errors of all Variables are listed.
     """
     specs: SpecsByPath = {}
     lines = []
@@ -457,7 +472,7 @@ def _from_names(
         try:
             if names is None:
                 specs[variable.path] = PartitionSpec()
-            # A sharding, or one with a layout in memory (``Format``), is used as it is.
+            # A sharding, or a sharding with a layout in memory (``Format``), is used as it is.
             elif isinstance(names, Sharding | Format):
                 specs[variable.path] = names
             else:
@@ -473,10 +488,10 @@ def _spec_of_annotation(
 ) -> PartitionSpec:
     """Returns the spec of a Variable from the names in its metadata, by rules for these names.
 
-    A name with a rule becomes mesh axes; any other is a mesh axis itself, as in Flax.
+    A name with a rule becomes mesh axes. A name without a rule is a mesh axis itself, as in Flax.
 
     Args:
-      rules: the rules for all Variables, after those in the metadata of this one.
+      rules: the rules for all Variables. The rules in the metadata of this Variable come first.
       mesh: the mesh; None if it is not known, which leaves names without a rule unchecked.
       variable: the Variable.
       annotation: the names in its metadata, one for each dimension.
@@ -495,16 +510,16 @@ def _spec_of_annotation(
     names = [name for entry in named.partitions for name in axes_of(entry)]
     axes = [name for name in names if name not in rules.names]
     _check_axes(axes, rules.names, mesh)
-    # Without rules, all names are axes, and the annotation is the spec. It is returned as it is by
-    # `nnx.get_partition_spec`, also where the axes do not divide the shape.
+    # Without rules, all names are axes, and the annotation is the spec. It is returned unchanged,
+    # even if the axes do not divide the shape, because `nnx.get_partition_spec` does so.
     if not rules.rules:
         return named
-    # An axis in the annotation gets a rule that gives it to itself. Earlier rules take their axes
-    # first, so no rule for another name takes this one.
+    # Each axis in the annotation gets a rule that maps its name to itself. These rules come first,
+    # so that no rule for another name takes the axis.
     rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
     spec = rules.spec(pad_entries(named, rank), shape, mesh)
-    return with_entries(named, spec.partitions)  # with what else the annotation has
+    return with_entries(named, spec.partitions)  # other fields of the annotation are kept
 
 
 def _check_axes(axes: Sequence[object], rule_names: Sequence[str], mesh: AnyMesh | None) -> None:
@@ -512,8 +527,8 @@ def _check_axes(axes: Sequence[object], rule_names: Sequence[str], mesh: AnyMesh
 
     Args:
       axes: the names without a rule, in the order of the dimensions. A name that two dimensions
-        have is there twice, which is an error, too.
-      rule_names: the names with a rule, one of which may be meant.
+        have is in it twice, which is an error as well.
+      rule_names: the names with a rule; the error suggests one if it is similar.
       mesh: the mesh; None if it is not known.
     """
     problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
