@@ -1,18 +1,23 @@
 """Tensor parallelism: shards each layer over the model axis, by the rules of `layer_styles`.
 
-A *style* is one way to shard a layer: for each of its parameters, by name, which dimension. A
-*column* layer has its outputs sharded, a *row* layer its inputs; the outputs of a row layer are
-sums over the axis. A *rule* gives the styles of a layer, best first, and the first that the sizes
-allow is used. A layer that a model holds several times is one layer with one set of Variables::
+A *style* is one way to shard a layer: it has the dimension to shard for each parameter, by name. A
+*column* layer has its outputs sharded, and a *row* layer has its inputs sharded, so the outputs of
+a row layer are sums over the axis. A *rule* gives the styles of a layer, best first, and the first
+style that the sizes allow is used. A layer that a model holds several times is one layer with one
+set of Variables::
 
     style    row: {"kernel": -2, "bias": None}     the last but one dimension of the kernel
-    deciding "kernel"                              the first one: it has to be sharded
+    deciding "kernel"                              the first parameter: it has to be sharded
 
 A parameter is a ``NamedVariable``: ``path``, ``variable``, ``shape`` (None if its arrays differ),
-and ``layers`` (which dimensions are stacked layers). Dimensions of a style are those of one layer;
-``NamedVariable.dimension`` finds them among those of stacked layers. Parameters are *known* by a
-key: a Variable by its id, a bare array by its path (`_key_of`). ``before`` has the specs that the
-strategy adds to, by path.
+and ``layers`` (which dimensions are stacked layers). Dimensions of a style count in one layer;
+``NamedVariable.dimension`` returns the dimension of the array, and None if stacked layers are
+ambiguous. ``known`` has the parameters by a key: the id of a Variable, or the path of a bare array
+(`_key_of`). ``before`` has the specs that the strategy adds to, by path.
+
+From other modules: `rules_of_layer` returns no rules for most modules. `shard_dimension` returns
+None if the axes cannot be added to the dimension. `notes_of_split_heads` returns notes about
+projections whose spec splits a head.
 """
 
 from __future__ import annotations
@@ -44,11 +49,13 @@ from .strategies import (
 )
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
-# Keys between a layer and the attribute that says what it is for.
+# Attributes of wrappers around a layer. They do not say what the layer is for, so the name of the
+# layer is the key before them.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 
-# A replicated parameter is named in a warning if it has this share of the parameters, and so many
-# elements: on small models, which one tries first, nothing is saved by sharding it.
+# A warning names a replicated parameter if it has this share of all elements, and at least this
+# number of elements. The number keeps small models, which users try first, from being warned,
+# because sharding saves nothing there.
 _LARGE_SHARE, _LARGE_SIZE = 0.05, 2**16
 
 
@@ -127,17 +134,18 @@ def tensor_parallel(
     before = base_specs("tensor_parallel", parameters, base, mesh)
     known = {_key_of(parameter.path, parameter.variable): parameter for parameter in parameters}
     sharded = _ShardedLayers(mesh, axes, before)
-    # From the inside, so that the rule of attention replaces those of its linear layers.
+    # Inner layers come first, so that the rule of attention replaces those of its linear layers.
     for layer in _layers(listing, known):
         sharded.add(layer, _parameters_of(layer, listing, known))
     specs, notes = sharded.specs, sharded.notes(parameters)
     activations = activations_of(base)
     if sequence:
-        # The outputs, (batch, positions, features): over the positions.
+        # The outputs, (batch, positions, features), are sharded over the positions.
         free = PartitionSpec.UNCONSTRAINED
         by_position = PartitionSpec(free, axes if len(axes) > 1 else axes[0], free)
         row_layers = [*sharded.row_layers.values()]
-        if isinstance(optimizer, nnx.ModelAndOptimizer):  # which is called as `optimizer.model`
+        # The model of an `nnx.ModelAndOptimizer` is called as `optimizer.model`.
+        if isinstance(optimizer, nnx.ModelAndOptimizer):
             row_layers += [("model", *path) for path in row_layers]
         activations = activations.extended({Paths(row_layers): by_position})
     if sharded.num_shards > 1:  # on one device nothing can be sharded
@@ -150,16 +158,16 @@ def tensor_parallel(
 
 
 class _ShardedLayers:
-    """The layers of a model that were sharded so far, and how. All paths are those in the model.
+    """The layers of a model that were sharded so far, and their specs. Paths start at the model.
 
     Attributes:
-      specs: the spec of each parameter of the model, by path: at first, those of ``base``.
-      roles: by the path of a parameter, what a device has of it, such as a ``column``.
+      specs: the spec of each parameter of the model, by path; initially the specs of ``base``.
+      roles: by the path of a parameter, the part of it that a device has, such as a ``column``.
       row_layers: the paths of layers whose outputs are sums over the axes, by the path of the
-        parameter that decides it. The rule of attention replaces those of its linear layers.
+        deciding parameter. The rule of attention replaces the entries of its linear layers.
 
     For :meth:`notes`, ``_covered`` has the paths of all parameters for which there is a rule. If no
-    style fits a layer, ``_undivided`` has for each of its parameters the sizes that were tried, and
+    style fits a layer, ``_undivided`` has for each of its parameters the sizes that were tried and
     that the axes do not divide.
     """
 
@@ -181,24 +189,28 @@ class _ShardedLayers:
 
         Args:
           layer: the layer.
-          parameters: those that the rule is for, by their path in the layer, ``query/kernel``.
+          parameters: the parameters that the rule is for, by their path in the layer, such as
+            ``query/kernel``.
         """
         styles = layer.styles()
-        # A style needs the parameter that it has to shard; a rule may be for others, too.
-        usable = [style for style in styles if style.deciding in parameters]
-        specs, style = _apply_first_style(usable, parameters, self._before, self._axes, self._mesh)
+        # A style can only be used if the layer has the parameter that the style has to shard.
+        usable_styles = [style for style in styles if style.deciding in parameters]
+        specs, style = _apply_first_style(
+            usable_styles, parameters, self._before, self._axes, self._mesh
+        )
         self.specs.update(specs)
         for path in specs:
-            self.row_layers.pop(path, None)  # of a layer within this one
+            # A rule of a layer within this one no longer counts.
+            self.row_layers.pop(path, None)
         self.roles.update(dict.fromkeys(specs, "" if style is None else style.role))
         for key, parameter in parameters.items():
-            # A rule for a layer of Flax (no attributes) is for all parameters in it, one for a
-            # module of a user's class only for those in its styles.
+            # The rule for a layer of Flax (no attributes) is for all parameters in it. The rule for
+            # a module of a user's class is only for the parameters in its styles.
             if layer.attributes is None or any(key in x.dimensions for x in styles):
                 self._covered.add(parameter.path)
         if style is None:
-            tried = _sizes_tried(usable, parameters)
-            if sizes := {size for size in tried if size % self.num_shards}:
+            sizes_tried = _sizes_tried(usable_styles, parameters)
+            if sizes := {size for size in sizes_tried if size % self.num_shards}:
                 self._undivided.update({x.path: sizes for x in parameters.values()})
             return
         if style.row_layer is not None:
@@ -211,10 +223,11 @@ class _ShardedLayers:
         notes = {}
         for parameter in parameters:
             spec = self.specs[parameter.path]
+            # A parameter that is sharded, or has another sharding of the user, needs no note.
             if not isinstance(spec, PartitionSpec) or any(map(axes_of, spec.partitions)):
-                continue  # it is sharded, or by another sharding of the user
-            # First what a parameter is, whatever its layer; then why its layer's rule left it
-            # whole; last that there is no rule.
+                continue
+            # The first reason that holds is noted: the kind of the parameter, then the reason why
+            # the rule of its layer left it whole, then that there is no rule.
             if isinstance(parameter.variable, nnx.RngState):
                 is_count = isinstance(parameter.variable, nnx.RngCount)
                 note = "the count of a random stream" if is_count else "the key of a random stream"
@@ -226,7 +239,7 @@ class _ShardedLayers:
                 sizes = " or ".join(map(str, sorted(self._undivided[parameter.path])))
                 note = f"{names} ({self.num_shards}) divides no dimension to shard: {sizes}"
             elif parameter.path in self._covered:
-                # The bias of a row layer, or a parameter that its style leaves alone.
+                # It is the bias of a row layer, or a parameter that its style does not shard.
                 note = f"added to sums over {names}, or not divided by it"
             else:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
@@ -241,13 +254,14 @@ def _warn_of_large(
 
     Args:
       parameters: all parameters of the model.
-      notes: by path, why a parameter is replicated; those that are sharded have none.
+      notes: by path, why a parameter is replicated; sharded parameters have no note.
       axes: the axes of the strategy.
     """
     sizes = {  # in elements
         parameter.path: sum(math.prod(shape) for shape in parameter.shapes)
         for parameter in parameters
-        # Caches and other state do not count; bare arrays do, in a model without Variables.
+        # Caches and other state do not count. Bare arrays count, because they are the parameters of
+        # a model without Variables.
         if not _compat.is_any_variable(parameter.variable)
         or isinstance(parameter.variable, nnx.Param)
     }
@@ -261,7 +275,8 @@ def _warn_of_large(
         return
     lines = []
     for path in sorted(large, key=lambda path: -sizes[path]):
-        reason, _, _ = notes[path].partition(". ")  # without what to do, which the last line says
+        # The remedy after the first sentence is left out, because the last line says it.
+        reason, _, _ = notes[path].partition(". ")
         lines.append(f"  {path_string(path)}, {sizes[path] / total:.0%} of all: {reason}")
     head = f"tensor_parallel: these parameters stay replicated over {', '.join(map(repr, axes))}:"
     text = message(head, lines, "To shard one, give it a spec: override(sharding, {path: spec}).")
@@ -274,7 +289,7 @@ def _key_of(path: Path, subject: object) -> int | Path:
     A Variable is the same object in each place that holds it, so its first path is not needed.
 
     Args:
-      path: where it is in the model.
+      path: the path of the Variable or bare array in the model.
       subject: the Variable or bare array.
     """
     return _compat.identity(subject) if _compat.is_any_variable(subject) else path
@@ -286,10 +301,10 @@ class _RuledLayer(NamedTuple):
     path: Path
     entry: int  # the index of the module in the flattened model
     module: Any
-    name: str  # of the attribute that holds it: ``q_proj``
+    name: str  # the name of the attribute that holds the layer: ``q_proj``
     rule: Rule
-    # Those with the parameters that the rule is for, in a module of a user's class. None for all
-    # parameters in the module and in the layers in it, as for a layer of Flax.
+    # In a module of a user's class, the attributes with the parameters that the rule is for. None
+    # for a layer of Flax: the rule is for all parameters in it, including those in its layers.
     attributes: Sequence[str] | None
 
     def styles(self) -> Sequence[Style]:
@@ -308,7 +323,8 @@ def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iter
     for path, index in listing.modules():
         module = listing.flat.objects[index]
         rules, attributes = rules_of_layer(module, known)  # no rules for most modules
-        # The last attribute on the path: ``q_proj``, also for ``q_proj/lora`` and ``q_proj/0``.
+        # The name is the last attribute on the path that is no wrapper: ``q_proj`` for
+        # ``q_proj/lora`` and ``q_proj/0``.
         names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
         name = next(names, "")
         layers += [_RuledLayer(path, index, module, name, rule, attributes) for rule in rules]
@@ -323,7 +339,7 @@ def _parameters_of(
     Args:
       layer: the layer, such as an attention.
       listing: the model.
-      known: its parameters by their keys (`_key_of`).
+      known: the parameters of the model by their keys (`_key_of`).
 
     Returns:
       The parameters by texts like ``query/kernel``.
@@ -347,33 +363,34 @@ def _apply_first_style(
 ) -> tuple[SpecsByPath, Style | None]:
     """Shards the parameters of a layer in the first style that its sizes allow.
 
-    The deciding parameter of a style is the one that it has to shard. The others, such as a bias,
-    keep their spec if the axes do not divide them. A layer inside of this one, as in attention, may
-    have been sharded by a rule of its own, which this replaces.
+    A style has to shard its deciding parameter. Other parameters, such as a bias, keep their spec
+    if the axes do not divide them. The specs start from ``before``, so they replace those of a rule
+    for an inner layer, such as a linear layer in attention.
 
     Args:
-      styles: the ways to shard the layer, best first, whose deciding parameter it has.
+      styles: the ways to shard the layer, best first. The deciding parameter of each is in
+        ``parameters``.
       parameters: the parameters of the layer, by the path in it.
-      before: the specs of the model that are added to.
-      axes: the mesh axes; if no style takes all, the last ones are left out one by one.
+      before: the specs of the model that the axes are added to.
+      axes: the mesh axes. If no style can use all, the last ones are left out one by one.
       mesh: the mesh.
 
     Returns:
-      The specs of the parameters in the style, by the path in the model, and the style. If none
-      fits, None, and for the parameters in any style the specs of ``before``.
+      A pair: the specs of the parameters in the style, by the path in the model, and the style. If
+      no style fits: the specs of ``before`` for the parameters in any style, and None.
     """
 
     def shard(
         parameter: NamedVariable, index: int | None, axes: Sequence[AxisName]
     ) -> PartitionSpec | None:
         """Returns the spec with the axes in a dimension of one layer; None if it is impossible."""
-        # The position in the shape, behind stacked layers; None if these leave it open.
+        # The dimension of the array, which may have stacked layers; None if they are ambiguous.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is None:
             return None
         return shard_dimension(before[parameter.path], parameter.shape, dimension, axes, mesh)
 
-    # All axes in any style, before fewer axes in the best style.
+    # All axes in any style are better than fewer axes in the best style.
     for count in range(len(axes), 0, -1):
         for style in styles:
             sharded = {
@@ -381,7 +398,7 @@ def _apply_first_style(
                 for key, index in style.dimensions.items()
                 if key in parameters
             }
-            if sharded[style.deciding] is None:  # it is in `parameters`, as of all these styles
+            if sharded[style.deciding] is None:
                 continue
             specs: SpecsByPath = {}
             for key, spec in sharded.items():
@@ -396,16 +413,18 @@ def _apply_first_style(
 def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable]) -> set[int]:
     """Returns the sizes that decide whether the styles of a layer fit.
 
-    They are those of the dimension that each style shards in its deciding parameter.
+    Each style has to shard one dimension of its deciding parameter. The sizes of these dimensions
+    are returned.
 
     Args:
-      styles: those whose deciding parameter is in the layer.
+      styles: styles of the layer whose deciding parameter is in ``parameters``.
       parameters: the parameters of the layer, by the path in it.
     """
     sizes = set()
     for style in styles:
         parameter, index = parameters[style.deciding], style.dimensions[style.deciding]
-        # The index is that in one layer, the dimension the one in the shape; None if that is open.
+        # The index counts the dimensions of one layer, `dimension` those of the array. It is None
+        # if stacked layers are ambiguous.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is not None and parameter.shape is not None:
             sizes.add(parameter.shape[dimension])
