@@ -1,9 +1,9 @@
 """The state of an optimizer, sharded like the parameters that it belongs to.
 
 Optax keeps copies of the ``nnx.State`` of the parameters (moments, averages, …). Each array of such
-a copy belongs to one parameter, its *owner*, which its path tells: ``opt_state/0/mu/up/kernel`` is
-the state of ``up/kernel``. It *follows* the owner: its shape tells which of the owner's dimensions
-it has, and these get the same entries of a spec:
+a copy belongs to one parameter, its *owner*. The path tells the owner: ``opt_state/0/mu/up/kernel``
+is the state of ``up/kernel``. State *follows* its owner: the shape of the state tells which of the
+owner's dimensions it has, and these dimensions get the same entries of a spec:
 
     owner     kernel (256, 1024)   P("data", "model")
     moments   mu     (256, 1024)   P("data", "model")    factor   v_row (256,)   P("data")
@@ -109,12 +109,13 @@ def optimizer_sharding(
 def optimizer_specs(
     optimizer: object, specs: SpecsByPath, parameters: Sequence[NamedVariable]
 ) -> SpecsByPath:
-    """Returns the sharding of each path of an optimizer: that of the parameter it belongs to.
+    """Returns the sharding of each path of an optimizer, which follows the owner's.
 
     Args:
       optimizer: the optimizer, which may be abstract.
-      specs: the sharding of each parameter, by its path in the model; ``P()`` for others.
-      parameters: those of the model.
+      specs: the sharding of each parameter, by its path in the model. A missing parameter is
+        ``P()``.
+      parameters: the parameters of the model.
     """
     states, whole = _states_of(optimizer), PartitionSpec()
     parameter_specs = {x.path: specs.get(x.path, whole) for x in parameters}
@@ -123,7 +124,8 @@ def optimizer_specs(
 
 def _states_of(optimizer: object) -> Sequence[NamedVariable]:
     """Lists the Variables of an optimizer; raises a ``TypeError`` if there are none."""
-    # An `optax.GradientTransformation` is easily passed in place of the optimizer with its state.
+    # An `optax.GradientTransformation` is refused, because users pass it by mistake instead of the
+    # optimizer, and it has no state.
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     states = [] if is_transformation else variables(optimizer)
     if not states:
@@ -144,11 +146,12 @@ def _follow_all(
 
     Args:
       optimizer: the optimizer.
-      states: its Variables.
+      states: the Variables of the optimizer.
       specs: the sharding of each parameter, by its path in the model.
-      parameters: those of the model.
+      parameters: the parameters of the model.
     """
-    # State without an owner is replicated, on the mesh of the parameters if they all name one.
+    # State without an owner is replicated. If the shardings of all parameters have the same mesh,
+    # it is replicated on this mesh.
     all_specs = specs.values()
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in all_specs}
     mesh = meshes.pop() if len(meshes) == 1 else None
@@ -168,16 +171,17 @@ def optimizer_variables(
 ) -> list[NamedVariable]:
     """Lists the Variables of an optimizer, with their dimensions of stacked layers.
 
-    Those of a parameter are known by the layer of Flax or the Stack that holds it, of which there
-    is none in the optimizer. So the state has those of its owner: if the first dimension of the
-    kernel (8, 256, 1024) has the layers, so has that of its moments, and of a factor (8, 256).
+    The dimensions of a parameter are known from the layer of Flax or the ``Stack`` that holds it.
+    An optimizer has neither, so state has the dimensions of its owner. If the layers are the first
+    dimension of a kernel (8, 256, 1024), they are the first dimension of its moments, and of a
+    factor (8, 256).
     """
-    listed = []
+    state_variables = []
     for state, owner in _with_owners(optimizer, variables(optimizer), parameters):
         if owner is not None:
             state = state._replace(layers=_follow_layers(state, owner))
-        listed.append(state)
-    return listed
+        state_variables.append(state)
+    return state_variables
 
 
 def _with_owners(
@@ -190,16 +194,16 @@ def _with_owners(
     for state in states:
         path = state.path
         length = len(path)
-        # How many keys of the path lead to the copy that it is in: the outermost, as the State of
-        # a model has no other State in it.
+        # The number of keys that lead to the copy around the state. There is one copy at most,
+        # because the State of a model has no other State in it.
         copy_length = next((n for n in copy_lengths if path[:n] in copy_paths), None)
         if copy_length is None:
-            # Outside of a copy: any end of its path, the longest first. ``model/up/kernel`` of an
-            # nnx.ModelAndOptimizer belongs to ``up/kernel``.
+            # Outside of a copy, the owner's path may be any end of the path; the longest comes
+            # first. ``model/up/kernel`` of an nnx.ModelAndOptimizer belongs to ``up/kernel``.
             candidates = (path[n:] for n in range(length + 1))
         else:
-            # In a copy: its path from there on, without the last keys if need be. In ``mu``, the
-            # state ``up/kernel/0`` also belongs to ``up/kernel``.
+            # In a copy, the owner's path starts at the copy, and the last keys may be left out. In
+            # ``mu``, the state ``up/kernel/0`` belongs to ``up/kernel``.
             ends = range(length, copy_length - 1, -1)
             candidates = (path[copy_length:end] for end in ends)
         owner_path = next((candidate for candidate in candidates if candidate in owners), None)
@@ -207,11 +211,13 @@ def _with_owners(
 
 
 def _paths_of_copies(optimizer: object) -> set[Path]:
-    """Returns where Optax keeps copies of the parameters' State, such as ``opt_state/0/mu``.
+    """Returns the paths of Optax's copies of the parameters' State, such as ``opt_state/0/mu``.
 
-    They are in pytrees of its own, so they are found by type.
+    The copies are in pytrees of Optax, so they are found by their type.
     """
-    seen = set[int]()  # the ids of modules, as the model that is optimized may refer to itself
+    # The ids of modules that were visited. They are compared because the model in an optimizer may
+    # refer to itself.
+    seen = set[int]()
 
     def is_leaf(x: object) -> bool:
         is_seen = _compat.identity(x) in seen
@@ -231,16 +237,16 @@ def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
     """Returns which dimensions of state are stacked layers, from its owner's dimensions."""
     if state.shape is None or owner.shape is None or not owner.layers.dimensions:
         return Stacked()
-    # In place of entries of a spec, each dimension of the owner has whether it is one of layers.
+    # `_follow_entries` gets a flag for each dimension of the owner instead of an entry of a spec.
     is_layer = [d in owner.layers.dimensions for d in range(len(owner.shape))]
     followed = _follow_entries(state.shape, owner.shape, is_layer, state.path)
     return owner.layers._replace(dimensions=tuple(d for d, mark in enumerate(followed) if mark))
 
 
 def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
-    """Returns the sharding of a Variable of an optimizer, from that of its owner.
+    """Returns the sharding of a Variable of an optimizer, from the sharding of its owner.
 
-    That of an owner on a mesh (``NamedSharding``) is on the same mesh. ``P()`` is the answer where
+    If the owner has a ``NamedSharding``, the result is on the same mesh. The result is ``P()`` if
     shapes do not tell which dimensions the state has.
 
     Args:
@@ -248,24 +254,26 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
       owner: the parameter that it belongs to.
       sharding: the sharding of the parameter.
     """
-    # An `nnx.ModelAndOptimizer` holds the parameters themselves.
+    # The state may be the parameter itself, which an `nnx.ModelAndOptimizer` holds.
     if sharding is None or state.variable is owner.variable:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if state.shape == owner.shape and state.shape is not None:  # moments, averages, …
         if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
-            # Optax computes state from summed gradients, which are not partial sums any more.
+            # State is no partial sum, because Optax computes it from gradients that were summed.
             return replace_spec(sharding, PartitionSpec(*spec.partitions))
         return sharding
-    # Another sharding, an owner of several shapes, or a spec that is wrong for its own array.
+    # Nothing can be followed from a sharding without a spec, an owner with several shapes, or a
+    # spec with more entries than its array has dimensions.
     if not isinstance(spec, PartitionSpec) or owner.shape is None or len(spec) > len(owner.shape):
         return PartitionSpec()
     entries = pad_entries(spec, len(owner.shape))
     choices = {_follow_entries(shape, owner.shape, entries, state.path) for shape in state.shapes}
-    if len(choices) > 1:  # several arrays in one Variable, which has only one spec
+    # A Variable with several arrays has only one spec, so it is whole if they differ.
+    if len(choices) > 1:
         return replace_spec(sharding, PartitionSpec())
     followed = choices.pop() if choices else ()
-    # P() is written for what is whole, as for all other arrays: not P(None, None).
+    # The spec of a whole array is P(), not P(None, None), as in all strategies.
     is_sharded = any(followed)
     return replace_spec(sharding, PartitionSpec(*followed) if is_sharded else PartitionSpec())
 
@@ -273,31 +281,31 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
 def _follow_entries(
     shape: Shape, owner_shape: Shape, entries: Sequence[object], path: Path
 ) -> tuple[Any, ...]:
-    """Gives each dimension of an optimizer's array the entry of the owner's dimension that it is.
+    """Returns for each dimension of state the entry of the same dimension of its owner.
 
     Args:
       shape: the shape of the state.
-      owner_shape: that of the parameter that owns it.
-      entries: something for each dimension of the owner, such as an entry of a spec.
+      owner_shape: the shape of the owner.
+      entries: a value for each dimension of the owner, such as an entry of a spec.
       path: the path of the state.
 
     Returns:
-      One entry for each dimension of ``shape``, None for dimensions that the owner lacks. ``()``,
-      which is whole as a spec, for a scalar, for a shape that is none of these, or if dimensions
-      with different entries are possible.
+      One entry for each dimension of ``shape``; None for dimensions that the owner lacks. ``()``,
+      which as a spec means whole, for a scalar, for a shape that does not come from the owner's, or
+      if dimensions with different entries are possible.
     """
     num_new = len(shape) - len(owner_shape)
     if owner_shape and num_new >= 0 and shape[num_new:] == owner_shape:
-        # The memory of lbfgs has the last steps in front: (steps, *owner_shape).
+        # The memory of lbfgs has a dimension for the last steps in front: (steps, *owner_shape).
         return (*[None] * num_new, *entries)
     if num_new == 0:
         are_same = [size == owner for size, owner in zip(shape, owner_shape, strict=True)]
-        # Dimensions of size 1 are those over which the optimizer has reduced.
+        # The optimizer has reduced over dimensions of size 1.
         if all(is_same or size == 1 for is_same, size in zip(are_same, shape, strict=True)):
             pairs = zip(are_same, entries, strict=True)
             return tuple(entry if is_same else None for is_same, entry in pairs)
-    # The optimizer has left out dimensions: of (256, 1024), the state (256,) has dimension 0. There
-    # may be several choices of dimensions; those with equal entries are one answer.
+    # The optimizer has left out dimensions: the state (256,) of an owner (256, 1024) has dimension
+    # 0. There may be several choices of dimensions. Choices with equal entries are one answer.
     possible = {
         tuple(entries[d] for d in dimensions)
         for dimensions in _remaining_dimensions(shape, owner_shape, path)
@@ -308,20 +316,21 @@ def _follow_entries(
 def _remaining_dimensions(
     shape: Shape, owner_shape: Shape, path: Path
 ) -> Sequence[tuple[int, ...]]:
-    """Lists which dimensions of a parameter state may have, if the optimizer left out others.
+    """Lists the dimensions of an owner that its state may have, if the optimizer left out others.
 
-    Of the owner (8, 8, 4), the state (8, 4) may have the dimensions (0, 2) or (1, 2).
+    The state (8, 4) of the owner (8, 8, 4) may have the dimensions (0, 2) or (1, 2).
     """
     choices = [
         dimensions
         for dimensions in itertools.combinations(range(len(owner_shape)), len(shape))
         if shape == tuple(owner_shape[d] for d in dimensions)
     ]
-    # The shape of a factor of Adafactor may be ambiguous; its name is not: all dimensions but the
-    # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
+    # The shape of a factor of Adafactor may be ambiguous, but its name is not: `v_row` has all
+    # dimensions but the largest, and `v_col` all but the second largest
+    # (`optax.scale_by_factored_rms`).
     if len(owner_shape) < 2 or not {"v_row", "v_col"}.intersection(path):
         return choices
-    by_size = np.argsort(owner_shape)  # as Optax sorts them, including ties
+    by_size = np.argsort(owner_shape)  # Optax sorts in the same way, so ties are the same
     left_out = by_size[-1] if "v_row" in path else by_size[-2]
     factor = tuple(d for d in range(len(owner_shape)) if d != left_out)
     return [factor] if factor in choices else choices
@@ -334,19 +343,23 @@ def with_optimizer(
     activations: ActivationSharding = FOLLOWING,
     remarks: Remarks = NO_REMARKS,
 ) -> StateSharding:
-    """Makes the result of a strategy: the specs of the model and, with one, of its optimizer.
+    """Makes the result of a strategy: the specs of the model and, if there is one, its optimizer.
 
     Args:
       specs: the specs of the model, by path, which the state of the optimizer follows.
-      parameters: those of the model.
+      parameters: the parameters of the model.
       optimizer: the optimizer, abstract or not; None without one.
       activations: how activations are sharded.
-      remarks: what reports say of the specs of the model.
+      remarks: texts for reports about the specs of the model.
+
+    Raises:
+      ValueError: model and optimizer have a path in common, with different specs.
     """
     if optimizer is not None:
         state = optimizer_specs(optimizer, specs, parameters)
-        specs = union(specs, state)  # an error if both have a path, with different specs
-    # The remarks say what has chosen each spec of the model, so the others are the optimizer's.
+        specs = union(specs, state)
+    # ``by`` is for paths without a remark. The remarks cover the model, so these paths are the
+    # ones of the optimizer.
     return from_paths(specs, activations, remarks, by="optimizer_sharding")
 
 
