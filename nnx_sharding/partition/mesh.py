@@ -1,4 +1,4 @@
-"""Meshes by the names and sizes of their axes, also of devices that this machine does not have.
+"""Meshes by the names and sizes of their axes, even of devices that this machine does not have.
 
 A *slice* of TPUs is a group of chips with fast links between them; several slices are connected by
 a slower network. A *topology*, such as ``v5e:4x4``, describes the chips of a slice, for which the
@@ -25,7 +25,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import _compat
 from ..specs.fitting import show
 
-# Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
+# The largest number of virtual CPU devices. Each takes a thread and 0.3 MiB, and the largest pods
+# have fewer devices.
 MOST_DEVICES = 10_000
 
 
@@ -72,26 +73,30 @@ def make_mesh(
 def _filled(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None) -> tuple[int, ...]:
     """Returns the sizes of the axes, with the number of remaining devices for -1.
 
-    ``devices`` are those of the mesh; None for all devices.
+    ``devices`` are the devices of the mesh; None for all devices.
+
+    Raises:
+      ValueError: the sizes do not take all devices.
     """
     count = len(jax.devices() if devices is None else devices)
-    known = math.prod(size for size in sizes if size != -1)
-    # Each -1 gets all that the others leave, so with two of them there are too many.
-    filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
-    # All devices are used: idle ones would be a mistake more often than a wish.
+    known_product = math.prod(size for size in sizes if size != -1)
+    # Each -1 gets all remaining devices, so two of them take too many, which is an error below.
+    filled = tuple(count // max(known_product, 1) if size == -1 else size for size in sizes)
+    # All devices have to be used, because idle ones would be a mistake more often than a wish.
     if math.prod(filled) != count or min(filled, default=1) < 1:
-        # With other sizes than integers, such as 2.5, more devices would not help.
-        too_few = devices is None and isinstance(known, int | np.integer) and known > count
+        # If a size is no integer, such as 2.5, more devices would not help.
+        is_integer = isinstance(known_product, int | np.integer)
+        has_too_few = devices is None and is_integer and known_product > count
         raise ValueError(
             f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
             "sizes, of which one may be -1 for the remaining devices, or other devices."
-            f"{_how_to_get_more(known) if too_few else ''}"
+            f"{_how_to_get_more(known_product) if has_too_few else ''}"
         )
     return filled
 
 
 def _how_to_get_more(count: int) -> str:
-    """Says how to have as many devices as a mesh needs, if this machine has CPU devices only."""
+    """Returns a text: how to have as many devices as a mesh needs; empty unless JAX is on CPUs."""
     if jax.default_backend() != "cpu":
         return ""
     per_process, rest = divmod(count, jax.process_count())
@@ -165,8 +170,8 @@ def planning_mesh(
             "expected a mesh, or the sizes of its axes by name as in {'data': 8}, got "
             f"{show(mesh)}."
         )
-    # Within `on_topology`, sizes alone are for devices of that topology; outside of it, None.
-    default = DEFAULT.get()  # (name, num_slices)
+    # Within `on_topology`, sizes alone make a mesh of devices of that topology.
+    default = DEFAULT.get()  # (name, num_slices); None outside of `on_topology`
     return _mesh(mesh, None if default is None else topology_devices(*default))
 
 
@@ -181,13 +186,18 @@ def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[object] | No
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
     """Returns the devices for a mesh of these sizes: of this machine, or virtual ones if too few.
 
-    These are all devices if a size is invalid, or -1: ``make_mesh`` reports or fills it.
+    If a size is invalid, or -1, all devices of this machine are returned, because ``make_mesh``
+    reports or fills it.
+
+    Raises:
+      ValueError: the mesh needs more than ``MOST_DEVICES`` virtual devices.
+      RuntimeError: this release of JAX cannot make virtual devices.
     """
     devices = jax.devices()
     if not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
         return devices
     count = int(math.prod(sizes))
-    # Real devices where there are enough, so that the same mesh can run.
+    # If there are enough devices of this machine, they are used, so that the mesh can run as well.
     if count <= len(devices):
         return devices[:count]
     if count > MOST_DEVICES:
@@ -207,11 +217,11 @@ def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
     return virtual
 
 
-# Options of JAX's description of a topology, by generation: a device is two cores of a TPU v4.
+# Options of JAX's description of a topology, by generation. A device of TPU v4 has two cores.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
-# Without these, libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
-# and locks out other processes.
+# Environment variables for a machine without a TPU. Without them, libtpu looks for a TPU, asks the
+# network for its kind, logs its failures, and locks out other processes.
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-8",
@@ -224,13 +234,14 @@ _WITHOUT_TPU = {
 }
 
 
-# Cached, as devices of two descriptions are never equal: equal arguments have to give equal meshes.
+# The function is cached because equal arguments have to give equal meshes, but devices of two
+# descriptions are never equal.
 @functools.lru_cache(maxsize=8)
 def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
     """Returns the devices of a topology, as JAX describes them for the TPU compiler.
 
     Args:
-      name: such as ``v5e:4x4``, the chips of one slice.
+      name: the topology of one slice, such as ``v5e:4x4``.
       num_slices: the number of slices, each of this topology.
 
     Raises:
@@ -242,12 +253,12 @@ def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
             f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "
             "'nnx_sharding[tpu]'. A mesh of sizes alone compiles for virtual CPU devices."
         )
-    generation, _, _ = name.partition(":")  # "v5e" of "v5e:4x4"
+    generation, _, _ = name.partition(":")  # "v5e:4x4" → "v5e"
     options: dict[str, Any] = dict(_OPTIONS.get(generation, {}))
     if num_slices > 1:
         options["num_slices"] = num_slices
     try:
-        with _environment():  # so that libtpu does not look for a TPU
+        with _libtpu_environment():
             topology = topologies.get_topology_desc(name, "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
@@ -263,15 +274,19 @@ DEFAULT = contextvars.ContextVar[tuple[str, int] | None]("topology", default=Non
 
 @contextlib.contextmanager
 def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
-    """Within the block, ``planning_mesh`` makes meshes of sizes on this topology.
+    """Within the block, ``planning_mesh`` makes meshes of sizes alone on this topology.
 
-    ``None`` changes nothing. It raises a ValueError at once if the topology is unknown.
+    A name of None changes nothing.
+
+    Raises:
+      ImportError: the TPU compiler is not installed.
+      ValueError: the topology is unknown.
     """
     if name is None:
         yield
         return
-    topology_devices(name, num_slices)  # fails here if it is unknown
-    # A context variable, since other threads may plan for other devices.
+    topology_devices(name, num_slices)  # raises the errors before the block is entered
+    # `DEFAULT` is a context variable, because other threads may plan for other devices.
     token = DEFAULT.set((name, num_slices))
     try:
         yield
@@ -282,28 +297,31 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
 def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarray:
     """Arranges devices in an array of these sizes, so that neighbours are linked.
 
-    Slices, between which the network is slow, are along the first axes: two slices of 4 devices are
-    (2, 1) times (2, 2) of an array (4, 2).
+    Slices are along the first axes, because the network between them is slow. In an array (4, 2) of
+    two slices with 4 devices each, the slices are (2, 1), and each has the devices (2, 2).
 
     Raises:
       ValueError: the sizes do not divide so that each part is in one slice.
     """
     num_slices = len({_slice(device) for device in devices})
-    # How many slices are along each axis: of those that remain, as many as divide its size.
-    across: list[int] = []
+    # The number of slices along each axis: the largest part of the remaining number that divides
+    # the size of the axis.
+    slices_by_axis: list[int] = []
     for size in sizes:
-        remaining = num_slices // math.prod(across)
-        across.append(math.gcd(size, remaining))
+        remaining = num_slices // math.prod(slices_by_axis)
+        slices_by_axis.append(math.gcd(size, remaining))
     # The sizes of the part of the mesh that is in one slice.
-    within = [size // count for size, count in zip(sizes, across, strict=True)]
-    # By default, JAX refuses a size that is no product of whole axes of the network: 8 and 2 of
-    # chips that are linked as 4 by 4.
+    sizes_in_slice = [size // count for size, count in zip(sizes, slices_by_axis, strict=True)]
+    # By default, JAX refuses a size that is no product of whole axes of the network, such as 8 and
+    # 2 for chips that are linked as 4 by 4.
     options = {"allow_split_physical_axes": True}
     if num_slices == 1:
-        return mesh_utils.create_device_mesh(within, devices, **options)
+        return mesh_utils.create_device_mesh(sizes_in_slice, devices, **options)
     try:
-        # JAX raises the error if slices remain: if `across` is not all of them.
-        return mesh_utils.create_hybrid_device_mesh(within, across, devices, **options)
+        # JAX raises an error if slices remain, because `slices_by_axis` has too few then.
+        return mesh_utils.create_hybrid_device_mesh(
+            sizes_in_slice, slices_by_axis, devices, **options
+        )
     except ValueError as error:
         raise ValueError(
             f"{num_slices} slices do not form axes of the sizes {tuple(sizes)}. They are along the "
@@ -312,7 +330,8 @@ def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarr
 
 
 def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
-    """Returns the axes along which slices differ; none for GPUs, on which JAX calls a node so."""
+    """Returns the axes along which devices are in different TPU slices; none without slices."""
+    # On GPUs, JAX's slice is a node, so it is not looked at.
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu":
         return set()
     slices = np.vectorize(_slice, otypes=[int])(mesh.devices)
@@ -324,11 +343,14 @@ def _slice(device: object) -> int:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Sets what libtpu reads when it is loaded on a machine without a TPU."""
+def _libtpu_environment() -> Iterator[None]:
+    """Within the block, keeps libtpu from looking for a TPU on a machine without one.
+
+    It sets environment variables that libtpu reads when it is loaded. Variables that the user has
+    set are kept.
+    """
     has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}
-    # Variables that the user has set are kept.
     os.environ.update(added)
     try:
         yield
