@@ -53,7 +53,7 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
         if len(dimensions) != 2 or not isinstance(spec, PartitionSpec):
             continue
         name, module_path = _projection(parameter.path)  # ("k_proj", the path of the attention)
-        if not name:  # it is no projection to heads
+        if not name:  # the parameter is no projection to heads
             continue
         if not modules:
             modules = {path: listing.flat.objects[index] for path, index in listing.modules()}
@@ -107,7 +107,8 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     if len(counts) != 1:  # no number, or several that contradict each other
         return None
     [count] = counts
-    # As many heads as outputs would have one feature each, so the number counts something else.
+    # If there were as many heads as outputs, each would have one feature, so the
+    # number counts something else.
     return count if count and size % count == 0 and size > count else None
 
 

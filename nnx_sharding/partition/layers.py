@@ -149,7 +149,7 @@ class LayerDimensions:
         self._names = {_COMMON_NAME}
         self._resolved: dict[int, Stacked] = {}
 
-        known_variables = list(self._known_variables(flat))  # this call fills `_norms`
+        known_variables = list(self._known_variables(flat))  # the call fills `_norms`
         # If () is the only candidate of all of them, no layer is stacked. Most models are so, and
         # the rest is skipped because it would find nothing.
         is_any_stacked = any(candidate for x in known_variables for candidate in x.candidates)

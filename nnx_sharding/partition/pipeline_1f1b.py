@@ -264,7 +264,7 @@ class OneForwardOneBackward:
     def _forward(self, carry: _Carry, tick: jax.Array) -> _Carry:
         """Runs the forward pass of one tick: the prefix, the layers of all stages, and the send."""
         parts, time = self._parts, self._time
-        slot = time.slot(tick)  # this tick writes to this slot of each ring
+        slot = time.slot(tick)  # the slot of each ring that the tick writes
         # 1. The prefix runs for the microbatch that enters the first stage; its number is the tick.
         # When all have entered, the last one enters again, and its results are ignored.
         entering = jnp.minimum(tick, time.microbatches - 1)

@@ -272,7 +272,7 @@ def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutpu
     Raises:
       ValueError: the loss changes more than the values of Variables.
     """
-    # These fields list changed attributes of modules, changed metadata, changed static objects, and
+    # The fields list changed attributes of modules, changed metadata, changed static objects, and
     # modules that were returned as new ones.
     if outcome.nodes or outcome.metadata or outcome.statics or outcome.replaced:
         refuse_loss(
@@ -393,7 +393,7 @@ class TracedLoss:
           group.
         """
         slots = [*self._sorted.returned, *self._sorted.state]
-        # These arrays are in the only group, number 0. All other arrays are unchanged inputs.
+        # The given arrays are in the only group, number 0. All other arrays are unchanged inputs.
         new_sources = {slot: Source(group=0, position=i) for i, slot in enumerate(slots)}
         traced = self._sorted.outcome
         sources = tuple(new_sources.get(slot, old) for slot, old in enumerate(traced.sources))

@@ -348,7 +348,7 @@ class _Evaluation:
         if _is_linear(equation, inputs):
             return self._map(equation, inputs)
         dims = summed_dims(equation, [x.rows for x in inputs])
-        if dims is None:  # it does not sum over rows, or that is not known
+        if dims is None:  # no sum over rows, or not known to be one
             return None
         for variable, dim in zip(equation.invars, dims, strict=True):
             # The shards have to be equally large: (rows,) → (shards, rows / shards).
@@ -416,7 +416,7 @@ class _Evaluation:
         )
         arrays = [retype(x, auto) for x in arrays]
         # 2. The rows are split by shards: (…, rows, …) → (…, shards, rows / shards, …).
-        mapped = [None if dim is None else int(dim) for dim in dims]  # they may be NumPy integers
+        mapped = [None if dim is None else int(dim) for dim in dims]  # `dims` may have NumPy integers
         with jax.sharding.use_abstract_mesh(auto):
             for i, dim in enumerate(mapped):
                 if dim is not None:

@@ -221,7 +221,7 @@ class StagedLayers:
         further = unflatten(flat_further.structure, leaves)
         pass_tags(flat_further, further)
         args, kwargs = further.root
-        token = RUNNING.set(True)  # so a Stack within a layer is not run as a pipeline
+        token = RUNNING.set(True)  # keeps a Stack within a layer from running as a pipeline
         try:
             out = self.call_layers(group, x, args, kwargs)
         finally:

@@ -239,7 +239,7 @@ class _ShardedLayers:
                 sizes = " or ".join(map(str, sorted(self._undivided[parameter.path])))
                 note = f"{names} ({self.num_shards}) divides no dimension to shard: {sizes}"
             elif parameter.path in self._covered:
-                # It is the bias of a row layer, or a parameter that its style does not shard.
+                # The parameter is the bias of a row layer, or one that its style does not shard.
                 note = f"added to sums over {names}, or not divided by it"
             else:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"

@@ -1,14 +1,21 @@
 """The Variables of a model by path, and shardings that are given by path.
 
-All strategies see a model as a list of these: each Variable, and each *bare* array, which is in no
-Variable, with its first path, its arrays (one, unless the value is a pytree), and what is known of
-its dimensions (``layers.py``). They come from a flattened model (``Flat``): its ``leaves`` are the
-arrays, a *slot* is the index of a leaf, and its ``structure`` has an *entry* for each object, a
-module (``NodeEntry``) or a Variable. Entries refer to others by their index; a list or a dict,
-which is no object, is a ``Container`` in the entry that holds it.
+All strategies see a model as a list of `NamedVariable`. There is one for each Variable, and one for
+each *bare* array, which is in no Variable. It has the first path, the arrays (one, unless the value
+is a pytree), and the dimensions of stacked layers (``layers.py``). The list comes from a flattened
+model (``Flat``): its ``leaves`` are the arrays, a *slot* is the index of a leaf, and its
+``structure`` has an *entry* for each object, a module (``NodeEntry``) or a Variable. Entries refer
+to other objects by their index. A list or a dict is no object; it is a ``Container`` in the entry
+that holds it.
 
 In a model with Variables, bare arrays that modules hold are *buffers*, such as masks: they are not
-trained. In one without, they are the parameters.
+trained. In a model without Variables, bare arrays are the parameters.
+
+From other modules: `structure.walk` yields the locations of Variables and bare arrays, each once by
+its first path. `holds_objects` says whether the value of a Variable has objects in it, and
+`is_leaf_variable` whether an entry is a Variable with a single array. `parts_of` returns the parts
+of an entry or container by their path in it, and `atoms` yields the indices of objects, the leaves
+and the static values in nested containers.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from ..specs.state_sharding import StateSharding
 from .layers import LayerDimensions, Stacked
 
 Shape: TypeAlias = tuple[int, ...]
-# The sharding of each path of a model, as its strategies change it.
+# The sharding of each path of a model. Strategies replace entries.
 SpecsByPath: TypeAlias = dict[Path, Any]
 
 
@@ -52,10 +59,10 @@ class NamedVariable(NamedTuple):
     path: Path
     variable: Any  # the Variable, or the array
     arrays: tuple[Any, ...]
-    shapes: Sequence[Shape]  # of its arrays; a number is a scalar
-    is_buffer: bool = False  # an array that a model with Variables holds outside of them
+    shapes: Sequence[Shape]  # the shapes of the arrays; a number is a scalar
+    is_buffer: bool = False  # whether it is an array that a model with Variables holds outside them
     layers: Stacked = Stacked()  # the dimensions of stacked layers
-    is_norm: bool = False  # a parameter or statistic of a normalization layer
+    is_norm: bool = False  # whether it is a parameter or statistic of a normalization layer
 
     @property
     def name(self) -> str:
@@ -64,8 +71,9 @@ class NamedVariable(NamedTuple):
 
     @property
     def shape(self) -> Shape | None:
-        """The shape of its arrays; None if they have different ones."""
-        if len(self.shapes) == 1:  # nearly all; strategies ask several times for each
+        """The shape of the arrays; None if they have different shapes."""
+        # This shortcut saves time, because nearly all have one array, and strategies ask often.
+        if len(self.shapes) == 1:
             return self.shapes[0]
         return self.shapes[0] if self.shapes.count(self.shapes[0]) == len(self.shapes) else None
 
@@ -85,12 +93,18 @@ class NamedVariable(NamedTuple):
 
     @property
     def layer_size(self) -> int:
-        """The number of elements in one layer, at least; 0 without a shape."""
+        """The number of elements in one layer; 0 without a shape.
+
+        If the layers are ambiguous, it is a lower bound.
+        """
         shape = self.shape
         return 0 if shape is None else math.prod(shape[d] for d in self.layer_dimensions)
 
     def dimension(self, index: int) -> int | None:
-        """Returns the dimension that has this index in one layer; None if that is not known."""
+        """Returns the dimension of the array that has this index in one layer.
+
+        None if one layer has no such dimension, or if the layers are ambiguous.
+        """
         dimensions = self.layer_dimensions
         is_known = not self.layers.is_ambiguous and -len(dimensions) <= index < len(dimensions)
         return dimensions[index] if is_known else None
@@ -103,13 +117,13 @@ class NamedVariable(NamedTuple):
     @property
     def annotation(self) -> Any:
         """The sharding in the metadata, or None."""
-        # Flax writes the first; the others are stored in older models.
+        # Flax writes the first key. Older models have the others.
         keys = ("out_sharding", "sharding", "sharding_names")
         return next((self.metadata[key] for key in keys if self.metadata.get(key)), None)
 
 
 class Listing(NamedTuple):
-    """What a model holds: ``flat`` is the flattened model, ``variables`` are listed by path."""
+    """A flattened model, and a list of its Variables and bare arrays."""
 
     flat: Flat
     variables: Sequence[NamedVariable]
@@ -117,27 +131,27 @@ class Listing(NamedTuple):
     def modules(self) -> Iterator[tuple[Path, int]]:
         """Yields the first path of each module, and its index in the flattened model.
 
-        Depth first, as ``nnx.iter_graph``, which takes ten times as long.
+        Modules come depth first, as from ``nnx.iter_graph``, which takes ten times as long.
         """
         structure = self.flat.structure
-        seen: set[int] = set()  # the indices of objects
-        # What is still to be walked: paths, each with the index of an object, or a container.
+        seen: set[int] = set()  # the indices of objects that were visited
+        # The parts that are still to be visited: the index of an object, or a container, by path.
         stack: list[tuple[Path, Any]] = [((), structure.root)]
         while stack:
             path, child = stack.pop()
             is_object = isinstance(child, int)
             entry = structure.entries[child] if is_object else child
-            if is_leaf_variable(entry):  # a Variable with one array: most of all
+            if is_leaf_variable(entry):  # most entries are so, and hold no modules
                 continue
             if is_object:
-                if child in seen:  # by another path
+                if child in seen:  # another path led to the object
                     continue
                 seen.add(child)
-            parts: Sequence[tuple[Path, Any]] = ()  # what is in it, by the path from here
+            parts: Sequence[tuple[Path, Any]] = ()  # the parts of this one, by the path from it
             if isinstance(entry, NodeEntry):
                 yield tuple(map(plain_key, path)), child
                 pairs = zip(entry.keys, entry.children, strict=True)
-                # Static attributes, such as sizes, hold no modules, and modules have many.
+                # Static attributes, such as sizes, are left out because they hold no modules.
                 parts = [((key,), part) for key, part in pairs if type(part) is not Static]
             elif isinstance(entry, Container):
                 parts = [*parts_of(entry).items()]
@@ -146,12 +160,15 @@ class Listing(NamedTuple):
             stack += [((*path, *key), part) for key, part in reversed(parts)]
 
     def below(self, index: int) -> Iterator[tuple[Path, Any]]:
-        """Yields the path in a module of each Variable and array in it, and the Variable itself."""
+        """Yields each Variable and bare array in a module: its path in the module, and itself.
+
+        ``index`` is the index of the module in the flattened model.
+        """
         return ((place.path, place.subject) for place in _places(self.flat, index))
 
 
-# Within `models_unchanged`: by the id of a module, the module, so that no other gets this id, and
-# what it holds.
+# Within `models_unchanged`, the module and its listing by the id of the module; None outside of it.
+# The module is kept so that no other module gets the same id.
 _KNOWN: ContextVar[dict[int, tuple[object, Listing]] | None]
 _KNOWN = ContextVar("_KNOWN", default=None)
 
@@ -160,7 +177,7 @@ _KNOWN = ContextVar("_KNOWN", default=None)
 def models_unchanged() -> Iterator[None]:
     """Promises that no model changes within the block, so that each is flattened once.
 
-    A search asks hundreds of strategies for shardings of one model. `listing_of` fills ``_KNOWN``.
+    That saves time in a search, which asks hundreds of strategies for shardings of one model.
     """
     token = _KNOWN.set({})
     try:
@@ -175,25 +192,26 @@ def variables(tree: object) -> Sequence[NamedVariable]:
 
 
 def listing_of(tree: object) -> Listing:
-    """Flattens a model, an optimizer or a pytree, and lists what it holds.
+    """Flattens a model, an optimizer or a pytree, and lists its Variables and bare arrays.
 
-    That takes most of the time of a strategy for many Variables: a strategy lists those of a model
-    once, and all its stages use the list. Within :func:`models_unchanged`, that of a module is made
-    once for all strategies.
+    For many Variables, this takes most of the time of a strategy, so a strategy makes one listing,
+    and all its steps use it. Within :func:`models_unchanged`, the listing of a module is made once
+    for all strategies.
     """
-    known = _KNOWN.get()  # None outside of `models_unchanged`
-    if known is None or not _compat.is_node(tree):  # a pytree may be made anew for each call
+    listings = _KNOWN.get()
+    # The listing of a pytree is not kept, because a pytree may be made anew for each call.
+    if listings is None or not _compat.is_node(tree):
         return _listing(tree)
-    if id(tree) not in known:
-        known[id(tree)] = tree, _listing(tree)
-    _, listing = known[id(tree)]
+    if id(tree) not in listings:
+        listings[id(tree)] = tree, _listing(tree)
+    _, listing = listings[id(tree)]
     return listing
 
 
 def _listing(tree: object) -> Listing:
-    """Lists the Variables and bare arrays of a tree, with what is known of their dimensions."""
+    """Lists the Variables and bare arrays of a tree, with their dimensions of stacked layers."""
     flat = flatten(tree, graph=True)
-    bare_parameters = _bare_parameters(flat.structure)  # their slots
+    bare_parameters = _bare_parameters(flat.structure)  # the slots of bare arrays
     layers = LayerDimensions(flat)
     named = []
     for place in _places(flat):
@@ -216,11 +234,11 @@ def _listing(tree: object) -> Listing:
 
 
 class _Place(NamedTuple):
-    """Where a Variable or bare array is in a flattened tree."""
+    """The place of a Variable or bare array in a flattened tree."""
 
     path: Path
     subject: Any  # the Variable, or the array
-    slots: Sequence[int]  # of its arrays
+    slots: Sequence[int]  # the slots of its arrays
     is_variable: bool
 
 
@@ -229,11 +247,13 @@ def _places(flat: Flat, module: int | None = None) -> Iterator[_Place]:
 
     Args:
       flat: the tree.
-      module: the index of a module, to yield only what is in it, by the path from there.
+      module: the index of a module. Only its Variables and arrays are yielded then, by their paths
+        in the module. None for the whole tree.
     """
     structure = flat.structure
-    # Arrays outside of all objects have their slots in the root, from which the walk takes them. In
-    # a module there are none: each array has its slot in the module or Variable that holds it.
+    # The slots of arrays outside of all objects are in the root, and the walk gets them from there.
+    # A walk in a module needs none, because each array has its slot in the module or Variable that
+    # holds it.
     start, root_slots = structure.root, structure.root_slots
     if module is not None:
         start, root_slots = module, ()
@@ -242,27 +262,27 @@ def _places(flat: Flat, module: int | None = None) -> Iterator[_Place]:
         if not slots:  # a Variable of None, or of a pytree without leaves
             continue
         path = tuple(map(plain_key, location.path))
-        index = location.object_index  # of a Variable or a `jax.Ref`; None for a bare array
+        # The index of a Variable or a `jax.Ref`; None for a bare array.
+        index = location.object_index
         if index is not None and isinstance(structure.entries[index], VariableEntry):
             yield _Place(path, flat.objects[index], slots, is_variable=True)
-        else:  # the array, or the reference, which is its own leaf
+        else:  # a bare array, or a reference, which is its own leaf
             yield _Place(path, flat.leaves[slots[0]], slots, is_variable=False)
 
 
 def _bare_parameters(structure: Structure) -> Set[int]:
-    """Returns the slots of bare arrays that are parameters; all others are buffers.
+    """Returns the slots of bare arrays that are parameters; all other bare arrays are buffers.
 
-    Which ones they are depends on the tree:
-
-    * without any Variable, all arrays, also those in modules, are parameters;
-    * in modules and pytrees of arrays, ``(model, {"kernel": array})``, those outside of modules;
-    * with Variables outside of modules, as in the ``nnx.State`` of a model, none: its Variables are
-      the parameters, and its arrays are what the model held as buffers.
+    * Without any Variable in the tree, all arrays are parameters, including those in modules.
+    * With Variables in modules only, ``(model, {"kernel": array})``, the bare arrays outside of
+      modules are parameters.
+    * With Variables outside of modules, as in the ``nnx.State`` of a model, no bare array is one:
+      the Variables are the parameters, and the bare arrays were buffers of the model.
     """
     entries = structure.entries
     if not any(isinstance(entry, VariableEntry) for entry in entries):
         return frozenset(range(structure.num_leaves))
-    # What is in the root itself, or in its lists and dicts, but in no module.
+    # The objects in the root itself, or in its lists and dicts, but in no module.
     root_objects = (entries[atom] for atom in atoms((structure.root,)) if isinstance(atom, int))
     has_variables_outside = any(isinstance(entry, VariableEntry) for entry in root_objects)
     return frozenset() if has_variables_outside else frozenset(structure.root_slots)
@@ -271,33 +291,33 @@ def _bare_parameters(structure: Structure) -> Set[int]:
 def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
     """Returns the tree with the results of a function in place of Variables and bare arrays.
 
-    A module becomes an ``nnx.State`` of these. A Variable without arrays, which has no result,
-    becomes None.
+    A module becomes an ``nnx.State`` of the results. A Variable without arrays becomes None,
+    because the function is not called for it.
     """
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
     new_parts = []
     for keys, part in parts:  # a module, a Variable or a bare array
         prefix = tuple(plain_key(path_key(key)) for key in keys)  # the path of the part
-        results = {}  # by the path in the part, but the function gets the whole path
+        results = {}  # by the path in the part; the function gets the path in the tree
         for named in variables(part):
             whole_path = (*prefix, *named.path)
             results[named.path] = function(named._replace(path=whole_path))
         is_module = _compat.is_node(part)
-        # A part that is no module is the only Variable or array in it, whose path is ().
+        # A part that is no module is a single Variable or array, and its path in the part is ().
         new_parts.append(nnx.from_flat_state(results) if is_module else results.get(()))
     return jax.tree_util.tree_unflatten(treedef, new_parts)
 
 
-# What sharded parameters require of activations: parameters are gathered over the axes of the batch
-# while they are used, and layers choose the sharding of their outputs on Explicit axes.
+# The activation sharding that sharded parameters require: parameters are gathered over the axes of
+# the batch while they are used, and layers choose the sharding of their outputs on Explicit axes.
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
 class Remarks(NamedTuple):
-    """What reports say of the arrays of a model, by path."""
+    """Texts for reports about the arrays of a model, by path."""
 
-    notes: dict[Path, str]  # why one stays replicated, or what its spec costs
-    # What chose its spec: ``column of tensor_parallel, fsdp over dimension 0``.
+    notes: dict[Path, str]  # why an array stays replicated, or what its spec costs
+    # The strategies that chose a spec: ``column of tensor_parallel, fsdp over dimension 0``.
     strategies: dict[Path, str]
 
 
@@ -315,11 +335,11 @@ def from_paths(
     Args:
       specs: the sharding of each path.
       activations: how activations are sharded.
-      remarks: what ``check_sharding`` and lock files say of the arrays.
-      by: what chose the specs of paths for which ``remarks`` has nothing.
+      remarks: texts about the arrays, for ``check_sharding`` and lock files.
+      by: the name of the function that chose the specs of paths without a remark.
     """
-    # One filter for all paths with the same spec, note and strategy: models have thousands of
-    # paths, and few of these.
+    # There is one filter for all paths with the same spec, note and strategy, because models have
+    # thousands of paths, but few different combinations of these.
     groups: dict[tuple[Any, str, str], list[Path]] = {}
     for path, spec in specs.items():
         key = spec, remarks.notes.get(path, ""), remarks.strategies.get(path, by)
