@@ -1,19 +1,22 @@
 """Checks: each returns the error for one kind of mistake in the arguments of a call, or None.
 
-They run only after JAX has refused a call (``failures.py``), so none has to be fast. A check gets
-the plan of the call and its arrays, by slot. Most are functions that yield a line of the message
-for each wrong argument; the decorator :func:`as_check` makes a check of such a function.
+Checks run only after JAX has refused a call (``failures.py``), so none has to be fast. A check gets
+the plan of the call and the arrays, by slot. Most checks are written as functions that yield a line
+of the message for each wrong argument, and the decorator :func:`as_check` makes the check.
 
 From other modules:
 
     Plan            names, specs and declared shardings of the arrays, each in a list by slot
-    passes_shardings   of a transform: JAX gets the declared shardings as an option of ``jax.jit``.
-                    Others, such as ``shard_map``, give arrays types with these shardings
-    is_committed    whether the user, or a call, put an array where it is, so that JAX keeps it
+    passes_shardings   an attribute of a transform: whether JAX gets the declared shardings as an
+                    option of ``jax.jit``. Other transforms, such as ``shard_map``, give arrays
+                    types with these shardings
+    is_committed    whether the user, or a call, has put an array where it is, so that JAX keeps it
                     there
     array_line      names an array in a message, with its type
     DeclaredArray   an array and its declared sharding; ``line()`` names both
-    keep_axes       leaves only some of the axes in a spec
+    keep_axes       returns a spec with only some of its axes
+    listed_error    makes an error of lines; returns None if there are no lines
+    committed_elsewhere   the error for arrays with another sharding than declared; None for none
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from .problems import (
 from .spec_checks import fit_specs
 from .transform import Sharded
 
-# Takes a plan and the arrays of the call, and returns the error, or None if nothing is wrong.
+# A function of the plan and the arrays of a call: returns the error, or None if nothing is wrong.
 Check: TypeAlias = Callable[..., Exception | None]
 
 
@@ -52,17 +55,18 @@ def first_mistake(plan: Plan, leaves: Arrays, error: Exception) -> Exception | N
     Args:
       plan: the plan of the call.
       leaves: the arrays of the call, by slot.
-      error: the error by which JAX refused them, whose class says which mistakes there may be.
+      error: the error by which JAX refused the arrays. Its class says which mistakes are possible.
     """
     checks: Sequence[Check] = ()
     if isinstance(error, TypeError):
         checks = _check_arrays, _check_abstract
     elif isinstance(error, jax.errors.JaxRuntimeError):
-        # Most are of the program while it runs; some say that an argument is deleted or donated.
+        # Some of these errors say that an argument is deleted or donated. Most others come from the
+        # program while it runs, so the arguments are right.
         checks = (_check_deleted, _check_donated_twice) if _compat.is_deleted_error(error) else ()
     elif isinstance(error, ValueError | RuntimeError):
         checks = _CHECKS
-    # The first one counts: an array of the wrong rank, for example, also has a wrong type.
+    # The first mistake counts: an array of the wrong rank, for example, also has a wrong type.
     reasons = (check(plan, leaves) for check in checks)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -70,9 +74,10 @@ def first_mistake(plan: Plan, leaves: Arrays, error: Exception) -> Exception | N
 def as_check(
     anchor: str, head: str, remedy: str, error: type[Exception] = ValueError
 ) -> Callable[[Callable[..., Iterator[str]]], Check]:
-    """Returns a decorator: makes a check of a function that yields a line for each wrong argument.
+    """Returns a decorator that makes a check of a function which yields lines of a message.
 
-    The error says ``head``, then the lines, then ``remedy``. Without lines there is no error.
+    The function yields a line for each wrong argument. The error has ``head``, then the lines, then
+    ``remedy``. If there are no lines, the check returns None.
 
     Args:
       anchor: the section of docs/errors.md that the error refers to.
@@ -93,7 +98,10 @@ def as_check(
 
 
 def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that all leaves are arrays; transforms without shardings check that themselves."""
+    """Returns an error for leaves that are not arrays, unless the transform has no shardings.
+
+    A transform without shardings checks this itself.
+    """
     is_sharded = isinstance(plan.transform, Sharded)
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
@@ -121,7 +129,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields a line for each array whose buffers are gone."""
     for name, leaf in zip(plan.names, leaves, strict=True):
-        if _is_concrete(leaf) and leaf.is_deleted():  # others have no buffers
+        if _is_concrete(leaf) and leaf.is_deleted():
             yield array_line(name, leaf)
 
 
@@ -134,7 +142,7 @@ def _check_deleted(plan: Plan, leaves: Arrays) -> Iterator[str]:
 )
 def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields a line for each array that is passed several times in a call that donates it."""
-    slots_of: dict[int, list[int]] = {}  # of each array, by its id
+    slots_of: dict[int, list[int]] = {}  # by the id of an array: the slots that it is in
     for slot, leaf in enumerate(leaves):
         if _is_concrete(leaf):
             slots_of.setdefault(id(leaf), []).append(slot)
@@ -153,18 +161,21 @@ def _check_donated_twice(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
     """Yields a line for each array that has too few dimensions for its axis."""
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
-        if isinstance(spec, Axis) and spec.index is not None:  # None: it is not mapped
+        if isinstance(spec, Axis) and spec.index is not None:  # None: the array is not mapped
             ndim = np.ndim(leaf)
             if not -ndim <= spec.index < ndim:
                 yield f"{array_line(name, leaf)}: axis {spec.index}"
 
 
 def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that the specs fit the shapes: the plan was made for the shapes of an earlier call."""
+    """Returns the error for specs that do not fit the shapes.
+
+    The plan may have been made for the shapes of an earlier call, so these were not checked.
+    """
     try:
         fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
     except ValueError as error:
-        return error.with_traceback(None)  # raised anew, where JAX's error was
+        return error.with_traceback(None)  # the caller raises it where JAX's error was
     return None
 
 
@@ -175,9 +186,9 @@ def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     "Without {in_name}, the types decide.",
 )
 def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields the arrays whose types have another spec over Explicit axes than declared.
+    """Yields a line for each array whose type has another spec over Explicit axes than declared.
 
-    JAX refuses these, where it compares the two.
+    Arrays for which JAX does not compare the two are left out.
     """
     transform = plan.transform
     if not isinstance(transform, Sharded):
@@ -185,7 +196,7 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
         actual = getattr(aval, "sharding", None)  # a type of hijax has another attribute
-        spec = getattr(declared, "spec", declared)  # of a sharding, or a spec itself
+        spec = getattr(declared, "spec", declared)  # ``declared`` is a sharding or a spec
         if not isinstance(actual, NamedSharding) or not isinstance(spec, PartitionSpec):
             continue
         if not _is_compared(transform, leaf, actual.mesh):
@@ -194,7 +205,7 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
         rank = len(aval.shape)
         if _in_type(actual.spec, explicit, rank) == _in_type(spec, explicit, rank):
             continue
-        if actual.mesh.empty:  # a tracer without a mesh: the trace around gave it none
+        if actual.mesh.empty:  # the enclosing trace has given its tracer no mesh
             change = "declare it in the jit around, too"
         else:
             change = f"write {actual.spec!r}"
@@ -205,26 +216,26 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
     """Whether JAX compares the type of an argument with the declared spec, and refuses another one.
 
-    Some arguments it moves to the declared sharding instead.
+    If not, JAX moves the argument to the declared sharding instead.
 
     Args:
       transform: says whether JAX gets the declared shardings as an option.
       leaf: the argument.
-      mesh: the one in its type, which may be empty.
+      mesh: the mesh in the type of the argument, which may be empty.
     """
     if mesh.empty and not isinstance(leaf, jax.core.Tracer):
-        return False  # an array outside of a trace, on no mesh
-    # `jax.jit` moves what is not committed to devices, if it gets shardings as an option.
+        return False  # the array is on no mesh
+    # If `jax.jit` gets shardings as an option, it moves arrays that are not committed.
     return is_committed(leaf) or not transform.passes_shardings
 
 
 def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
     """Returns the Explicit axes over which JAX compares the type of an array with its spec.
 
-    ``mesh`` is the one in the type of the array.
+    ``mesh`` is the mesh in the type of the array.
     """
-    # If JAX gets shardings as an option, it compares on the mesh of the type. If not, the types are
-    # compared on the mesh that applies to the call.
+    # If JAX gets shardings as an option, it compares on the mesh of the type. Otherwise it compares
+    # on the mesh that applies to the call.
     if not transform.passes_shardings and transform.context is not None:
         mesh = transform.context
     explicit = axes_of_type(mesh, AxisType.Explicit)
@@ -235,16 +246,16 @@ def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
 def _in_type(spec: PartitionSpec, explicit: Collection[Any], rank: int) -> tuple[Any, ...]:
     """Returns the part of a spec over Explicit axes, as the type of an array of this rank has it.
 
-    In a form that can be compared: the axes of each dimension, then the unreduced and the reduced
-    axes. For ``P("a", "b")``, the Explicit axis ``a`` and rank 3, these are ``(("a",), (), ()),
-    frozenset(), frozenset()``.
+    The result can be compared: it is a tuple of the axes of each dimension, the unreduced axes, and
+    the reduced axes. For ``P("a", "b")``, the Explicit axis ``a`` and rank 3, it is
+    ``((("a",), (), ()), frozenset(), frozenset())``.
     """
     part = keep_axes(spec, explicit)
     return tuple(map(axes_of, pad_entries(part, rank))), part.unreduced, part.reduced
 
 
 def _check_committed(plan: Plan, leaves: Arrays) -> Exception | None:
-    """Checks that arrays which must stay where they are have their declared shardings."""
+    """Returns the error for committed arrays that have another sharding than declared."""
     return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
@@ -265,8 +276,8 @@ def _other_shardings(
 ) -> Iterator[DeclaredArray]:
     """Yields arrays that have another sharding than declared.
 
-    Those on other devices are left out: `_check_devices` says that, and what to do. A reference is
-    yielded all the same, since it cannot be moved as `_check_devices` advises.
+    Arrays on other devices than declared are left out, because `_check_devices` reports them, and
+    says what to do. References are not left out, because they cannot be moved as it advises.
 
     Args:
       plan: has the declared shardings.
@@ -314,14 +325,16 @@ def _check_host_arrays(plan: Plan, leaves: Arrays) -> Iterator[str]:
     "pass on_committed='move'.",
 )
 def _check_devices(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields each tuple of devices with the arguments on it, if there are several."""
-    shardings: list[tuple[Any, str]] = []  # each with the argument or option that has it
+    """Yields a line for each tuple of devices, with the arguments on it, if there are several."""
+    shardings: list[tuple[Any, str]] = []  # pairs of a sharding and its argument or option
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         shardings.append((sharding, name))
         if _is_concrete_ref(leaf) or is_committed(leaf):
             shardings.append((leaf.sharding, name))
     shardings += [(spec, plan.transform.out_name) for spec in plan.out_specs]
-    names_on: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # unique names in order
+    # By devices: the names of arguments and options, as the keys of a dict, which keeps their order
+    # and has each only once.
+    names_on: dict[tuple[jax.Device, ...], dict[str, None]] = {}
     for sharding, name in shardings:
         devices = _compat.device_assignment(sharding)
         if devices is not None:

@@ -185,7 +185,7 @@ class Flattener:
         return self.link_index(index, position)
 
     def _is_copy(self, index: int) -> bool:
-        """Whether tree mode copies an object here: a module that is met again outside of a cycle."""
+        """Whether tree mode copies an object: a module that is met again, outside of a cycle."""
         obj = self.objects[index]
         if index not in self.linked or not _compat.is_node(obj):
             return False

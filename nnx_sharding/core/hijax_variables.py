@@ -1,17 +1,17 @@
 """Variables made with ``hijax=True``: values of JAX, with a treedef and a tuple of arrays.
 
-A structure describes them as plain Variables, so that both kinds are the same to what comes after.
-So ``flatten`` reads a plain copy of each. A guard cannot: the copy is a new object in each call. It
-reads the treedef and the arrays of the original, which a *recorder* is told for it, if the copy has
-shown the same.
+A structure describes them as plain Variables, so that no other code has to know both kinds. For
+this, ``flatten`` reads a plain copy of each. A guard cannot read the copy, because it is a new
+object in each call. So a guard reads the treedef and the arrays of the original, and the *recorder*
+is told about these if they hold the same objects as the copy.
 
 From other modules:
 
     VariableEntry   how a structure describes a Variable: type, metadata, and the *child* in it: an
                     array (``LEAF``), the index of an object, or a container of these
     atoms           what is in children apart from containers, in order
-    position        where a guard reads a value, in the list of all that it reads; ``UNRECORDED``
-                    if nowhere. A recorder gives positions to the parts of what it is told
+    position        the place of a value in the list of all that a guard reads; ``UNRECORDED`` if
+                    the guard does not read it. A recorder gives positions to the parts of an object
     aux_of          the data of pytree nodes in a treedef, other than plain keys
     value_key       a key for a value that is compared by value; None for any other
 """
@@ -34,33 +34,34 @@ if TYPE_CHECKING:  # flattening calls the functions below
 def describe_hijax(flattener: Flattener, variable: object, position: int) -> VariableEntry:
     """Returns the entry of an equal plain Variable; adds its arrays to the leaves of the walk.
 
-    The flattener has no recorder any more if no guard can compare the Variable.
+    Drops the flattener's recorder if no guard can compare the Variable.
 
     Args:
       flattener: the walk.
       variable: the hijax Variable.
-      position: where a guard can read it again.
+      position: where a guard can read the Variable again.
     """
     plain = _compat.plain_variable(variable)
-    # Nothing of the copy is recorded, which a guard could not find again.
+    # Nothing of the copy is recorded, because a guard could not find the copy again.
     recorder, flattener.recorder = flattener.recorder, None
     num_before = len(flattener.leaves)
     value = flattener.pytree_child(_compat.get_value(plain))
     entry = VariableEntry(type(plain), describe_metadata(flattener, plain, UNRECORDED), value)
-    if recorder is None or not _compat.is_concrete_hijax(variable):  # a traced one has no leaves
+    if recorder is None or not _compat.is_concrete_hijax(variable):  # a tracer has no leaves
         return entry
     treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
-    # A guard compares all of the treedef, with the metadata, by value.
+    # A guard compares the treedef by value, and the metadata are in it. None: some metadata are
+    # not compared by value.
     if any(value_key(data) is None for data in aux_of(treedef)):
         return entry
-    # What was read of the copy, in order: LEAF for an array, or the index of an object.
+    # What was read in the copy, in order: LEAF for an array, or the index of an object.
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
     arrays = iter(flattener.leaves[num_before:])
     values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
-    # A guard takes the leaves of the original for these, so they have to be the same objects.
+    # A guard reads the leaves of the original instead, so these have to be the same objects.
     if [*map(id, values)] != [*map(id, leaves)]:
         return entry
-    # The recorder is told of the original what it would have been told of the copy.
+    # The recorder is told about the original what it would have been told about the copy.
     leaf_positions = recorder.open_hijax(position, treedef, leaves)
     for leaf_position, part in zip(leaf_positions, parts, strict=True):
         if part is LEAF:

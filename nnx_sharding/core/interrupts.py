@@ -1,8 +1,9 @@
 """Defers signals between a program that consumes donated arrays and the write-back.
 
-The program deletes the arrays that the caller's model holds. If Ctrl-C came before the new ones are
-written back, the model would be lost. Python runs handlers of signals between its instructions, so
-the handlers are replaced by one that only notes the signal, and the signal is raised again after.
+The program deletes the arrays that the caller's model holds. If Ctrl-C came before the new arrays
+are written back, the model would be lost. Python runs handlers of signals between its instructions.
+So the handlers are replaced by one that only notes the signal, and each signal is raised again
+after the write-back.
 
 ``perform`` runs *operations*, each a tuple of a function and its arguments, in a loop in C. Between
 functions written in C, such as ``signal``, no instruction of Python runs, so no handler does. All
@@ -11,7 +12,7 @@ of this is for the main thread, the only one in which Python runs handlers.
 
 from __future__ import annotations
 
-# Takes a tenth of the time of the functions in `signal`, which make enum members.
+# The module in C takes a tenth of the time of `signal`, whose functions make enum members.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import threading
@@ -22,17 +23,17 @@ from .unflatten import perform
 
 _NUMBERS = (*_signal.valid_signals(),)
 
-# The user's handlers while signals are deferred, by number; else empty. Only the main thread, which
-# Python runs handlers in, defers any. `call.c` reads this dict.
+# The user's handlers by number while signals are deferred; empty otherwise. Only the main thread
+# defers signals, because Python runs handlers only there. `call.c` reads this dict.
 deferred_handlers: dict[int, Any] = {}
-# The attribute of a function of JAX that runs no Python code before its results are stored, for
-# arrays of any shapes. Its calls defer nothing.
+# The attribute that marks a function of JAX as direct: for arrays of any shapes, it runs no Python
+# code before its results are stored, so its calls need not defer signals.
 DIRECT = "nnx_sharding_is_direct"
-_arrived: list[int] = []  # the numbers of signals that came since, in their order
+_arrived: list[int] = []  # the numbers of signals that came while signals were deferred, in order
 
 
 def unmark_direct(execute: Callable[..., Any]) -> None:
-    """Removes the mark, where JAX compiles, or may have to, for arrays of other types."""
+    """Removes the mark ``DIRECT``, because JAX compiles, or may compile, for other arrays."""
     if hasattr(execute, DIRECT):
         vars(execute).pop(DIRECT, None)
 
@@ -45,17 +46,16 @@ def _note_signal(number: int, _: object) -> None:
 def defer_signals() -> None:
     """Defers all signals that have a handler in Python until :func:`deliver_signals`.
 
-    If they are deferred already, nothing changes. In other threads than the main one, it does
-    nothing.
+    Does nothing if signals are already deferred, or in any thread but the main one.
     """
     if deferred_handlers or threading.current_thread() is not threading.main_thread():
         return
     handlers = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True)
-    # Others are handled in C, and interrupt no Python code.
+    # Signals without such a handler are handled in C, and interrupt no Python code.
     pairs = [(number, handler) for number, handler in handlers if callable(handler)]
     replacements = [(_signal.signal, number, _note_signal) for number, _ in pairs]
-    # In one step, or a signal could come when only some handlers are replaced. The old ones are
-    # kept first, so that no handler is lost if setting one fails.
+    # All handlers are replaced in one step, so that no signal comes when only some are. The old
+    # handlers are kept first, so that none is lost if setting one fails.
     perform([(deferred_handlers.update, pairs), *replacements])
 
 
@@ -69,9 +69,11 @@ def deliver_signals() -> None:
             if _signal.getsignal(number) is _note_signal
         ]
         restore = [(_signal.signal, number, handler) for number, handler in still_replaced]
-        # In one step: a signal in between would be handled when others are still deferred.
+        # All handlers are restored in one step, because a signal in between would be handled while
+        # other signals are still deferred.
         perform([*restore, (deferred_handlers.clear,)])
-        arrived = [*dict.fromkeys(_arrived)]  # each once, as the system does with pending signals
+        # Each signal is raised once, as the system does with pending signals.
+        arrived = [*dict.fromkeys(_arrived)]
         _arrived.clear()
         for number in arrived:
             _signal.raise_signal(number)
@@ -79,9 +81,9 @@ def deliver_signals() -> None:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Defers signals within the block. One inside another ends the deferral for both."""
+    """Defers signals within the block. The end of an inner block ends the deferral for both."""
     try:
-        defer_signals()  # here, since a signal may come when it has just deferred them
+        defer_signals()  # in the `try`, because a signal may come when it has just deferred them
         yield
     finally:
         deliver_signals()

@@ -1,12 +1,17 @@
-"""The steps by which arrays get other shardings, outside of any trace: each for many at once.
+"""The steps by which many arrays at once get other shardings, outside of any trace.
 
 ``place.py`` decides which steps an array takes. A *move* is one array on its way to its *target*, a
-sharding. It is *ours* if it may be freed: because the caller donates it, or because a step before
-has made it. Each function here replaces the array of a move by the next one (``Move.advance``).
+sharding. The array is *ours* if it may be freed: the caller donates it, or an earlier step has made
+it. Each function here replaces the array of a move by the next one (``Move.advance``).
 
-    joined    all of an array of this process, in new NumPy memory, which a CPU device adopts
-    is_keys   whether an array has PRNG keys, which have no form in NumPy, and which
-              ``jax.device_put`` refuses if several processes hold them
+From other modules:
+
+    joined    copies all of an array of this process into new NumPy memory, which a CPU device
+              adopts
+    is_keys   whether an array has PRNG keys. Keys have no form in NumPy, and ``jax.device_put``
+              refuses keys that several processes hold
+    in_order_of  a sharding with the same parts on a mesh with the devices in another order; None if
+              JAX cannot express it
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from ..specs.types import AnyArray
 from .memory import copied, is_keys, joined
 
 _MOST_ON_HOST = 2**26  # bytes of arrays that are joined before they are put on devices
-_NO_MESH = Mesh(np.empty((), object), ())  # in context, like none
+_NO_MESH = Mesh(np.empty((), object), ())  # setting this mesh is like having none in context
 
 
 @dataclasses.dataclass
@@ -35,17 +40,18 @@ class Move:
 
     array: Any
     target: Any
-    is_ours: bool = False  # whether the array may be freed, being donated or intermediate
-    slots: list[int] = dataclasses.field(default_factory=list)  # of the result
+    is_ours: bool = False  # whether the array may be freed: it is donated, or made by a step
+    # The slots of the new array in the result of `place_arrays`.
+    slots: list[int] = dataclasses.field(default_factory=list)
 
     def advance(self, array: AnyArray) -> None:
-        """Replaces the array by what it has become, which may be freed afterwards if it is new."""
+        """Replaces the array by the result of a step; if that is a new array, it is ours."""
         self.is_ours |= array is not self.array
         self.array = array
 
 
 class Step(NamedTuple):
-    """A move, and the sharding that its array gets next, which need not be the target."""
+    """A move, and the sharding that the array gets next, which need not be the target."""
 
     move: Move
     sharding: Any
@@ -59,21 +65,21 @@ def is_placed(leaf: AnyArray, sharding: Sharding | Format) -> bool:
 def put(steps: Sequence[Step], *, alias: bool = True) -> None:
     """Gives arrays their shardings by one ``jax.device_put``, unless they have them already.
 
-    Without ``alias``, arrays of the caller that have them are copied, since the result must not
-    share memory with them.
+    Without ``alias``, arrays of the caller that already have their shardings are copied, because
+    the result must not share memory with them.
     """
-    pending: list[Step] = []  # what `jax.device_put` has to move or to copy
+    pending: list[Step] = []  # the steps that `jax.device_put` has to take
     for step in steps:
         move, sharding = step
         if not is_placed(move.array, sharding):
             pending.append(step)
-        elif not alias and not move.is_ours:  # it is where it should be, but has to be copied
+        elif not alias and not move.is_ours:  # the sharding is right, but a copy is needed
             if is_keys(move.array):  # `jax.device_put` refuses keys of several processes
                 move.advance(copied(move.array))
             else:
                 pending.append(step)
     if pending:
-        # In one call, so that JAX makes all transfers together.
+        # One call makes all transfers together.
         copies = jax.device_put(
             [step.move.array for step in pending],
             [step.sharding for step in pending],
@@ -89,11 +95,12 @@ def reshard(steps: Sequence[Step]) -> None:
     JAX compiles a program for devices in one order. The mesh of an array may have them in another
     order than its target, so each array first gets the order of its target, without any transfer.
     """
-    by_devices: dict[Any, list[Step]] = {}  # by the devices of the target in their order
+    # The key is the devices of the next sharding, in their order.
+    steps_by_devices: dict[Any, list[Step]] = {}
     for step in steps:
-        by_devices.setdefault(_compat.device_assignment(step.sharding), []).append(step)
-    for devices, group in by_devices.items():
-        # Ours last, in the order in which `_join` returns the results.
+        steps_by_devices.setdefault(_compat.device_assignment(step.sharding), []).append(step)
+    for devices, group in steps_by_devices.items():
+        # Arrays that are ours come last, because `_join` returns the results in this order.
         group.sort(key=lambda step: step.move.is_ours)
         kept, donated = list[Any](), list[Any]()
         for move, sharding in group:
@@ -101,9 +108,10 @@ def reshard(steps: Sequence[Step]) -> None:
             arrays.append(_in_device_order(move.array, sharding, devices))
         out_shardings = [step.sharding for step in group]
         program = jax.jit(_join, out_shardings=out_shardings, donate_argnums=1)
-        # Without the mesh in context, which may have other devices than these.
+        # The mesh in context is left out, because it may have other devices than these.
         with warnings.catch_warnings(), jax.set_mesh(_NO_MESH):
-            # Buffers whose size differs from the new ones cannot be reused; they are freed.
+            # JAX warns of buffers that it cannot reuse, because the new ones have another size.
+            # These buffers are freed, so the warning is no help.
             warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
             resharded = program(kept, donated)
         for step, array in zip(group, resharded, strict=True):
@@ -111,7 +119,7 @@ def reshard(steps: Sequence[Step]) -> None:
 
 
 def _join(kept: list[Any], donated: list[Any]) -> list[Any]:
-    """The program: returns its arrays, to which JAX gives their new shardings."""
+    """Returns its arrays; JAX gives them new shardings when it runs this as a program."""
     return [*kept, *donated]
 
 
@@ -120,15 +128,15 @@ def _in_device_order(array: AnyArray, target: NamedSharding, devices: object) ->
 
     Args:
       array: an array on the devices of the target, in any order.
-      target: the sharding that it gets next.
-      devices: those of the target, in their order.
+      target: the sharding that the array gets next.
+      devices: the devices of the target, in their order.
     """
     if _compat.device_assignment(array.sharding) == devices:
         return array
-    # The same parts on the same devices, on a mesh that has these in the other order.
+    # The new sharding has the same parts on the same devices, and a mesh with another order.
     sharding = _compat.in_order_of(array.sharding, target)
-    assert sharding is not None  # where JAX cannot express it, `place.py` takes another path
-    # This process makes the array of the buffers on its own devices, as the others do.
+    assert sharding is not None  # safe because `_is_resharded` is False if JAX cannot express it
+    # Each process makes the array of the buffers on its own devices.
     buffers = {shard.device: shard.data for shard in array.addressable_shards}
     ordered = [buffers[x] for x in sharding.addressable_devices_indices_map(array.shape)]
     return jax.make_array_from_single_device_arrays(
@@ -137,39 +145,51 @@ def _in_device_order(array: AnyArray, target: NamedSharding, devices: object) ->
 
 
 def put_from_host(moves: Sequence[Move]) -> None:
-    """Moves arrays by joining their parts on the host, as many at once as its memory should hold.
+    """Moves arrays by joining their parts on the host, about ``_MOST_ON_HOST`` bytes at a time.
 
     One `jax.device_put` of many arrays takes a fifth of the time of one for each part.
     """
-    batch: list[tuple[Move, np.ndarray[Any, Any]]] = []  # joined, but not yet put on devices
+    batch: list[tuple[Move, np.ndarray[Any, Any]]] = []  # joined arrays, not yet put on devices
     for move in moves:
         if is_keys(move.array):
-            # Keys are moved as the integers that they consist of. On their own, since a model has
-            # few of them.
+            # Keys are moved as the integers that they consist of. They are in no batch, because a
+            # model has few of them.
             integers = Move(jax.random.key_data(move.array), move.target)
             put_from_host([integers])
             impl = jax.random.key_impl(move.array)
             move.advance(jax.random.wrap_key_data(integers.array, impl=impl))
-        elif not move.target.is_fully_addressable:  # other processes put the rest
+        elif not move.target.is_fully_addressable:  # each process puts the parts of its devices
             move.advance(_own_parts(move.array, move.target))
         else:
             batch.append((move, joined(move.array)))
             if sum(x.nbytes for _, x in batch) >= _MOST_ON_HOST:
                 _put_batch(batch)
                 batch = []
-    _put_batch(batch)  # the rest, which may be empty
+    _put_batch(batch)  # the last batch may be empty
 
 
 def _put_batch(batch: Sequence[tuple[Move, np.ndarray[Any, Any]]]) -> None:
-    """Puts arrays that belong to this function to their goals; CPU devices adopt the memory."""
+    """Puts joined arrays to their targets, where CPU devices adopt the memory.
+
+    The caller must not use the joined arrays afterwards.
+    """
     if batch:
-        new = jax.device_put([array for _, array in batch], [move.target for move, _ in batch])
-        for (move, _), array in zip(batch, new, strict=True):
+        new_arrays = jax.device_put(
+            [array for _, array in batch], [move.target for move, _ in batch]
+        )
+        for (move, _), array in zip(batch, new_arrays, strict=True):
             move.advance(array)
 
 
 def _own_parts(array: AnyArray, target: Sharding) -> Any:
-    """Makes an array of several processes of the parts that the devices of this one hold."""
-    host = array if isinstance(array, np.ndarray) else joined(array)
-    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return jax.make_array_from_callback(host.shape, target, lambda i: joined(host[i]), dtype=dtype)
+    """Returns an array of several processes; this process puts the parts for its own devices.
+
+    Args:
+      array: the whole array, which each process has.
+      target: the sharding of the result.
+    """
+    host_array = array if isinstance(array, np.ndarray) else joined(array)
+    dtype = jax.dtypes.canonicalize_dtype(host_array.dtype)
+    return jax.make_array_from_callback(
+        host_array.shape, target, lambda index: joined(host_array[index]), dtype=dtype
+    )

@@ -1,11 +1,19 @@
 """The end of a trace: the outputs of the program, and what they mean for the caller's objects.
 
-The graph of modules is described by a table of objects, a *structure* (``structure.py``), before
-and after the call, with the same objects first. An *index* is that of an object, a *slot* that of
-an array in the flat list of all arrays. Comparing the tables tells what changed. An unchanged array
-is not an output. The others are in groups, one for each *spec* (a sharding, or an axis of
-``vmap``). Where each array belongs is the :class:`Outcome`, which JAX keeps with the trace: no
-repeated call computes it again.
+A *structure* (``structure.py``) describes the graph of modules by a table of objects. There is one
+before the call and one after it, and the objects of the arguments come first in both. The *index*
+of an object is its position in the table, and the *slot* of an array its position in the flat list
+of all arrays. Comparing the two tables tells what changed. An unchanged array is not an output. All
+other arrays are outputs, in one group for each *spec* (a sharding, or an axis of ``vmap``). The
+:class:`Outcome` says where each array belongs. JAX keeps it with the trace, so repeated calls do
+not compute it again.
+
+From other modules:
+
+    slots_before   the slot that each array of an object had before the call, by its slot after it;
+                   arrays in new places are left out
+    node_changes   the attributes of a module that a call changed; None if it changed none
+    check_donated  raises an error if donated buffers that have to be used again cannot be
 """
 
 from __future__ import annotations
@@ -29,25 +37,25 @@ from .trace_checks import check_donated
 if TYPE_CHECKING:
     from .plan import Plan
 
-INPUT = -1  # instead of the number of a group: the array is an input, unchanged
+INPUT = -1  # takes the place of the number of a group: the array is an unchanged input
 
 
 class Source(NamedTuple):
     """Where an array of the graph after a call comes from."""
 
     group: int  # the number of a group of outputs, or INPUT
-    position: int  # in this group; of an input its slot
+    position: int  # the position in this group, or the slot of an input
 
 
 class OutputGroup(Exception):
     """Outputs with one spec, each with the name under which JAX's messages and HLO show it.
 
-    JAX needs the shardings of outputs before it traces, when their number is not yet known.
-    But the user's specs are known, so there is a group for each of them.
+    JAX needs the shardings of outputs before it traces, when the number of outputs is not yet
+    known. The user's specs are known by then, so there is a group for each of them.
 
-    JAX makes groups of what a program returns. No Python code may run there, since a signal would
-    interrupt it, and lose arrays that replace donated ones. Only the constructor of an exception
-    takes any arguments and is written in C.
+    JAX makes groups of what a program returns. Groups must be made without Python code, because a
+    signal handler could run in it, and lose arrays that replace donated ones. So a group is an
+    exception: the constructor of exceptions takes any arguments and is written in C.
     """
 
     args: tuple[tuple[str, ...], Any]
@@ -56,7 +64,7 @@ class OutputGroup(Exception):
     def unnamed(cls, arrays: Sequence[Any]) -> OutputGroup:
         """Returns a group without names, for outputs of a function that was traced before.
 
-        The messages of JAX that show the names are about a trace, and that is done.
+        Names are not needed, because JAX shows them only in messages about a trace.
         """
         return cls(("",) * len(arrays), arrays)
 
@@ -86,25 +94,25 @@ jax.tree_util.register_pytree_with_keys(
 class Outcome:
     """The static part of what a call did to its graph; objects are named by their indices.
 
-    *Input* objects are those of the arguments. They come first in both structures.
+    *Input* objects are the objects of the arguments. They come first in both structures.
     """
 
     # The graph after the call. Its root is the output of the function.
     structure: Structure
-    sources: tuple[Source, ...]  # of its arrays, by slot
-    values: tuple[int, ...]  # input Variables whose arrays changed
-    metadata: tuple[int, ...]  # those whose metadata or kind of value changed
+    sources: tuple[Source, ...]  # the sources of the arrays of ``structure``, by slot
+    values: tuple[int, ...]  # input Variables of which only the arrays changed
+    metadata: tuple[int, ...]  # input Variables whose metadata or kind of value changed
     nodes: tuple[NodeChange, ...]  # the changed attributes of input modules
     statics: tuple[int, ...]  # static objects of the inputs that were changed in place
     replaced: tuple[int, ...] = ()  # input modules that are returned as new objects
     has_effects: bool = False  # whether the program has side effects, such as callbacks
-    # What to write back, set by ``call.run`` at the first call from all of this.
+    # What to write back. ``call.finish`` computes it in the first call with this outcome.
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Arrays, groups: Sequence[OutputGroup]) -> list[Any]:
         """Returns the arrays of ``structure``, by slot, from the inputs and outputs.
 
-        With other things in place of arrays, such as shapes, it returns these.
+        The inputs and outputs may also be other things than arrays, such as shapes.
 
         Args:
           inputs: the arrays before the call, by slot.
@@ -120,8 +128,9 @@ class Outcome:
 jax.tree_util.register_pytree_node(
     Outcome,
     lambda outcome: ((), outcome),
-    # Returns the first of (outcome, ()): an outcome is true, the empty tuple is not. A lambda would
-    # run Python code where a signal could interrupt it, as for `OutputGroup`.
+    # This function in C returns the first of (outcome, ()), because an outcome is true and the
+    # empty tuple is not. A lambda would be Python code, where a signal handler could run (see
+    # `OutputGroup`).
     functools.partial(max, key=bool),
 )
 
@@ -130,7 +139,7 @@ def pack(
     plan: Plan,
     fun_name: str,
     leaves: Arrays,
-    after: Flat,
+    flat_after: Flat,
     specs: Sequence[Spec],
     names: Sequence[str],
 ) -> tuple[Any, ...]:
@@ -140,24 +149,25 @@ def pack(
       plan: the plan, with the graph before the call.
       fun_name: the name of the user's function, in messages.
       leaves: the arrays before the call, by slot.
-      after: the graph after the call, flattened.
+      flat_after: the graph after the call, flattened.
       specs: the final spec of each array after the call, by slot.
-      names: the expression for each of these, such as ``model.kernel``.
+      names: the expression for each array after the call, by slot, such as ``model.kernel``.
 
     Returns:
       What the pure function returns: the groups of outputs, and last the outcome.
     """
-    # So far, ``sources`` has the slots of unchanged arrays of objects, and `outcome` has none.
-    outcome, sources = _compare(plan, leaves, after, specs)
+    # ``sources`` has the sources of unchanged arrays of objects. The others are added below, and
+    # ``outcome`` then gets all sources.
+    outcome, sources = _compare(plan, leaves, flat_after, specs)
     group_of_spec = _group_numbers(plan, specs, names)  # by spec
     outputs: list[list[Any]] = [[] for _ in group_of_spec]  # by group
     output_names: list[list[str]] = [[] for _ in group_of_spec]
     input_slots = {_compat.identity(leaf): slot for slot, leaf in enumerate(leaves)}
-    ref_slots = after.structure.slots_of(RefEntry)
-    for slot, leaf in enumerate(after.leaves):
+    ref_slots = flat_after.structure.slots_of(RefEntry)
+    for slot, leaf in enumerate(flat_after.leaves):
         is_ref = slot in ref_slots and _compat.is_ref(leaf)
         if is_ref and _compat.identity(leaf) in input_slots:
-            # The program changes it in place, so it is the caller's ref in any case.
+            # The program changes a ref in place, so it is the caller's ref in any case.
             sources[slot] = Source(INPUT, input_slots[_compat.identity(leaf)])
         elif slot not in sources:  # a new or changed array: the next output of its group
             group = group_of_spec[specs[slot]]
@@ -165,55 +175,54 @@ def pack(
             # A ref cannot leave a trace; its value can, and becomes a new ref outside.
             outputs[group].append(leaf[...] if is_ref else leaf)
             output_names[group].append(names[slot])
-    # With ``strict``, an output has to use the buffer of each donated array. Otherwise none has to,
-    # and there are no slots to reuse.
+    # With ``strict``, an output has to use the buffer of each donated array. Without it, there are
+    # no slots to reuse, and the check raises nothing.
     donated = {slot: (plan.names[slot], leaves[slot]) for slot in sorted(plan.slots_to_reuse)}
     check_donated(donated, itertools.chain(*outputs), name=plan.transform.name, fun=fun_name)
-    outcome.sources = tuple(sources[slot] for slot in range(len(after.leaves)))
+    outcome.sources = tuple(sources[slot] for slot in range(len(flat_after.leaves)))
     # Effects, such as callbacks, run Python code in each call of the program.
     outcome.has_effects = _compat.trace_has_effects()
     return (*map(OutputGroup, map(tuple, output_names), outputs), outcome)
 
 
 def _compare(
-    plan: Plan, leaves: Arrays, after: Flat, specs: Sequence[Spec]
+    plan: Plan, leaves: Arrays, flat_after: Flat, specs: Sequence[Spec]
 ) -> tuple[Outcome, dict[int, Source]]:
     """Compares the objects of the arguments before and after the call.
 
     Args:
       plan: has the structure before the call, and the specs of its arrays.
-      leaves: the arrays before it, by slot.
-      after: the graph after it.
-      specs: the spec of each array after it, by slot.
+      leaves: the arrays before the call, by slot.
+      flat_after: the graph after the call.
+      specs: the spec of each array after the call, by slot.
 
     Returns:
-      What changed, without sources, and the sources of the unchanged arrays, by slot after the
-      call.
+      The outcome without sources, and the sources of the unchanged arrays, by slot after the call.
     """
     sources: dict[int, Source] = {}
-    values: list[int] = []  # Variables whose arrays changed, and nothing else
+    values: list[int] = []  # Variables of which only the arrays changed
     metadata: list[int] = []  # Variables whose metadata or kind of value changed
     nodes: list[NodeChange] = []  # the attributes of modules that changed
     statics: list[int] = []  # static objects, such as dicts of settings, that changed in place
     replaced: list[int] = []  # modules that the caller gets as new ones
     for index, old in enumerate(plan.structure.entries):
-        # The same object after the call. An entry describes all but the arrays of an object, whose
-        # slots are apart: an equal entry leaves open whether its arrays changed.
-        new = after.structure.entries[index]
-        slots = after.structure.slots[index]
-        # Without graph updates, the caller's modules stay as they are, and one that is returned is
-        # a new module. Flattening has left an entry only for those that a loop carries.
+        # ``new`` describes the same object after the call. An entry says nothing about the arrays
+        # of an object, so these may have changed even if the entries are equal.
+        new = flat_after.structure.entries[index]
+        slots = flat_after.structure.slots[index]
+        # Without graph updates, the caller's modules stay as they are, and a module that is
+        # returned is a new one. Flattening has left entries only for modules that a loop carries.
         if isinstance(new, NodeEntry) and not plan.updates:
             replaced.append(index)
-        if not slots and new == old:  # it holds no arrays itself, and did not change
+        if not slots and new == old:  # an unchanged object without arrays of its own
             continue
-        # 1. Which of its arrays are unchanged, by slot after the call → before it, for arrays in
-        # places that the object had before. The others are outputs.
+        # 1. Which arrays of the object are unchanged. All others are outputs. `slots_before` has
+        # the arrays in places that the object had before.
         changed_slots = set(slots)
-        for slot, old_slot in slots_before(plan.structure, after.structure, index).items():
-            # A tracer that is still the same is an array that the function did not change. It is an
+        for slot, old_slot in slots_before(plan.structure, flat_after.structure, index).items():
+            # The function did not change an array whose tracer is still the same. The array is an
             # output all the same if its buffer is donated, or if it gets another sharding.
-            is_same = after.leaves[slot] is leaves[old_slot]
+            is_same = flat_after.leaves[slot] is leaves[old_slot]
             keeps_spec = specs[slot] == plan.object_specs[old_slot]
             if is_same and keeps_spec and old_slot not in plan.donated:
                 sources[slot] = Source(INPUT, old_slot)
@@ -225,13 +234,13 @@ def _compare(
             values.append(index)
         elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
             # Attributes with another child, or with an array that changed.
-            change = node_changes(index, old, after.structure, changed_slots)
+            change = node_changes(index, old, flat_after.structure, changed_slots)
             if change is not None:
                 nodes.append(change)
-        elif isinstance(new, StaticObject):  # it holds no arrays, so its entry differs
+        elif isinstance(new, StaticObject):  # static objects hold no arrays, so the entries differ
             statics.append(index)
     outcome = Outcome(
-        structure=after.structure,
+        structure=flat_after.structure,
         sources=(),
         values=tuple(values),
         metadata=tuple(metadata),
@@ -245,11 +254,16 @@ def _compare(
 def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> dict[Any, int]:
     """Returns the number of the group of outputs for each spec that an output can have.
 
-    Raises a ``ValueError`` if some of ``specs`` have none; ``names`` are those of their arrays.
+    Raises a ``ValueError`` if some of ``specs`` have no group.
+
+    Args:
+      plan: has the specs that an output can have.
+      specs: the spec of each array after the call, by slot.
+      names: the expression for each array, by slot.
     """
     numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
-    # JAX needs the specs before the trace, but the function in a prefix of `nnx.prefix` is asked
-    # about new Variables only in it, and may return others.
+    # JAX needs the specs before the trace. The function in a prefix of `nnx.prefix` is asked about
+    # new Variables only in the trace, and may return specs that were not known before.
     pairs = zip(names, specs, strict=True)
     lines = [f"  {name}: {spec!r}" for name, spec in pairs if spec not in numbers]
     raise_listed(
@@ -265,26 +279,27 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
 def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
     """Returns one outcome for all branches of a ``cond`` or ``switch``.
 
-    The structure after each branch is the same: other branches have been refused. So they agree in
-    all that an outcome finds by comparing entries, but not in the arrays that they change. Arrays
-    that one of them changes are outputs of all, in one group, in the order of their slots.
+    The structure is the same after each branch, because the caller refuses other branches. So the
+    outcomes agree in all that follows from comparing entries, but not in the arrays that change.
+    An array that any branch changes is an output of all branches. These arrays are in one group, in
+    the order of their slots.
 
     Args:
       before: the structure of the arguments.
-      outcomes: what each branch did to them.
+      outcomes: the outcome of each branch.
     """
     first = outcomes[0]
     structure = first.structure
     sources: list[Source] = []  # by slot
-    changed_slots: list[int] = []  # of arrays that a branch changes
+    changed_slots: list[int] = []  # the slots of arrays that any branch changes
     for slot, by_branch in enumerate(zip(*(outcome.sources for outcome in outcomes), strict=True)):
         if all(source.group == INPUT for source in by_branch):  # the same input in each branch
             sources.append(by_branch[0])
         else:
             sources.append(Source(0, len(changed_slots)))  # the only group
             changed_slots.append(slot)
-    # An attribute of a module changes if its array changes in any branch, so changes of modules are
-    # found again, with the arrays of all branches.
+    # An attribute of a module changes if its array changes in any branch. So the changes of modules
+    # are computed again, with the arrays of all branches.
     entries: Sequence[Any] = before.entries
     changed_nodes = sorted({change.node for outcome in outcomes for change in outcome.nodes})
     nodes = [
@@ -296,7 +311,8 @@ def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
         structure=structure,
         sources=tuple(sources),
         values=tuple(values),
-        metadata=first.metadata,  # these three follow from the entries alone
+        # The next three follow from the entries alone, so they are the same for all branches.
+        metadata=first.metadata,
         statics=first.statics,
         replaced=first.replaced,
         nodes=tuple(change for change in nodes if change is not None),

@@ -22,7 +22,7 @@ from .static_equality import Static, content_of
 from .static_parts import Copying, StaticKind, forget_cached
 from .structure import Child, StaticObject
 
-if TYPE_CHECKING:  # it calls the functions below
+if TYPE_CHECKING:  # the flattener imports this module
     from .flattener import Flattener
 
 
@@ -32,24 +32,24 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
     The cases are those of the table above.
 
     Args:
-      flattener: the walk. Its ``statics`` have the child of each value that was met, by its id.
+      flattener: the walk. ``flattener.statics`` has the child of each value that was met, by id.
       value: the value.
-      position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
+      position: where a recorder can read the value again; ``UNRECORDED`` if nowhere.
     """
     static = Static.of(value, hold=flattener.is_kept_alive(value))
     content = content_of(value) if static.by_identity else None
-    if content is None:  # not compared by content
+    if content is None:  # the value is not compared by content
         if _is_part_of_graph(flattener, value):
-            return flattener.link_object(value, position)  # the index of its entry
-        # By value, or by identity alone.
+            return flattener.link_object(value, position)
+        # The value is compared by value, or by identity alone.
         flattener.statics[_compat.identity(value)] = static, value
         return static
     kind, parts = content
-    if kind.copying is not Copying.FIXED:  # it can change
+    if kind.copying is not Copying.FIXED:  # the object can change, so it gets an entry
         return flattener.link_object(value, position)
     child = StaticObject(kind, _children(flattener, value, kind, parts, position))
-    # A guard compares the parts of this value in each place where it is. So a recorder has to see
-    # them each time, which it would not if the child were kept.
+    # A guard compares the parts of this value in each place where the value is. So a recorder has
+    # to see the parts each time, and the child is kept only if nothing is recorded.
     if position == UNRECORDED:
         flattener.statics[_compat.identity(value)] = child, value
     return child
@@ -58,9 +58,10 @@ def new_static_child(flattener: Flattener, value: object, position: int) -> Chil
 def _is_part_of_graph(flattener: Flattener, value: object) -> bool:
     """Whether a module in a static place is an object of the graph, so that the place links to it.
 
-    One that holds arrays, at any depth, is so only if it is data elsewhere, too (``also_data``).
-    That may be found out later: so others are noted in ``left_out``, and if the walk meets one of
-    these as data, `flatten` starts again with it in ``also_data``.
+    A module that holds arrays, at any depth, is an object of the graph only if it is data elsewhere
+    as well (``also_data``). The walk may find that out later. So a module for which this returns
+    False is added to ``left_out``. If the walk meets such a module as data, `flatten` starts again
+    with the module in ``also_data``.
     """
     if not _compat.is_graph_object(value):
         return False
@@ -76,27 +77,31 @@ def describe_static(
 ) -> StaticObject | None:
     """Returns the entry of an object that can change, such as a dict of settings; None for a ref.
 
+    After a call, this first deletes the values of each ``cached_property`` that the function has
+    read.
+
     Args:
       flattener: the walk.
       index: the index of the object in the table.
       obj: the object.
-      position: where a recorder can read it again; ``UNRECORDED`` if nowhere.
+      position: where a recorder can read the object again; ``UNRECORDED`` if nowhere.
     """
-    if flattener.snapshot is not None:  # after a call: the snapshot is of the objects before it
-        # A cached_property that the function has read since stores its value as an attribute. It
-        # may be a tracer, and is computed again when it is needed. Those from before stay.
+    # A snapshot means that the graph is flattened after a call. If the function has read a
+    # cached_property, its value is now an attribute, and may be a tracer. Python computes the value
+    # again when it is needed. Values from before the call stay.
+    if flattener.snapshot is not None:
         forget_cached(obj, flattener.snapshot.attributes_of(index))
     content = content_of(obj)
     if content is None:  # a ref, whose content JAX keeps
         return None
     is_kept_alive = flattener.is_kept_alive(obj)
     if is_kept_alive:
-        flattener.origins[index] = obj  # so that it can be used again, if it is still unchanged
+        flattener.origins[index] = obj  # `unflatten` uses the object again if it is unchanged
     kind, parts = content
     identity = None
-    if kind.copying is Copying.UNIQUE:  # equal only to itself, as one of a class without `__eq__`
-        # Equal parts do not make two such objects equal, so a trace is only for this one. A guard
-        # then also compares the object itself.
+    if kind.copying is Copying.UNIQUE:
+        # Equal parts do not make two such objects equal, so a trace is only for this object, and a
+        # guard compares the object itself as well.
         identity = Static(obj, is_kept_alive)
         if flattener.recorder is not None:
             flattener.recorder.pin_object(index, obj)
@@ -111,11 +116,11 @@ def _children(
     Args:
       flattener: the walk.
       obj: the object.
-      kind: its kind.
-      parts: its parts, in this order.
+      kind: the object's kind.
+      parts: the object's parts, in the same order.
       position: where a recorder can read the object again; ``UNRECORDED`` if nowhere.
     """
-    # One for each part; without a recorder, `UNRECORDED` without end.
+    # One position for each part; without a recorder, this is `UNRECORDED` without end.
     positions = ALL_UNRECORDED
     if flattener.recorder is not None:
         positions = flattener.recorder.open_static(position, obj, kind, parts)

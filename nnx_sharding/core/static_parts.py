@@ -1,13 +1,13 @@
 """Takes objects that are not arrays apart, to compare and copy them, and puts them together again.
 
-The *parts* of an object are its *items* as the built-in class that it derives from (its *base*),
-then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind* is everything else:
-its class, the *detail* that the base keeps besides items, and the names of the attributes. A list
-of two strings has the kind ``(list, None, ())`` and the strings as its parts. A kind is hashable.
-Whether its objects can change, and whether there can be a copy of one, is its ``copying``.
+An object has *parts*: first its *items* as an object of the built-in class that it derives from
+(its *base*), then the values of its *attributes*, in its ``__dict__`` or in slots. Its *kind* is
+everything else: the class, the *detail* that the base keeps besides items, and the names of the
+attributes. A list of two strings has the kind ``(list, None, ())`` and the strings as its parts. A
+kind is hashable. ``copying`` says whether objects of a kind can change, and can be copied.
 
-The table ``_BUILTINS`` says of each base how its objects are opened, made and assigned to. The base
-of a class that derives from none of them (``_base_of``) is ``object``, which has no items.
+The table ``_BUILTINS`` says for each base how its objects are opened, made and assigned to. A class
+that derives from no class in the table has the base ``object``, which has no items (``_base_of``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Copying(enum.Enum):
     """Whether there can be a copy of a static object, with copies of its parts, and how it is made.
 
     Members:
-      FIXED: it is immutable itself, whatever it holds, as a tuple is. A copy is made with all of
-        its parts at once.
-      MUTABLE: it can be changed, as a list or an object with an ``__eq__``. A copy is made empty,
-        and then gets its parts.
-      FIXED_WITH_ATTRIBUTES: it is of a subclass of an immutable class, with attributes that can be
-        changed. There is no copy: its class makes objects only with all their items, and what can
-        be changed is made empty first.
-      UNIQUE: it is equal to no other object, even with equal parts, so a copy would not be equal.
+      FIXED: the object itself is immutable, such as a tuple, whatever it holds. A copy is made
+        with all parts at once.
+      MUTABLE: the object can be changed, such as a list or an object with an ``__eq__``. A copy is
+        made empty, and then gets its parts.
+      FIXED_WITH_ATTRIBUTES: the class derives from an immutable class, but attributes can be
+        changed. There is no copy: an object that can be changed is made empty first, but this class
+        makes objects only with all items.
+      UNIQUE: the object is equal to no other, even with equal parts, so a copy would not be equal.
     """
 
     FIXED = enum.auto()
@@ -54,7 +54,7 @@ class StaticKind(NamedTuple):
 
     type: type
     detail: Hashable  # what a built-in class keeps besides items, such as the bytes of an array
-    names: tuple[str, ...]  # of its attributes, whose values are the last parts
+    names: tuple[str, ...]  # the names of the attributes, whose values are the last parts
 
     @property
     def copying(self) -> Copying:
@@ -65,7 +65,7 @@ class StaticKind(NamedTuple):
             return Copying.FIXED_WITH_ATTRIBUTES if self.names else Copying.FIXED
         if base is not object:  # a list, a dict or the like
             return Copying.UNIQUE if builtin.is_view else Copying.MUTABLE
-        # Objects of a class without `__eq__` compare by their identity. Those of a class in C may
+        # Objects of a class without `__eq__` compare by their identity. Objects of a class in C may
         # have content that no attribute shows.
         equal: Any = self.type.__eq__
         is_unique = equal is object.__eq__ or has_hidden_state(self.type)
@@ -75,16 +75,16 @@ class StaticKind(NamedTuple):
 class _Builtin(NamedTuple):
     """How objects of a built-in class are opened, and made or assigned to.
 
-    Immutable objects are made with all their items. Others are made empty, by ``empty`` or by
-    ``__new__``, and then assigned to, by operations that run no Python code.
+    Immutable objects are made with all their items. Mutable objects are made empty, by ``empty`` or
+    by ``__new__``, and then assigned to, by operations that run no Python code.
     """
 
-    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object to detail and items
-    make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items to object
+    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object → detail and items
+    make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items → object
     assign: Callable[[Any, Any, Sequence[Any]], list[Operation]] = lambda *_: []
-    empty: Callable[[type, Any], Any] | None = None  # class and detail to object
-    # A view shows what other objects may show as well, such as a memoryview the bytes of its array.
-    # So another view with equal content is not the same.
+    empty: Callable[[type, Any], Any] | None = None  # class and detail → object
+    # A view shows the content of another object: a memoryview shows the bytes of an array. So two
+    # views with equal content are not equal, because a change of one may not show in the other.
     is_view: bool = False
 
 
@@ -96,7 +96,7 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     return [part for item in items for part in item]
 
 
-# The built-in class's own methods are called, since subclasses may override them.
+# The built-in class's own methods are called, because subclasses may override them.
 
 
 def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
@@ -115,7 +115,7 @@ def _mapping(base: Any) -> _Builtin:
 
 
 class _ArrayDetail(NamedTuple):
-    """The detail of a NumPy array or scalar, and a part of that of a memoryview."""
+    """The detail of a NumPy array or scalar, and a part of the detail of a memoryview."""
 
     dtype: np.dtype[Any] | str  # the format of a memoryview
     shape: tuple[int, ...]
@@ -135,17 +135,15 @@ def _empty_array(cls: type, detail: _ArrayDetail) -> Any:
 
 
 def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Operation]:
-    """Returns the operation that copies content into a NumPy array of the same shape and dtype.
-
-    The operation is ``plain[...] = content``.
+    """Returns the operation ``plain[...] = content``; raises for another shape or dtype.
 
     Args:
       x: the array, or a record (``np.void``).
       detail: the dtype, the shape, and the bytes of the content.
       items: the elements if they are Python objects; the detail then has no bytes.
     """
-    # Not a subclass of the array, whose `__setitem__` may be code of the user. Records have no
-    # such view, and NumPy's own class.
+    # The operation assigns to a plain view, because `__setitem__` of a subclass may be user code.
+    # Records have no such view, but their class is NumPy's own.
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
     if plain.shape != detail.shape or plain.dtype != detail.dtype:
         raise TypeError("the shape or dtype of a NumPy array was changed in place")
@@ -153,12 +151,12 @@ def _assign_array(x: Any, detail: _ArrayDetail, items: Sequence[Any]) -> list[Op
         content = np.frombuffer(detail.data, detail.dtype)
     else:
         content = np.empty(len(items), detail.dtype)
-        content[:] = items  # NumPy would open items that are lists if it made the array of them
+        content[:] = items  # `np.array(items)` would open items that are lists
     return [(type(plain).__setitem__, plain, ..., content.reshape(detail.shape))]
 
 
 def _assign_view(x: Any, detail: Any, _: Sequence[Any]) -> list[Operation]:
-    _, content = detail  # a view does not change what it shows, or whether it is read-only
+    _, content = detail  # whether a view is read-only never changes
     return [(memoryview.__setitem__, x.cast("B"), slice(None), content.data)]
 
 
@@ -175,7 +173,7 @@ def _assign_cell(x: object, is_full: object, items: Sequence[object]) -> list[Op
     return [(delattr, x, "cell_contents")]
 
 
-# Convert strings and numbers of subclasses to plain ones.
+# Functions that convert strings and numbers of subclasses to plain ones.
 SCALARS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,
@@ -202,7 +200,7 @@ _BUILTINS: dict[type, _Builtin] = {
             cls, *items[:count], **dict(_pairs(items[count:]))
         ),
     ),
-    pathlib.PurePath: _Builtin(  # without its slots, which are caches
+    pathlib.PurePath: _Builtin(  # the slots of a path are caches, and are left out
         lambda x: (None, (pathlib.PurePath.__str__(x),)), lambda cls, _, items: cls(*items)
     ),
     list: _Builtin(
@@ -243,17 +241,17 @@ _BUILTINS: dict[type, _Builtin] = {
 
 
 def _base_of(cls: type) -> type:
-    """Returns the class in the table that a class derives from; ``object`` by default."""
+    """Returns the first base class that is in the table, which may be ``object``."""
     return next(base for base in cls.__mro__ if base in _BUILTINS)
 
 
 def is_builtin(cls: type) -> bool:
-    """Whether a class is, or derives from, a built-in one in the table."""
+    """Whether a class is, or derives from, a built-in class in the table other than ``object``."""
     return _base_of(cls) is not object
 
 
 def fixed_parts(value: object) -> Sequence[Any] | None:
-    """Returns the items of an object that has nothing else, and always the same; else None."""
+    """Returns the items of an object that cannot change and has no other content; else None."""
     base = _base_of(type(value))
     builtin = _BUILTINS[base]
     if builtin.make is None or base is types.MappingProxyType or has_state(type(value)):
@@ -281,18 +279,18 @@ def make_empty(kind: StaticKind) -> Any:
     """Returns a new object without its parts, for :func:`assign`; no ``__init__`` is called.
 
     Raises:
-      TypeError: the base makes objects only with all their items, as ``tuple`` does. An object of
-        it is in the table only if it has attributes.
+      TypeError: the base makes objects only with all their items, as ``tuple`` does. Such an object
+        is in the table of a structure only if it has attributes.
     """
     base: Any = _base_of(kind.type)
     builtin = _BUILTINS[base]
     if builtin.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
-    if builtin.empty is not None:  # an array, which needs its shape or type from the start
+    if builtin.empty is not None:  # an array needs its shape or type from the start
         return builtin.empty(kind.type, kind.detail)
     if base is object:
-        # The class may derive from another one in C, such as SimpleNamespace. Only that one's
-        # `__new__` can make it; `object.__new__` refuses.
+        # The class may derive from a class in C that is not in the table, such as SimpleNamespace.
+        # Only the `__new__` of this class can make objects; `object.__new__` refuses.
         base = next(cls for cls in kind.type.__mro__ if not cls.__flags__ & _HEAP_TYPE)
     return base.__new__(kind.type)
 
@@ -303,25 +301,25 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: CPython's flag of classes that Pytho
 def assign(value: object, kind: StaticKind, parts: Sequence[object]) -> list[Operation]:
     """Returns the operations (functions with arguments) that give an object this kind and parts.
 
-    Raises a ``TypeError`` if it has another class, or is immutable.
+    Raises a ``TypeError`` if the object has another class, or is immutable.
     """
     if type(value) is not kind.type or kind.copying is Copying.FIXED:
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
     num_items = len(parts) - len(kind.names)
-    # 1. What the object holds as a list, dict or the like; of a plain object, nothing.
+    # 1. The items of a list, dict or the like. A plain object has none.
     operations = _BUILTINS[_base_of(kind.type)].assign(value, kind.detail, parts[:num_items])
-    # 2. Attributes in slots. Not by ``setattr``: a ``__setattr__`` of the class may run the user's
-    # code, or raise.
-    in_dict = dict(zip(kind.names, parts[num_items:], strict=True))  # all, less those in slots
+    # 2. Attributes in slots. ``setattr`` is not used, because a ``__setattr__`` of the class may
+    # run the user's code, or raise.
+    attributes = dict(zip(kind.names, parts[num_items:], strict=True))
     for name in slots_of(kind.type):
-        if name in in_dict:
-            operations.append((object.__setattr__, value, name, in_dict.pop(name)))
-        elif hasattr(value, name):  # a slot that was empty
+        if name in attributes:
+            operations.append((object.__setattr__, value, name, attributes.pop(name)))
+        elif hasattr(value, name):  # the slot has to become empty
             operations.append((object.__delattr__, value, name))
-    # 3. All other attributes are in the `__dict__`, if there is one.
+    # 3. The attributes that are left are those in the `__dict__`, if there is one.
     if kind.type.__dictoffset__:
         content = attributes_of(value)
-        operations += [(dict.clear, content), (dict.update, content, in_dict)]
+        operations += [(dict.clear, content), (dict.update, content, attributes)]
     return operations
 
 
@@ -334,26 +332,26 @@ def has_state(cls: type) -> bool:
 
 
 def has_only_dict(cls: type, base: type = object) -> bool:
-    """Whether objects of a class have their ``__dict__`` and what they hold as a base, no more."""
+    """Whether objects of a class have only a ``__dict__`` and what ``base`` objects hold."""
     return bool(cls.__dictoffset__) and _base_of(cls) is base and not slots_of(cls)
 
 
 def has_hidden_state(cls: type) -> bool:
     """Whether objects of a class have content that Python does not show, as those of C may.
 
-    ``object.__reduce_ex__``, which refuses to pickle such objects, finds out in the same way: an
-    object is larger than a bare ``object`` with a pointer for each slot, for the ``__dict__`` and
-    for the weak references. This is for classes that derive from no built-in one: a list is larger,
-    too.
+    Such an object is larger than a bare ``object`` with a pointer for each slot, for the
+    ``__dict__`` and for the weak references. ``object.__reduce_ex__`` uses the same test, and
+    refuses to pickle such objects. The class must derive from no built-in one, because a list, for
+    example, is larger as well.
     """
-    # An offset is 0 for what objects do not have. It is negative where the interpreter keeps the
-    # dict or the weak references in front of the object, so that the size does not count them.
+    # An offset is 0 if objects have no dict or no weak references. It is negative if CPython keeps
+    # these in front of the object, where the size does not count them.
     pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Returns the ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
+    """Returns the ``__dict__`` of an object, without calling ``__getattribute__`` of its class."""
     if not type(value).__dictoffset__:
         return {}
     content: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -361,27 +359,27 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def is_cache(cls: type, name: Any) -> bool:
-    """Whether an attribute is a ``cached_property``: what it stores follows from the others."""
+    """Whether an attribute is a ``cached_property``, whose value follows from the others."""
     owner = next((base for base in cls.__mro__ if name in vars(base)), object)
     return isinstance(vars(owner).get(name), functools.cached_property)
 
 
 def forget_cached(value: object, kept: Collection[str]) -> None:
-    """Deletes what ``cached_property`` has stored in an object, except under some names."""
+    """Deletes the values of each ``cached_property`` in an object, except those in ``kept``."""
     attributes = attributes_of(value)
     for name in [*attributes]:
         if name not in kept and is_cache(type(value), name):
             del attributes[name]
 
 
-# By class; weak, since a program may make classes all the time.
+# By class. References to classes are weak, because a program may make classes all the time.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
     """Returns the names of the ``__slots__`` of a class, without those of its built-in base.
 
-    A name that a subclass declares again is there twice.
+    The tuple has a name twice if a subclass declares it again.
     """
     names = _SLOTS.get(cls)
     if names is None:
@@ -389,8 +387,8 @@ def slots_of(cls: type) -> tuple[str, ...]:
         slots: list[str] = []
         for base in itertools.takewhile(lambda base: base is not builtin, cls.__mro__):
             # Python makes a member descriptor of each slot. Classes in C have such descriptors for
-            # their own fields, which may be read-only, so only classes with `__slots__` count; and
-            # defaultdict, whose `default_factory` is such a field and can be assigned to.
+            # their fields, which may be read-only, so only classes with `__slots__` count. The one
+            # exception is defaultdict, because its field `default_factory` can be assigned to.
             if "__slots__" in vars(base) or base is collections.defaultdict:
                 members = vars(base).items()
                 slots += [x for x, member in members if type(member) is types.MemberDescriptorType]

@@ -1,14 +1,22 @@
 """Which objects in static values a trace copies, and the check that these hold no arrays.
 
 A *static place* is a static argument, or an attribute of a module that is not data. A trace gets
-copies of the objects there, which it may change. An object that is equal only to itself cannot be
-copied, and what it holds is the caller's own as well. A module or Variable there would be the
-caller's, whose arrays would become constants of the program: later changes would be missed. The
-same holds for Variables, and modules with arrays, that only static values refer to.
+copies of the objects in static places, because it may change them. An object that is equal only to
+itself cannot be copied, so the trace gets the caller's object, and all that this holds. The arrays
+of a module or Variable in such an object would become constants of the program, and later changes
+would be missed. The same holds for Variables, and modules with arrays, that only static values
+refer to.
 
-A static object is an entry in the table of all objects (``structure.py``), known by its *index*,
-or, if it cannot change, a *child* of the entry that holds it. The *slots* of an entry are the
-positions of its arrays in the list of all arrays.
+A static object is an entry in the table of all objects (``structure.py``), and has an *index*
+there. If it cannot change, it is a *child* of the entry that holds it instead. The *slots* of an
+entry are the positions of its arrays in the list of all arrays.
+
+From other modules:
+
+    Structure.identities   the static values that are compared by identity alone
+    parts_of               the children of an entry or pytree, each with the path to it
+    links_below            the index of each object that can be reached from some children
+    is_cache               whether an attribute is a ``cached_property``
 """
 
 from __future__ import annotations
@@ -56,23 +64,23 @@ def check_static_places(
 ) -> None:
     """Raises a ``ValueError`` for Variables, and modules with arrays, in static places.
 
-    Static arguments must not hold any arrays of JAX; arrays in attributes are compared by value.
+    Arrays of JAX are allowed in attributes, where they are compared by value, but not in static
+    arguments. Without a line for the message, ``raise_listed`` raises nothing.
 
     Args:
-      structure: that of the arguments.
+      structure: the structure of the arguments.
       arguments: the dynamic arguments and their parts, with the expressions for them.
       statics: the names of the static arguments.
     """
     uncopied = not_copied(structure)
-    # Static arguments are searched in any case.
     static_arguments = zip(statics, structure.statics, strict=True)
     starts = [_Place(name, child, in_argument=True) for name, child in static_arguments]
-    # To search a model takes long, so dynamic arguments are searched only if there may be something
-    # wrong in them: a static value that is a Variable or a module with arrays, or arrays of an
-    # object that is not copied.
-    has_hidden = any(map(_is_hidden, structure.identities()))
+    # Searching a model takes long, so dynamic arguments are searched only if something may be wrong
+    # in them: a static value that is a Variable or a module with arrays, or arrays of an object
+    # that is not copied.
+    has_hidden_arrays = any(map(_is_hidden, structure.identities()))
     uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
-    if has_hidden or uncopied_have_arrays:
+    if has_hidden_arrays or uncopied_have_arrays:
         starts += [_Place(name, child, in_argument=False) for name, child in arguments]
     raise_listed(
         ValueError,
@@ -88,8 +96,8 @@ def check_static_places(
 def _is_hidden(static: Static) -> bool:
     """Whether a static value is a Variable, a module with arrays, or a ref.
 
-    A module without arrays, or one that is also met as data, is an entry of the structure and no
-    static value.
+    Any module is taken for one with arrays. This is safe because a module without arrays, or one
+    that is also met as data, is an entry of the structure and no static value.
     """
     value = static.value
     is_variable = _compat.is_graph_object(value) or _compat.is_hijax_variable(value)
@@ -99,9 +107,9 @@ def _is_hidden(static: Static) -> bool:
 class _Place(NamedTuple):
     """A place in the arguments of a call."""
 
-    expression: str  # the user's expression for it
-    child: Child  # what is there
-    in_argument: bool  # whether it is in a static argument
+    expression: str  # the user's expression for the place
+    child: Child  # describes what is in the place
+    in_argument: bool  # whether the place is in a static argument
     in_uncopied: bool = False  # whether it is in a static object of which a trace gets no copy
 
 
@@ -113,14 +121,15 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
       starts: where the search begins.
       uncopied: the indices of the objects of which a trace gets no copy.
     """
-    seen: set[tuple[int, bool]] = set()  # objects: the index, and whether in a static argument
+    # The objects that were searched: the index, and whether the place was in a static argument.
+    seen: set[tuple[int, bool]] = set()
     pending = [*starts]
-    while pending:  # no recursion: statics may be nested deeply
+    while pending:  # a loop, because statics may be nested too deeply for recursion
         place = pending.pop()
         child = place.child
-        below: list[_Place] = []  # to search next
+        inner_places: list[_Place] = []
         # 1. A static value. Arrays in it are compared by value, which is right for attributes. In a
-        # static argument they are refused, as by `jax.jit`.
+        # static argument they are refused, as `jax.jit` does.
         if isinstance(child, Static):
             if _is_hidden(child):
                 yield f"  {place.expression}: {type(child.value).__name__} with arrays"
@@ -128,18 +137,19 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
                 yield from _arrays_in(place.expression, child.value)
         # 2. A pytree, or a static object that cannot change, such as a tuple of settings.
         elif isinstance(child, Container | StaticObject):
-            below = _places_below(place, child, in_uncopied=place.in_uncopied)
+            inner_places = _places_below(place, child, in_uncopied=place.in_uncopied)
         # 3. An object of the table.
         elif isinstance(child, int):
             entry = structure.entries[child]
             if place.in_uncopied and entry is not None and not isinstance(entry, StaticObject):
-                # A module or Variable: the caller's own, as what holds it is not copied.
+                # A trace gets the caller's own module or Variable: its holder is not copied.
                 if _has_arrays(structure, child):
                     yield f"  {place.expression}: {entry.type.__name__} with arrays"
-            elif (child, place.in_argument) not in seen:  # else it is shared, or a cycle
+            elif (child, place.in_argument) not in seen:  # not shared with an earlier place
                 seen.add((child, place.in_argument))
-                below = _places_below(place, entry, in_uncopied=child in uncopied)
-        pending += reversed(below)  # it is popped from its end: lines come in the order of places
+                inner_places = _places_below(place, entry, in_uncopied=child in uncopied)
+        # Places are popped from the end, so this keeps the lines in the order of places.
+        pending += reversed(inner_places)
 
 
 def _has_arrays(structure: Structure, index: int) -> bool:
@@ -154,23 +164,25 @@ def _places_below(
 
     Args:
       place: where the object is.
-      holder: describes the object. None, for one that is not described, has no places.
-      in_uncopied: whether this is an object of which a trace gets no copy, or is in one.
+      holder: describes the object. An object that is not described (None) has no places.
+      in_uncopied: whether a trace gets no copy of the object, or of an object that it is in.
     """
     places = []
     for path, part in parts_of(holder).items():
         if isinstance(part, Static):
             # Two places are allowed to hold arrays.
-            # `Rngs` in a Variable's metadata, as of `nnx.Param(x, rngs=rngs)`: public models have
-            # these by mistake, and never draw from them. A program cannot: to draw is to count, and
-            # Flax refuses to write to the caller's counter in a trace.
+            # `Rngs` in a Variable's metadata: `nnx.Param(x, rngs=rngs)` puts them there, and public
+            # models do so by mistake. They are safe because a program cannot draw from them: each
+            # draw counts, and Flax refuses to write to the caller's counter in a trace.
             is_random_stream = isinstance(part.value, nnx.Rngs | nnx.RngStream)
             if is_random_stream and isinstance(holder, VariableEntry):
                 continue
-            # What a cached_property stores follows from the rest, and is dropped after a trace.
+            # A cached_property: its value follows from the other attributes, and is dropped after a
+            # trace.
             if isinstance(holder, StaticObject) and is_cache(holder.type, path[-1]):
                 continue
-        # What a module holds is copied with it. Only a static object passes on that it is not.
+        # The contents of a module are copied with it, so only the parts of a static object can be
+        # without a copy.
         part_in_uncopied = isinstance(holder, StaticObject) and in_uncopied
         part_place = _Place(
             expression=accessor(place.expression, path),
@@ -183,11 +195,14 @@ def _places_below(
 
 
 def _arrays_in(place: str, value: object) -> Iterator[str]:
-    """Yields a line of a message for each array in what is compared by value.
+    """Yields a line of a message for each array in a value that is compared by value.
 
-    That is an array, or a tuple, frozenset or dataclass, at any depth. A list or dict, which can
-    change, is compared by content: it is an object of the table. ``place`` is the expression for
-    the value.
+    Such a value is an array, or a tuple, frozenset or dataclass of such values. A list or dict is
+    not searched here, because it can change, so it is an object of the table.
+
+    Args:
+      place: the expression for the value.
+      value: the value.
     """
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):
@@ -196,16 +211,16 @@ def _arrays_in(place: str, value: object) -> Iterator[str]:
         parts = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        # None stands for a field that is not set, as one with `init=False` may not be.
+        # A field with `init=False` may not be set. None then stands for the field.
         parts = ((name, getattr(value, name, None)) for name in names)
     for key, part in parts:
         yield from _arrays_in(accessor(place, (key,)), part)
 
 
 def static_key(*values: object) -> Structure:
-    """Returns a key for static values, equal for equal ones by the rule of ``static_equality``.
+    """Returns a hashable key for static values; equal values (``static_equality``) have equal keys.
 
-    It is a snapshot: hashable, also of what can be changed. Values that are compared by identity
-    are held by weak references.
+    The key is a snapshot, so values that are changed later get another key. Weak references hold
+    the values that are compared by identity.
     """
     return flatten((), statics=values, keeps_alive=False).structure
