@@ -81,14 +81,14 @@ def type_changes(
 
 
 def structure_changes(
-    names: Mapping[int, str], before: Structure, after: Structure
+    names: Mapping[int, str], old_structure: Structure, new_structure: Structure
 ) -> Iterator[tuple[str, str, str]]:
     """Yields each place where two structures of the same objects differ.
 
     Args:
       names: the expression for each object to compare, by its index in both structures.
-      before: the structure that a function was given. The *entry* of an object describes it.
-      after: the structure that the function left, with the same objects first.
+      old_structure: the structure that a function was given. The *entry* of an object describes it.
+      new_structure: the structure that the function left, with the same objects first.
 
     Yields:
       A triple for each attribute or item that differs: its place, and a text for what is there in
@@ -96,21 +96,28 @@ def structure_changes(
       texts are equal if another object of the same kind is there.
     """
     for index, name in names.items():
-        old_entry = before.entries[index]
-        new_entry = after.entries[index]
+        old_entry = old_structure.entries[index]
+        new_entry = new_structure.entries[index]
         # An entry is None for an object that cannot change: without graph updates, a module after a
         # call.
         if old_entry == new_entry or old_entry is None or new_entry is None:
             continue
         # Both have the attributes (or items) of the object, by path. A value is a static value, a
         # mark for an array, or the index of another object; it is never None.
-        old, new = parts_of(old_entry), parts_of(new_entry)
-        changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
+        old_parts, new_parts = parts_of(old_entry), parts_of(new_entry)
+        changed = [
+            path
+            for path in dict.fromkeys([*old_parts, *new_parts])
+            if old_parts.get(path) != new_parts.get(path)
+        ]
         # Flax records which attributes hold data. The record changes together with attributes, so
         # it is named only if nothing else has changed.
         by_user = [path for path in changed if path != (_compat.STATUSES,)]
         for path in by_user or changed:
             # The texts are, for example, "an array", "a Linear" or the static value.
-            old_text = show_child(before, old[path]) if path in old else "nothing"
-            new_text = show_child(after, new[path]) if path in new else "nothing"
+            old_text = new_text = "nothing"
+            if path in old_parts:
+                old_text = show_child(old_structure, old_parts[path])
+            if path in new_parts:
+                new_text = show_child(new_structure, new_parts[path])
             yield accessor(name, path), old_text, new_text

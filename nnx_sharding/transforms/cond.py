@@ -368,17 +368,17 @@ class _Branches:
           leaves: the arrays before it, by slot.
           results: the arrays after it, by slot; changed in place.
         """
-        before, after = self._plan.structure, outcome.structure
-        for index, slots in enumerate(before.slots):
+        structure_before, structure_after = self._plan.structure, outcome.structure
+        for index, slots in enumerate(structure_before.slots):
             if not slots:  # most of a model's objects are modules without arrays of their own
                 continue
             # Each slot of the object after the branch is paired with the slot before the branch.
             # The object has the same index in both structures.
-            for slot, old_slot in slots_before(before, after, index).items():
-                old = leaves[old_slot]
+            for slot, old_slot in slots_before(structure_before, structure_after, index).items():
+                old_array = leaves[old_slot]
                 # A flag has no sharding, and a ref is changed in place, so neither is resharded.
-                if is_traced(old) and not _compat.is_ref(old):
-                    results[slot] = reshard_like(results[slot], old)
+                if is_traced(old_array) and not _compat.is_ref(old_array):
+                    results[slot] = reshard_like(results[slot], old_array)
 
     def outputs(self, results: Sequence[object]) -> tuple[OutputGroup, Outcome]:
         """Returns what the pure function returns: a group of outputs, and what was done to objects.

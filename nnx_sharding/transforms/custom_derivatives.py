@@ -244,19 +244,19 @@ class _CustomFunction(Inner[P, R]):
             how = "defvjp(fwd, bwd)" if name == "custom_vjp" else "defjvp(rule)"
             raise TypeError(f"{name}: {fun_name} has no rule. Call {fun_name}.{how} first.")
         # JAX's rules know positions only, so defaults and keywords become positional.
-        given = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
-        given.apply_defaults()
-        if given.kwargs:
-            names = ", ".join(given.kwargs)
+        bound_arguments = inspect.signature(self._fun).bind(*self._bound, *args, **kwargs)
+        bound_arguments.apply_defaults()
+        if bound_arguments.kwargs:
+            names = ", ".join(bound_arguments.kwargs)
             raise TypeError(f"{name}: rules get no keyword-only arguments: {fun_name} has {names}.")
         filters = self._transform.filters  # pairs of position and filter
         positions = *self._transform.nondiff, *(position for position, _ in filters)
-        if max(positions, default=-1) >= len(given.args):
+        if max(positions, default=-1) >= len(bound_arguments.args):
             raise ValueError(
                 f"{name}: nondiff_argnums names the positions {positions}, which count from 0, but "
-                f"{fun_name} is called with {len(given.args)} arguments."
+                f"{fun_name} is called with {len(bound_arguments.args)} arguments."
             )
-        return given.args
+        return bound_arguments.args
 
 
 class CustomVjp(_CustomFunction[P, R]):

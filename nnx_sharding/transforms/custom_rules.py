@@ -514,8 +514,9 @@ def _arguments_after(before: Structure, outcome: Outcome, no_slot: int) -> Struc
       outcome: what the call did.
       no_slot: the slot for arrays that the call cannot change.
     """
-    after = outcome.structure  # the output's, with the objects of the arguments in its table
-    entries, slots = [*after.entries], [*after.slots]
+    # The structure of the output has the objects of the arguments in its table, too.
+    structure_after = outcome.structure
+    entries, slots = [*structure_after.entries], [*structure_after.slots]
     for index, entry in enumerate(before.entries):
         if entries[index] is None:  # a module that could not change, without graph updates
             entries[index], slots[index] = entry, (no_slot,) * len(before.slots[index])

@@ -346,23 +346,26 @@ class Figures:
 
         The path is None for an output that is returned to the user. An array has a *slot* (a
         position) among the arrays of the arguments, and another one among the arrays after the
-        call. ``before`` and ``after`` list the slots of each object, by the object's index, which
-        is the same in both.
+        call. ``structure_before`` and ``structure_after`` list the slots of each object, by the
+        object's index, which is the same in both.
         """
         outcome: Outcome = self._compiled._outcome  # says where each array is after the call
-        before, after = self._plan.structure, outcome.structure
+        structure_before, structure_after = self._plan.structure, outcome.structure
         out_tree: Any = self._stage.out_tree
         # `Outcome.arrays` picks the array of each slot after the call from the inputs and the
         # groups of outputs. Here it gets the number of each output, and None in place of each
         # input, so it picks the number of the output in each slot.
         numbers = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
         *groups, _outcome = numbers
-        output_numbers = outcome.arrays([None] * before.num_leaves, groups)  # by slot afterwards
+        no_inputs = [None] * structure_before.num_leaves
+        output_numbers = outcome.arrays(no_inputs, groups)  # by slot afterwards
         paths: list[str | None] = [None] * out_tree.num_leaves
         # These are the Variables whose value, or metadata too, the call changes, by index.
         for index in (*outcome.values, *outcome.metadata):
             # `zip` is not strict, because a Variable may hold another number of arrays afterwards.
-            for old_slot, new_slot in zip(before.slots[index], after.slots[index], strict=False):
+            for old_slot, new_slot in zip(
+                structure_before.slots[index], structure_after.slots[index], strict=False
+            ):
                 output_number = output_numbers[new_slot]
                 if output_number is not None:
                     paths[output_number] = self._plan.names[old_slot]

@@ -79,8 +79,8 @@ class Functions(FunctionGroup):
         # For each function, the positions of its objects in the list.
         self.bound = tuple(tuple(positions[id(x)] for x in bound) for _, bound in pairs)
         # The parameters of the first function name the operands in messages and in the program.
-        first, first_bound = pairs[0]
-        self.__signature__ = _signature(first, len(first_bound), leading, num_operands)
+        first_function, first_objects = pairs[0]
+        self.__signature__ = _signature(first_function, len(first_objects), leading, num_operands)
 
     def bind(self, number: int) -> Function:
         """Returns one function as a function of the list of all objects, then of its operands."""

@@ -185,12 +185,12 @@ def _make(
         to_predicate(wrt)  # raises a TypeError if it is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
-    chosen = tuple(
+    keys_and_filters = tuple(
         # A DiffState has a filter of its own.
         (item.argnum, item.filter) if isinstance(item, nnx.DiffState) else (item, wrt)
         for item in ([argnums] if is_single else argnums)
     )
-    keys = [argument for argument, _ in chosen]
+    keys = [argument for argument, _ in keys_and_filters]
     is_valid = all(isinstance(key, int | str) for key in keys)
     has_duplicates = len({*keys}) < len(keys)
     if not is_valid or has_duplicates:
@@ -201,7 +201,7 @@ def _make(
     # The default may match nothing. Then the gradient is an empty state, as in Flax.
     must_match = wrt is not None and wrt is not nnx.Param
     transform = _Gradient(
-        name=name, wrt=chosen, is_single=is_single, must_match=must_match, **options
+        name=name, wrt=keys_and_filters, is_single=is_single, must_match=must_match, **options
     )
 
     def decorate(function: Callable[..., object]) -> Any:
@@ -336,8 +336,8 @@ def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
         if location.object_index is not None:  # the index of the Variable; None for a bare array
             # Optimizers expect a Variable of the same class and metadata. The gradient's is a plain
             # one even if the user's own is a hijax value.
-            old = _compat.plain_variable(flat.objects[location.object_index])
-            variable = _compat.new_variable(type(old), _compat.get_metadata(old))
+            old_variable = _compat.plain_variable(flat.objects[location.object_index])
+            variable = _compat.new_variable(type(old_variable), _compat.get_metadata(old_variable))
             _compat.set_value(variable, gradient)
             gradient = variable
         states[named.part.keys][location.path] = gradient
@@ -519,17 +519,17 @@ class ValueAndGrad(Differentiable[P, R]):
           ValueError: ``argnums`` names an argument twice, or one that the call does not have.
         """
         name, wrt = self._transform.name, self._transform.wrt
-        chosen = {self._name_of(argument, call): filter_ for argument, filter_ in wrt}
+        filters = {self._name_of(argument, call): filter_ for argument, filter_ in wrt}
         # A name and a position may mean the same argument. Only a call shows it.
-        if len(chosen) < len(wrt):
+        if len(filters) < len(wrt):
             positions = [argnum for argnum, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
-        if unknown := [repr(x) + suggestion(x, arguments) for x in chosen if x not in arguments]:
+        if unknown := [repr(x) + suggestion(x, arguments) for x in filters if x not in arguments]:
             raise ValueError(
                 f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
                 f"The arguments: {', '.join(arguments)}."
             )
-        return chosen
+        return filters
 
     def _differentiated(
         self, plan: Plan, flat: Flat, filters: Mapping[str, object]
@@ -570,18 +570,18 @@ class ValueAndGrad(Differentiable[P, R]):
                 variables_so_far.add(index)
         return locations
 
-    def _refuse_empty(self, flat: Flat, chosen: Mapping[str, object]) -> None:
+    def _refuse_empty(self, flat: Flat, filters_by_name: Mapping[str, object]) -> None:
         """Raises an error for filters that match nothing.
 
-        ``chosen`` has the filters by the names of the differentiated arguments.
+        ``filters_by_name`` has the filters by the names of the differentiated arguments.
         """
         # The user can choose from these classes of Variables.
         kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
-        filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
+        filters = (getattr(x, "__name__", repr(x)) for x in filters_by_name.values())
         error = ValueError(
-            f"{self._transform.name}: nothing to differentiate in {', '.join(chosen)}: no Variable "
-            f"matches {', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches some "
-            f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
+            f"{self._transform.name}: nothing to differentiate in {', '.join(filters_by_name)}: no "
+            f"Variable matches {', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches "
+            f"some (there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
         )
         raise see(error, anchor="nothing-to-differentiate")
 

@@ -104,8 +104,8 @@ def replace_slots(
 
     ``replace_slots([a, b, c], slots=[2, 0], arrays=[x, y])`` is ``[y, b, x]``.
     """
-    new = dict(zip(slots, arrays, strict=True))
-    return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
+    array_by_slot = dict(zip(slots, arrays, strict=True))
+    return [array_by_slot.get(slot, leaf) for slot, leaf in enumerate(leaves)]
 
 
 def traced_slots(leaves: Sequence[object]) -> list[int]:

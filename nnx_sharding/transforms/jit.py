@@ -348,13 +348,13 @@ def _deprecated_options(has_shardings: bool, **options: object) -> dict[str, Any
     Raises:
       ValueError: an option is given though there are shardings, which name devices, too.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and has_shardings:
+    given_options = {name: value for name, value in options.items() if value is not None}
+    if given_options and has_shardings:
         raise ValueError(
             "device and backend cannot be combined with in_shardings or out_shardings: use "
             "shardings on that device."
         )
-    return given
+    return given_options
 
 
 def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

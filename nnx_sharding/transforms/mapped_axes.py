@@ -276,8 +276,8 @@ class Mapped(InnerTransform):
             try:
                 out = fun(*args, **kwargs)
                 # New Variables are stacked when they leave the function, so they need the name.
-                new = self._new_variables(out, plan, unflattened)
-                change_names(nnx.spmd.add_axis, new, settings)
+                new_variables = self._new_variables(out, plan, unflattened)
+                change_names(nnx.spmd.add_axis, new_variables, settings)
                 return out
             finally:  # the mapped Variables leave with the name that they came with
                 change_names(nnx.spmd.add_axis, mapped, settings)

@@ -136,10 +136,10 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
             positional, _keywords = program.input_shardings  # all arrays are positional arguments
             shardings = positional
         except jax.errors.JaxRuntimeError as error:
-            written = [*folder.glob("*after_optimizations.txt")]
-            if not _compat.is_out_of_memory(error) or not written:
+            program_files = [*folder.glob("*after_optimizations.txt")]
+            if not _compat.is_out_of_memory(error) or not program_files:
                 raise
-            text = written[0].read_text()
+            text = program_files[0].read_text()
         # The program before it is partitioned, with the sharding of each value, is in the file that
         # the last pass wrote that chooses shardings. A compiler has the passes of GSPMD, of Shardy,
         # or of both. With both, the files of Shardy come last. No file means no such pass ran.

@@ -74,16 +74,17 @@ _GATHERS: ContextVar[dict[int, Gather] | None] = ContextVar("_GATHERS", default=
 
 
 @contextlib.contextmanager
-def prefetching(layers: object, ahead: int, others: Sequence[object]) -> Iterator[None]:
+def prefetching(layers: object, ahead: int, modules_with_loops: Sequence[object]) -> Iterator[None]:
     """Within the block, :func:`scan` over stacked layers gathers their parameters ahead.
 
     Args:
       layers: the module with stacked Variables.
       ahead: how many layers ahead the stack asks for, 0 or 1. A strategy may ask as well.
-      others: modules in ``layers`` that have a loop of their own, such as an inner ``Stack``. Their
-        loop gathers their parameters, layer by layer; this loop would gather all of them at once.
+      modules_with_loops: modules in ``layers`` that have a loop of their own, such as an inner
+        ``Stack``. Their loop gathers their parameters, layer by layer; this loop would gather all
+        of them at once.
     """
-    excluded = {id(inner) for module in others for _, inner in modules_in(module)}
+    excluded = {id(inner) for module in modules_with_loops for _, inner in modules_in(module)}
     gathers = dict[int, Gather]()
     for _, module in modules_in(layers):
         tag = _compat.tag_of(module)
@@ -224,8 +225,10 @@ class _Loop:
         # This is the step as a function of flat lists. It puts all slices into their order.
         def flat_step(carry: Arrays, ready: Arrays, rest: Arrays) -> Any:
             parameters = dict(zip(gathers, ready, strict=True))
-            others = iter(rest)
-            slices = [parameters[i] if i in gathers else next(others) for i in range(len(stacked))]
+            rest_slices = iter(rest)
+            slices = [
+                parameters[i] if i in gathers else next(rest_slices) for i in range(len(stacked))
+            ]
             return step(jax.tree.unflatten(treedef, carry), slices)
 
         first_layer = initial, self._gather(shards, layer=0), _slice_layer(rest, 0)
@@ -243,7 +246,7 @@ class _Loop:
         carry_in = self._jaxpr.jaxpr.invars[: len(initial)]
         carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
         pairs = zip(carry_in, carry_out, strict=True)
-        self._is_changed = [before is not after for before, after in pairs]
+        self._is_changed = [variable_in is not variable_out for variable_in, variable_out in pairs]
         pairs_of_first = [*zip(initial, self._is_changed, strict=True)]
         changed = [x for x, is_changed in pairs_of_first if is_changed]
         unchanged = [x for x, is_changed in pairs_of_first if not is_changed]
@@ -269,11 +272,11 @@ class _Loop:
             return backward_pass(cotangents)
 
         run.defvjp(forward, backward)
-        last, results = run(*self._arguments)
+        last_changed, results = run(*self._arguments)
         # The whole carry has the arrays that steps change, and the constant ones.
-        new = iter(last)
+        changed_arrays = iter(last_changed)
         pairs = zip(self._initial, self._is_changed, strict=True)
-        final_carry = [next(new) if is_changed else x for x, is_changed in pairs]
+        final_carry = [next(changed_arrays) if is_changed else x for x, is_changed in pairs]
         leaves = [*final_carry, *results]
         return jax.tree.unflatten(self._out_treedef, leaves)  # type: ignore[no-any-return]
 
@@ -335,14 +338,16 @@ class _Loop:
             return (carry, upcoming), (results, residuals)
 
         layers = jnp.arange(self._length)
-        first = carry, self._gather(shards, layer=0)
-        (last, _), (results, residuals) = jax.lax.scan(body, first, layers, unroll=self._unroll)
+        first_state = carry, self._gather(shards, layer=0)
+        (last_carry, _), (results, residuals) = jax.lax.scan(
+            body, first_state, layers, unroll=self._unroll
+        )
         if not keep:
-            return (last, results), None
+            return (last_carry, results), None
         # The arrays are arguments of the Partial, and so its leaves.
         backward = functools.partial(self._backward, pullbacks[-1])
-        kept = constants, shards, rest, residuals
-        return (last, results), jax.tree_util.Partial(backward, *kept)
+        kept_arrays = constants, shards, rest, residuals
+        return (last_carry, results), jax.tree_util.Partial(backward, *kept_arrays)
 
     def _differentiated_step(
         self, inputs: _Inputs
@@ -375,23 +380,23 @@ class _Loop:
         # The backward pass has these arrays again, and then the residuals. They are found by the
         # identity of the tracer, because a pullback that needs an input holds the same tracer. The
         # carry is not among them, because the backward pass no longer has it.
-        again = [*inputs.constants, *inputs.ready, *inputs.rest]
-        position_of = {id(x): position for position, x in enumerate(again)}
+        arrays_again = [*inputs.constants, *inputs.ready, *inputs.rest]
+        position_of = {id(x): position for position, x in enumerate(arrays_again)}
         residuals = list[Any]()
         for x in arrays:
             if id(x) not in position_of:  # no array is kept twice
-                position_of[id(x)] = len(again) + len(residuals)
+                position_of[id(x)] = len(arrays_again) + len(residuals)
                 residuals.append(x)
         positions = [position_of[id(x)] for x in arrays]
 
-        def pull_back(again: Arrays, cotangents: object) -> _Inputs:
+        def pull_back(arrays_again: Arrays, cotangents: object) -> _Inputs:
             """Returns the cotangents of the inputs of a layer, with None for integers.
 
             Args:
-              again: the constants, then ``ready``, ``rest`` and the residuals of the layer.
+              arrays_again: the constants, then ``ready``, ``rest`` and the residuals of the layer.
               cotangents: for the arrays that the layer changes in the carry, and for its results.
             """
-            pullback = jax.tree.unflatten(pullback_treedef, [again[i] for i in positions])
+            pullback = jax.tree.unflatten(pullback_treedef, [arrays_again[i] for i in positions])
             by_slot = dict(zip(slots, pullback(cotangents), strict=True))
             d_leaves = [by_slot.get(slot) for slot in range(num_leaves)]
             d_inputs: _Inputs = jax.tree.unflatten(treedef, d_leaves)
@@ -427,8 +432,8 @@ class _Loop:
             layer, layer_residuals, d_results = inputs
             # This gather runs while the layer computes. The first layer gathers itself again.
             upcoming = self._gather(shards, jnp.maximum(layer - 1, 0))
-            again = [*constants, *ready, *_slice_layer(rest, layer), *layer_residuals]
-            d_inputs = pull_back(again, (d_carry, d_results))
+            arrays_again = [*constants, *ready, *_slice_layer(rest, layer), *layer_residuals]
+            d_inputs = pull_back(arrays_again, (d_carry, d_results))
             # All layers use the constants, so their cotangents add up. None is no leaf for
             # `tree.map`, and both lists have it at the same places.
             d_constants = jax.tree.map(jnp.add, d_constants, d_inputs.constants)
@@ -442,10 +447,10 @@ class _Loop:
         # Pullbacks take cotangents of inexact arrays only.
         d_last, d_results = _inexact(d_carry_out), _inexact(d_results_out)
         zeros = [jnp.zeros_like(x) if is_inexact(x) else None for x in constants]
-        first = zeros, d_last, self._gather(shards, self._length - 1)
+        first_state = zeros, d_last, self._gather(shards, self._length - 1)
         inputs = jnp.arange(self._length), residuals, d_results  # (layers, …)
         (d_constants, d_carry, _), (d_shards, d_rest) = jax.lax.scan(
-            body, first, inputs, reverse=True, unroll=self._unroll
+            body, first_state, inputs, reverse=True, unroll=self._unroll
         )
         # The loop carried cotangents of inexact arrays only, but JAX wants an item for each array.
         d_inexact = iter(d_carry)

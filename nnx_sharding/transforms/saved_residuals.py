@@ -96,7 +96,7 @@ def saved_residuals(
         jaxpr = jax.make_jaxpr(residuals)(*map(abstract, flat.leaves)).jaxpr
     # An array counts once, though JAX may keep it for several operations. A literal is a constant
     # number of the program, and takes no memory.
-    kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    kept_arrays = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
     # A row is None for a constant, because no operation computes it.
-    rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
+    rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept_arrays.values())
     return SavedResiduals(row for row in rows if row is not None)

@@ -183,8 +183,8 @@ def _carry_in(axes: Any) -> int | str | None:
     items = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
     carries = [key for key, axis in items if is_carry(axis)]
     if len(carries) > 1:
-        written = axes_specs("in_axes", axes)
-        raise ValueError(f"scan: only one argument can be the carry, got in_axes={written}.")
+        specs = axes_specs("in_axes", axes)
+        raise ValueError(f"scan: only one argument can be the carry, got in_axes={specs}.")
     return carries[0] if carries else None
 
 
@@ -222,12 +222,12 @@ class Scan(Mapped):
 
         def with_checked_carry(*args: object, **kwargs: object) -> Any:
             out = fun(*args, **kwargs)
-            given = _argument(caller.fun, carried, args, kwargs)
+            given_carry = _argument(caller.fun, carried, args, kwargs)
             # `check_carry` raises an error if the second carry has another form than the first.
             if self.returned is None:  # the carry is the whole result
-                check_carry(self.name, fun_name, given, out)
+                check_carry(self.name, fun_name, given_carry, out)
             elif isinstance(out, tuple) and len(out) > self.returned:
-                check_carry(self.name, fun_name, given, out[self.returned])
+                check_carry(self.name, fun_name, given_carry, out[self.returned])
             else:
                 error = TypeError(
                     f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
@@ -434,8 +434,8 @@ class Loop:
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
         # (…, steps, …) → (steps, …), because `jax.lax.scan` slices the first dimension.
         mapped = [_move_axis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
-        last, (stacked, outcome) = self._run(step, carry, mapped, static)
-        return (*self._outputs(last, stacked, outcome), outcome)
+        last_carry, (stacked, outcome) = self._run(step, carry, mapped, static)
+        return (*self._outputs(last_carry, stacked, outcome), outcome)
 
     def _run(
         self, step: Function, carry: OutputGroup, mapped: Sequence[jax.Array], static: StaticLeaves
@@ -457,12 +457,12 @@ class Loop:
         return prefetching.scan(step, carry, mapped, **self._options)
 
     def _outputs(
-        self, last: OutputGroup, stacked: Sequence[OutputGroup | None], outcome: Outcome
+        self, last_carry: OutputGroup, stacked: Sequence[OutputGroup | None], outcome: Outcome
     ) -> list[OutputGroup]:
         """Returns the outputs of the loop, in the same groups as the outputs of a step.
 
         Args:
-          last: the last carry.
+          last_carry: the last carry.
           stacked: the groups that were stacked; None for a group in the carry.
           outcome: what a step did.
         """
@@ -471,7 +471,7 @@ class Loop:
         # none of the groups below.
         sources = [outcome.sources[slot] for slot in self._carried_after(outcome)]
         # The carry ends with arrays that no step can change. They are no outputs.
-        last_arrays = last.arrays[: len(self._carried)]
+        last_arrays = last_carry.arrays[: len(self._carried)]
         last_values = dict(zip(sources, last_arrays, strict=True))
         groups = []
         for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
@@ -543,16 +543,19 @@ class Loop:
 
     def _carried_after(self, outcome: Outcome) -> list[int]:
         """Returns the slots after a step of the arrays in ``_carried``, in the same order."""
-        after = outcome.structure
+        structure_after = outcome.structure
         # The carry begins with the arrays outside of objects that the step returned as its carry.
         # They have the order of the given arrays, because the user's function was checked to return
         # the same pytree.
         in_carry = [
-            slot for slot in after.root_slots if outcome.sources[slot].group == self._carry_group
+            slot
+            for slot in structure_after.root_slots
+            if outcome.sources[slot].group == self._carry_group
         ]
         # The arrays in objects follow. Objects have the same indices after the step.
         in_objects = [
-            after.slots[place.object_index][place.position] for place in self._places.values()
+            structure_after.slots[place.object_index][place.position]
+            for place in self._places.values()
         ]
         return [*in_carry, *in_objects]
 
@@ -614,17 +617,20 @@ class Loop:
           groups: the outputs of the step.
           outcome: what the step did to objects.
         """
-        before, after = self._structure, outcome.structure
+        structure_before, structure_after = self._structure, outcome.structure
         # Indices mean the same objects in both; objects that the step made have higher ones.
         changed = [
             index
             for index in sorted(self._fixed_objects)
-            if before.entries[index] != after.entries[index]
+            if structure_before.entries[index] != structure_after.entries[index]
         ]
         lines = []
-        for place, old, new in structure_changes(self._names_of(changed), before, after):
+        for place, old_text, new_text in structure_changes(
+            self._names_of(changed), structure_before, structure_after
+        ):
             # The two texts are equal if another object of the same class is there now.
-            change = "replaced" if old == new else f"{old} before, {new} after it"
+            is_replaced = old_text == new_text
+            change = "replaced" if is_replaced else f"{old_text} before, {new_text} after it"
             lines.append(f"  {place}: is {change}")
         # A mapped object may change, but an array that a step adds to it must not be carried.
         lines = lines or self._new_outputs(groups, outcome)
@@ -656,7 +662,7 @@ class Loop:
                     lines.append(f"  {name}: is new")
         return lines
 
-    def _check_types(self, given: Sequence[object], new: Sequence[object]) -> None:
+    def _check_types(self, given_arrays: Sequence[object], new_arrays: Sequence[object]) -> None:
         """Raises a ``TypeError`` if a step passes on arrays of other types than it got.
 
         Both lists begin with the arrays in ``_carried``.
@@ -665,7 +671,7 @@ class Loop:
             TypeError,
             f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
             "reads, arrays of another shape or dtype than it was given:",
-            type_changes([self._names[slot] for slot in self._carried], given, new),
+            type_changes([self._names[slot] for slot in self._carried], given_arrays, new_arrays),
             "Cast or reshape them in the step, or start with those that it returns.",
             anchor="carry-of-another-form",
         )

@@ -131,12 +131,14 @@ class _ShardMap(Sharded):
     def in_context(self) -> _ShardMap:
         # If some axes stay automatic, arrays may be sharded over these axes. The specs do not say
         # how, so arrays keep the sharding that they have.
-        new = super().in_context()
-        if new.context is None:  # the missing mesh is an error elsewhere
-            return new
-        automatic = [axis for axis in new.context.axis_names if axis not in new.usable_axes]
+        transform = super().in_context()
+        if transform.context is None:  # the missing mesh is an error elsewhere
+            return transform
+        automatic = [
+            axis for axis in transform.context.axis_names if axis not in transform.usable_axes
+        ]
         if not automatic:
-            return new
+            return transform
         if self.on_committed != "reshard":
             raise ValueError(
                 f"shard_map: on_committed={self.on_committed!r} needs a function that is manual "
@@ -144,7 +146,7 @@ class _ShardMap(Sharded):
                 f"{', '.join(map(repr, automatic))}, over which arrays keep the sharding that they "
                 "have. Leave one of the two options out."
             )
-        return dataclasses.replace(new, on_committed="leave")
+        return dataclasses.replace(transform, on_committed="leave")
 
     def check_outputs(
         self,
@@ -334,14 +336,15 @@ class _ShardMap(Sharded):
             # set means all axes, so it stays empty.
             names = self.axis_names and self.axis_names | _compat.spmd_axes()
             mesh: Any = self.mesh
-            current = None if mesh is None else mesh_in_trace(mesh)  # with the types of the trace
-            if current is not None and frozenset(current.axis_types) == {AxisType.Auto}:
+            # The mesh of the trace has the same axes, with the axis types of the trace.
+            mesh_of_trace = None if mesh is None else mesh_in_trace(mesh)
+            if mesh_of_trace is not None and frozenset(mesh_of_trace.axis_types) == {AxisType.Auto}:
                 # The mesh of a trace is abstract. The devices of the user's mesh are kept, because
                 # arrays of the trace may be on none.
                 if isinstance(mesh, Mesh):
-                    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=current.axis_types)
+                    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=mesh_of_trace.axis_types)
                 else:
-                    mesh = current
+                    mesh = mesh_of_trace
             return map_over(mesh=mesh, axis_names=names)(*leaves)
 
         return inline

@@ -132,23 +132,23 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     if into is None:
         # An object that is shared in the old graph is shared in the new one, in any mode of Flax.
         return unflatten(structure, leaves, share=True).root
-    old = flatten_known(into)
+    old_flat = flatten_known(into)
     # Nearly all merges change only arrays, for example of a restored state. `rebuild` writes these
     # right into the objects. Objects such as refs have to be made again: only `_merge_into` does.
-    only_arrays_differ = old.structure == structure
+    only_arrays_differ = old_flat.structure == structure
     if only_arrays_differ and all(isinstance(x, _CHANGED_IN_PLACE) for x in structure.entries):
-        if not old.updatable:  # `_merge_into` makes the same check itself
-            _refuse_other_traces(old.objects)
-        return rebuild(old, leaves)
-    return _merge_into(old, structure, leaves)
+        if not old_flat.updatable:  # `_merge_into` makes the same check itself
+            _refuse_other_traces(old_flat.objects)
+        return rebuild(old_flat, leaves)
+    return _merge_into(old_flat, structure, leaves)
 
 
-def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> Any:
+def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) -> Any:
     """Changes the objects of a graph to the content of another structure.
 
     Args:
-      old: the graph, flattened. An object is kept if the new structure has one of the same type at
-        the same path.
+      old_flat: the graph, flattened. An object is kept if the new structure has one of the same
+        type at the same path.
       structure: the new structure.
       leaves: the new arrays, by slot.
 
@@ -156,8 +156,8 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
       The graph.
     """
     # The keys are indices in the new structure; the values are indices in the old one.
-    pairs = _pair_objects(old.structure, structure)
-    existing = {index: old.objects[old_index] for index, old_index in pairs.items()}
+    pairs = _pair_objects(old_flat.structure, structure)
+    existing = {index: old_flat.objects[old_index] for index, old_index in pairs.items()}
     _refuse_other_traces(existing.values())
     # Everything is built and checked before anything is changed.
     unflattened = unflatten(structure, leaves, existing=existing, share=True)
@@ -165,7 +165,7 @@ def _merge_into(old: Flat, structure: Structure, leaves: Sequence[object]) -> An
     variables: list[int] = []
     for index, old_index in pairs.items():
         entry = structure.entries[index]
-        old_entry = old.structure.entries[old_index]
+        old_entry = old_flat.structure.entries[old_index]
         # A pair is of two modules or of two Variables, because no other objects are paired.
         if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
             variables.append(index)
@@ -201,7 +201,7 @@ def _refuse_other_traces(objects: Iterable[object]) -> None:
         )
 
 
-def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
+def _pair_objects(old_structure: Structure, new_structure: Structure) -> dict[int, int]:
     """Pairs modules and Variables of one type that are at the same path.
 
     The walk goes through both graphs at once, from the roots, along the paths that both have.
@@ -212,14 +212,14 @@ def _pair_objects(old: Structure, new: Structure) -> dict[int, int]:
     pairs: dict[int, int] = {}
     paired: set[int] = set()  # the objects of the old structure that have a partner
     # Pairs of children at the same path in both: containers, leaves, or the indices of objects.
-    stack: list[tuple[Any, Any]] = [(old.root, new.root)]
+    stack: list[tuple[Any, Any]] = [(old_structure.root, new_structure.root)]
     while stack:  # no recursion: models may be nested deeply
         old_child, new_child = stack.pop()
         old_part, new_part = old_child, new_child  # the parts that may hold other children
         if isinstance(old_child, int) and isinstance(new_child, int):  # two objects
             if old_child in paired or new_child in pairs:
                 continue  # an object is paired once, at its first path, however often it is shared
-            old_part, new_part = old.entries[old_child], new.entries[new_child]
+            old_part, new_part = old_structure.entries[old_child], new_structure.entries[new_child]
             # An entry is None if the structure does not describe its object, as after a call.
             if not isinstance(old_part, _CHANGED_IN_PLACE) or new_part is None:
                 continue
@@ -289,14 +289,14 @@ def _flatten_value(value: Any) -> tuple[Sequence[object], Any]:
     return jax.tree_util.tree_flatten(value)
 
 
-def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
+def _values(group: object, known_paths: Collection[Path]) -> Iterator[tuple[Path, Any]]:
     """Yields the content of a group, by path: ``{"a": {"b": x}}`` → ``("a", "b"), x``.
 
     Mappings are opened, but not at the path of a Variable, because its value may be a mapping.
 
     Args:
       group: a state or a mapping, or a bare array or Variable.
-      known: the paths of the Variables and arrays of the structure.
+      known_paths: the paths of the Variables and arrays of the structure.
     """
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
@@ -308,7 +308,7 @@ def _values(group: object, known: Collection[Path]) -> Iterator[tuple[Path, Any]
             # A bare Variable has the empty path. An empty group, which `split` makes for a filter
             # that matches nothing, is no value of that Variable.
             is_empty_group = not path and not content
-            if path not in known or is_empty_group:
+            if path not in known_paths or is_empty_group:
                 stack += [((*path, key), value) for key, value in reversed([*content.items()])]
                 continue
         yield path, part

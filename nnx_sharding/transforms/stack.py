@@ -223,15 +223,17 @@ class Stack(nnx.Module):
         """Writes the values of a module of the same structure to one layer."""
         # `range` checks the index like a list: it may be negative, and raises an IndexError.
         number = range(self.length)[operator.index(index)]
-        new = flatten_layer(layer)
+        new_layer = flatten_layer(layer)
         # The new layer is compared with the present one, which has no dimension for layers either.
-        old = flatten_layer(self[number])
-        _check_equal([old, new], name_of=lambda i: "the layers" if i == 0 else f"[{number}]")
+        present_layer = flatten_layer(self[number])
+        _check_equal(
+            [present_layer, new_layer], name_of=lambda i: "the layers" if i == 0 else f"[{number}]"
+        )
         # `layers` has the structure of one layer, so slots mean the same in both.
         stacked = flatten_layer(self.layers)
         slots = stacked_slots(stacked, self.shared)  # the arrays with a dimension for layers
         old_arrays = [stacked.leaves[slot] for slot in slots]  # (layers, …)
-        new_arrays = [new.leaves[slot] for slot in slots]  # (…)
+        new_arrays = [new_layer.leaves[slot] for slot in slots]  # (…)
 
         # Layers are gathered because JAX refuses an update along an axis of Explicit type.
         def with_layer(array: jax.Array, layer: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ def layer_axes(shared: Collection[Path]) -> StateAxes:
     return StateAxes({Paths(shared): None, ...: 0})
 
 
-def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
+def with_arrays(flat: Flat, new_arrays: Mapping[int, object]) -> Any:
     """Returns a new layer with other arrays in some slots.
 
     A Variable that keeps its arrays stays the same object, shared with the given layer. Modules are
@@ -97,15 +97,15 @@ def with_arrays(flat: Flat, new: Mapping[int, object]) -> Any:
 
     Args:
       flat: the given layer.
-      new: the other arrays, by slot.
+      new_arrays: the other arrays, by slot.
     """
     unchanged = {}  # the Variables that stay the same objects, by index
     for index, slots in enumerate(flat.structure.slots):
         is_variable = isinstance(flat.structure.entries[index], VariableEntry)
-        has_no_new_array = new.keys().isdisjoint(slots)
+        has_no_new_array = new_arrays.keys().isdisjoint(slots)
         if is_variable and slots and has_no_new_array:  # a Variable without arrays is copied
             unchanged[index] = flat.objects[index]
-    leaves = replace_slots(flat.leaves, new, new.values())
+    leaves = replace_slots(flat.leaves, new_arrays, new_arrays.values())
     rebuilt = unflatten(flat.structure, leaves, existing=unchanged, share=True)
     (layer,), _keywords = rebuilt.root  # the form that `flatten_layer` has flattened
     return layer
@@ -137,24 +137,27 @@ def layer_differences(flats: Sequence[Flat], name_of: Callable[[int], str]) -> l
     return lines
 
 
-def _differences(first: Flat, other: Flat) -> Iterator[str]:
+def _differences(first_layer: Flat, other_layer: Flat) -> Iterator[str]:
     """Yields a text for each difference of two layers: in structure, or otherwise in array types.
 
     A type does not count the memory of an array.
     """
-    if other.structure != first.structure:
+    if other_layer.structure != first_layer.structure:
         # `differences` compares calls: the signature and the structure of the arguments of each.
         # Both calls here are of a function with one parameter, which the texts name ``layer``.
         signature = Signature(
             names=("layer",), keywords=(), static=frozenset(), donated=frozenset()
         )
-        yield from differences((signature, first.structure), (signature, other.structure))
+        yield from differences(
+            (signature, first_layer.structure), (signature, other_layer.structure)
+        )
         return
-    for location in locations_of(other):
+    for location in locations_of(other_layer):
         for slot in location.slots:  # the same slots in both, because their structures are equal
-            old, new = _type_text(first.leaves[slot]), _type_text(other.leaves[slot])
-            if old != new:
-                yield f"{accessor('layer', location.path)}: {old} → {new}"
+            first_type = _type_text(first_layer.leaves[slot])
+            other_type = _type_text(other_layer.leaves[slot])
+            if first_type != other_type:
+                yield f"{accessor('layer', location.path)}: {first_type} → {other_type}"
 
 
 def _type_text(x: AnyArray) -> str:
@@ -205,10 +208,10 @@ def loop(
       length: the number of layers.
       unroll: how many layers one iteration of the loop runs.
     """
-    made: Callable[..., Any] = scan(
+    loop_over_layers: Callable[..., Any] = scan(
         step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **LAYER_OPTIONS
     )
-    return made
+    return loop_over_layers
 
 
 def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,13 +225,13 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     out = layer(x, *args, **kwargs)
     is_leaf = _compat.is_graph_object
-    given, treedef_before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
-    returned, treedef_after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
+    given_leaves, treedef_before = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_leaf)
+    returned_leaves, treedef_after = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
     if treedef_before != treedef_after:  # type: ignore[operator]
         lines = [f"  x: {tree_text(x)} → {tree_text(out)}"]
     else:  # a line for each array whose type has changed
-        names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given)
-        lines = type_changes(names, (leaf for _, leaf in given), returned)
+        names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given_leaves)
+        lines = type_changes(names, (leaf for _, leaf in given_leaves), returned_leaves)
     raise_listed(
         TypeError,
         f"stack: a layer has to return what the next one gets, but {type(layer).__name__} returns "

@@ -173,27 +173,29 @@ class Stage:
 
         It has only changed Variables, not the objects that the call adds.
         """
-        before, outcome = self._plan.structure, self._outcome
+        arguments, outcome = self._plan.structure, self._outcome
         *groups, _outcome = self._stage.out_info
         # Each slot after the call has the shape and dtype of an output, or None if it holds an
         # input, because the call leaves an input unchanged.
-        unchanged = [None] * before.num_leaves
+        unchanged = [None] * arguments.num_leaves
         infos_after = outcome.arrays(unchanged, groups)
         new_infos: dict[int, Any] = {}  # by slot before the call
         for index in (*outcome.values, *outcome.metadata):  # the changed Variables
             # Nearly every Variable holds one array before and after. A pytree in one may have more
             # or fewer leaves after the call; then the first ones are paired.
-            slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
+            slots = zip(arguments.slots[index], outcome.structure.slots[index], strict=False)
             new_infos |= {
-                old: infos_after[new] for old, new in slots if infos_after[new] is not None
+                slot_before: infos_after[slot_after]
+                for slot_before, slot_after in slots
+                if infos_after[slot_after] is not None
             }
 
         def is_written(slots: tuple[int, ...]) -> bool:
             """Whether a Variable with arrays in these slots, or one of its arrays, is shown."""
             return not new_infos.keys().isdisjoint(slots)
 
-        values = [new_infos.get(slot) for slot in range(before.num_leaves)]
-        return user_tree(before, values, keep=is_written)
+        values = [new_infos.get(slot) for slot in range(arguments.num_leaves)]
+        return user_tree(arguments, values, keep=is_written)
 
     def activations(self) -> ActivationTable:
         """Lists how the outputs of modules are sharded, in the order in which modules return them.

@@ -188,12 +188,12 @@ class TangentForm:
         """
         leaves = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
         omitted = [path for path, leaf in leaves.items() if leaf is None]
-        places = {}
+        remaining_places = {}
         for path, slots in self._places.items():
             is_omitted = any(path[: len(start)] == start for start in omitted)
             if not is_omitted:
-                places[path] = slots
-        return places
+                remaining_places[path] = slots
+        return remaining_places
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:

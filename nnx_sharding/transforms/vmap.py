@@ -218,8 +218,8 @@ def _shard_alike(
         if axis is not None and -len(shape) <= axis < len(shape):
             dimensions[slot] = axis % len(shape)
     sizes = {shapes[slot][dimension] for slot, dimension in dimensions.items()}
-    given = [type_spec(leaves[slot]) or PartitionSpec() for slot in dimensions]
-    if len(sizes) != 1 or not any(any(spec_axes(spec)) for spec in given):
+    given_specs = [type_spec(leaves[slot]) or PartitionSpec() for slot in dimensions]
+    if len(sizes) != 1 or not any(any(spec_axes(spec)) for spec in given_specs):
         return leaves
     aligned = [*_put_on_mesh(leaves, [*dimensions])]
     # The mesh axes that shard each mapped dimension, by slot; empty if it is replicated.
@@ -228,24 +228,31 @@ def _shard_alike(
         slot: axes_of(pad_entries(specs[slot], dimension + 1)[dimension])
         for slot, dimension in dimensions.items()
     }
-    wanted = next(filter(None, mesh_axes.values()), ())  # the axes of the first sharded dimension
-    unlike = set[int]()
+    # All mapped dimensions get the axes of the first one that is sharded.
+    wanted_axes = next(filter(None, mesh_axes.values()), ())
+    unlike_slots = set[int]()
     for slot, dimension in dimensions.items():
         spec, leaf = specs[slot], aligned[slot]
-        if mesh_axes[slot] == wanted or type_mesh(leaf) is None:
+        if mesh_axes[slot] == wanted_axes or type_mesh(leaf) is None:
             continue
         # A mesh axis that shards another dimension of the array cannot shard this one, too.
-        if mesh_axes[slot] or not set(wanted).isdisjoint(spec_axes(spec)):
-            unlike.add(slot)
+        if mesh_axes[slot] or not set(wanted_axes).isdisjoint(spec_axes(spec)):
+            unlike_slots.add(slot)
             continue
         entries = pad_entries(spec, len(shapes[slot]))
-        entries[dimension] = wanted
+        entries[dimension] = wanted_axes
         aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
-    shown = [slot for slot in dimensions if unlike and (slot in unlike or mesh_axes[slot])]
+    # An error shows all sharded dimensions, so that the user sees which ones differ.
+    shown_slots = []
+    if unlike_slots:
+        shown_slots = [slot for slot in dimensions if slot in unlike_slots or mesh_axes[slot]]
     raise_listed(
         ValueError,
         "vmap: the mapped dimensions of these arguments are sharded over different axes:",
-        [f"  {names[slot]}, {type_text(leaves[slot])}, axis {dimensions[slot]}" for slot in shown],
+        [
+            f"  {names[slot]}, {type_text(leaves[slot])}, axis {dimensions[slot]}"
+            for slot in shown_slots
+        ],
         "Shard them alike before the call, as by nnx_sharding.reshard(x, spec).",
     )
     return tuple(aligned)

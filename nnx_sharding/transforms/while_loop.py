@@ -101,8 +101,10 @@ def while_loop(
     The semantics are those of ``jax.lax.while_loop`` and ``flax.nnx.while_loop``.
     """
     # The order counts: the condition is the first function of the call, the body the last one.
-    given = {"cond_fun": cond_fun, "body_fun": body_fun}
-    functions = Functions("while_loop", given, leading=("functions", "init_val"), num_operands=0)
+    functions_by_name = {"cond_fun": cond_fun, "body_fun": body_fun}
+    functions = Functions(
+        "while_loop", functions_by_name, leading=("functions", "init_val"), num_operands=0
+    )
     transform = _While(
         name="while_loop",
         in_specs=Specs((BROADCAST, CARRY)),
@@ -182,8 +184,8 @@ def fori_loop(
     args = functions.objects, lower, init_val, upper
     # The counter is an argument of its own, and not in the user's carry, so that messages name the
     # carry as the user wrote it.
-    _last_i, last = call_functions(functions, transform, Modes(graph, graph_updates), *args)
-    return last
+    _last_i, last_carry = call_functions(functions, transform, Modes(graph, graph_updates), *args)
+    return last_carry
 
 
 def _fori_bounds(
@@ -319,10 +321,10 @@ class _WhileLoop(Loop):
             step_outputs.append(step_output)
             return new_carry
 
-        last = jax.lax.while_loop(holds, body, carry)
+        last_carry = jax.lax.while_loop(holds, body, carry)
         if not step_outputs:  # under `jax.disable_jit`, a loop without steps traces no step
             jax.eval_shape(body, carry)
-        return last, step_outputs[-1]
+        return last_carry, step_outputs[-1]
 
     def _trace_condition(
         self, condition: Function, caller: Caller, leaves: Sequence[object]
