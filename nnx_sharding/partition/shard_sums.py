@@ -416,7 +416,8 @@ class _Evaluation:
         )
         arrays = [retype(x, auto) for x in arrays]
         # 2. The rows are split by shards: (…, rows, …) → (…, shards, rows / shards, …).
-        mapped = [None if dim is None else int(dim) for dim in dims]  # `dims` may have NumPy integers
+        # `vmap` gets Python integers, because `dims` may have integers of NumPy.
+        mapped = [None if dim is None else int(dim) for dim in dims]
         with jax.sharding.use_abstract_mesh(auto):
             for i, dim in enumerate(mapped):
                 if dim is not None:
