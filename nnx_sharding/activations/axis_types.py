@@ -95,7 +95,7 @@ def with_auto_axes(
 def inferred_axes(
     module: object,
     tag: Tag,
-    chosen: InOutSharding,
+    declared: InOutSharding,
     explicit: frozenset[AxisName],
     inputs: tuple[tuple[Any, ...], Keywords],
 ) -> frozenset[AxisName]:
@@ -112,7 +112,7 @@ def inferred_axes(
     Args:
       module: the module.
       tag: its tag.
-      chosen: the shardings that are declared for the method.
+      declared: the shardings that are declared for the method.
       explicit: the Explicit axes of the mesh.
       inputs: the positional and keyword arguments of the call.
     """
@@ -120,12 +120,12 @@ def inferred_axes(
     has_types = first_with_explicit_spec((args, kwargs)) is not None
     if not explicit or not has_types or kwargs.get("out_sharding") is not None:
         return frozenset()
-    if chosen.axis_types is not None:
-        return explicit if chosen.axis_types is AxisType.Auto else frozenset()
+    if declared.axis_types is not None:
+        return explicit if declared.axis_types is AxisType.Auto else frozenset()
     if any(_is_explicit_within(source, tag, module) for source in tag.sources):
         return frozenset()
     is_inferred = any(source.infer for source in tag.sources)
-    is_declared = chosen.output is not None and is_layer(module)
+    is_declared = declared.output is not None and is_layer(module)
     return explicit if is_inferred or is_declared else frozenset()
 
 
@@ -149,7 +149,7 @@ def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) ->
     )
 
 
-def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
+def output_spec(x: jax.Array, like: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
     """Returns the spec on Explicit axes of an output of a method that ran with Auto axes.
 
     If nothing is known of the output, its leading dimensions are sharded like those of an input, as
@@ -164,33 +164,33 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
 
     Args:
       x: the output.
-      first: the input like which the output is typed.
+      like: the input like which the output is typed.
       spec: what is known of the output's spec, with ``OPEN`` for unknown entries; None for nothing.
 
     Returns:
       ``spec``, with an entry of the input, or None, for each dimension that is open.
     """
-    has_same_shape = x.shape == first.shape
-    is_value_per_row = x.ndim == 1 and first.ndim > 1
+    has_same_shape = x.shape == like.shape
+    is_value_per_row = x.ndim == 1 and like.ndim > 1
     # An equal shape counts only if nothing is known of the output.
-    is_like_first = (spec is None and has_same_shape) or is_value_per_row
+    is_like_input = (spec is None and has_same_shape) or is_value_per_row
     # The number of leading dimensions that may be like the input's: all, or all but the features.
-    count = x.ndim if is_like_first else max(x.ndim - 1, 0)
+    count = x.ndim if is_like_input else max(x.ndim - 1, 0)
     leading = []
-    first_entries = jax.typeof(first).sharding.spec.partitions
-    for size, first_size, entry in zip(x.shape[:count], first.shape, first_entries, strict=False):
-        if size != first_size:
+    like_entries = jax.typeof(like).sharding.spec.partitions
+    for size, like_size, entry in zip(x.shape[:count], like.shape, like_entries, strict=False):
+        if size != like_size:
             break
         leading.append(entry)
-    like_first = PartitionSpec(*leading)
+    leading_spec = PartitionSpec(*leading)
     if spec is None:
-        return like_first
+        return leading_spec
     # An axis can shard one dimension only, so the axes of the known spec are left out.
-    free_axes = {*spec_axes(like_first)}.difference(spec_axes(spec))
-    free_entries = keep_axes(like_first, free_axes).partitions
+    free_axes = {*spec_axes(leading_spec)}.difference(spec_axes(spec))
+    free_entries = keep_axes(leading_spec, free_axes).partitions
     # Either list of entries may be shorter. A missing entry is None, for a whole dimension.
     pairs = itertools.zip_longest(spec.partitions, free_entries)
-    return PartitionSpec(*(entry if known is OPEN else known for known, entry in pairs))
+    return PartitionSpec(*(free if known is OPEN else known for known, free in pairs))
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:

@@ -158,14 +158,14 @@ class Frame:
         The record is in the calls around this one. A model often returns what its head returns, so
         the declaration for the head holds for the model, which asks by :meth:`declared_within`.
         """
-        outer = self._outer
-        while outer is not None:
+        outer_frame = self._outer
+        while outer_frame is not None:
             # An outer call in another trace, for example around a scan, cannot return this array.
             # And JAX checks that nobody holds a tracer when its trace has ended
             # (``jax.checking_leaks``).
-            if _compat.trace_of(x) is outer._trace:
-                outer._declared_within.append((x, sharding))
-            outer = outer._outer
+            if _compat.trace_of(x) is outer_frame._trace:
+                outer_frame._declared_within.append((x, sharding))
+            outer_frame = outer_frame._outer
 
     def declared_within(self, x: jax.Array) -> NamedSharding | None:
         """Returns what the user declares for an array in calls inside this one, or None."""
@@ -219,9 +219,9 @@ def in_call(frame: Frame) -> Iterator[Frame]:
 
     Scopes are nested, so a module inside another one adds only the rest of its path.
     """
-    outer = FRAME.get()
+    outer_frame = FRAME.get()
     path = frame.tag.accessor
-    rest_of_path = path if outer is None else path.removeprefix(outer.tag.accessor)
+    rest_of_path = path if outer_frame is None else path.removeprefix(outer_frame.tag.accessor)
     # "model.up" is within "model", but "model_2" is not.
     is_within = rest_of_path[:1] in ("", ".", "[")
     name = (rest_of_path.lstrip(".") or frame.method) if is_within else path

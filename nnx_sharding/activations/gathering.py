@@ -124,7 +124,7 @@ def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.A
     return apply_shardings(arrays, targets) if arrays else []
 
 
-def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
+def spec_of_slice(spec: PartitionSpec, shape: Shape, slice_shape: Shape) -> PartitionSpec:
     """Returns the spec of a loop's slice of an array: without the dimensions that loops removed.
 
     ``P(None, "model")`` of shape (4, 8) becomes ``P("model")`` for (8,). Which dimensions were
@@ -134,18 +134,18 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionS
     Args:
       spec: the spec of the array, with an entry for each dimension.
       shape: the shape of the array.
-      inner: the shape of the slice.
+      slice_shape: the shape of the slice.
 
     Returns:
-      The spec. If ``inner`` is not the shape of any slice, it is ``P()``, which shards nothing, for
-      example for a value that the user's code has reshaped.
+      The spec. If ``slice_shape`` is not the shape of any slice, it is ``P()``, which shards
+      nothing, for example for a value that the user's code has reshaped.
     """
     # For each choice of kept dimensions that fits the shape, the entries of the spec that are left.
     # For (4, 8) → (8,), dimension 1 is kept, so the entries are ["model"].
     candidates: list[list[Any]] = []
-    for kept in itertools.combinations(range(len(shape)), len(inner)):
-        if tuple(shape[dimension] for dimension in kept) == tuple(inner):
-            candidates.append([spec.partitions[dimension] for dimension in kept])
+    for kept_dimensions in itertools.combinations(range(len(shape)), len(slice_shape)):
+        if tuple(shape[dimension] for dimension in kept_dimensions) == tuple(slice_shape):
+            candidates.append([spec.partitions[dimension] for dimension in kept_dimensions])
     # `combinations` begins with the leading dimensions. Loops remove these, so the last choice,
     # which keeps the last dimensions, has to win a tie. `max` returns the first of several, so the
     # order is reversed.

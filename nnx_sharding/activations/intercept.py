@@ -75,13 +75,13 @@ class Method:
             # A class may hold a function as a helper, which is called as `Model.masked(None, x)`.
             # Binding it would lose the None, because to Python that means an access by the class.
             return self.original.__get__(None, object)(*args, **kwargs)
-        module, *others = args
+        module, *other_args = args
         current = _CURRENT.get()
         call = self.original.__get__(module, type(module))
         # A method called through `super()` is part of the subclass's method.
         if current is None or not isinstance(module, _KINDS) or not self._is_method_of(module):
-            return call(*others, **kwargs)
-        return current.handler(module, self._name, call, tuple(others), kwargs)
+            return call(*other_args, **kwargs)
+        return current.handler(module, self._name, call, tuple(other_args), kwargs)
 
     def _is_method_of(self, module: object) -> bool:
         """Returns whether ``module.name`` is this method, so that no subclass overrides it.
@@ -125,9 +125,9 @@ def with_handler(
     Returns:
       The result of the function.
     """
-    outer = _CURRENT.get()
+    surrounding = _CURRENT.get()
     # Methods that an outer handler intercepts stay intercepted.
-    named = frozenset(named) if outer is None else outer.named.union(named)
+    named = frozenset(named) if surrounding is None else surrounding.named.union(named)
     for cls in _module_types():
         for name, value in [*vars(cls).items()]:
             if type(value) is not Method and _is_method(name, value, named):
@@ -139,7 +139,7 @@ def with_handler(
     def call() -> Any:
         _CURRENT.set(_Current(handler, named))
         out = fun(*args, **kwargs)
-        _CURRENT.set(outer)  # otherwise the loop below would set the handler outside
+        _CURRENT.set(surrounding)  # otherwise the loop below would set the handler outside
         return out
 
     context = contextvars.copy_context()
@@ -174,9 +174,9 @@ def _module_types() -> Iterator[type]:
     classes: set[type] = {nnx.Optimizer}
     pending: list[Any] = [*_KINDS]  # the classes whose subclasses are still to be listed
     while pending:
-        new = [cls for cls in pending.pop().__subclasses__() if cls not in classes]
-        classes.update(new)
-        pending += new
+        new_classes = [cls for cls in pending.pop().__subclasses__() if cls not in classes]
+        classes.update(new_classes)
+        pending += new_classes
     # Mixins that are no modules have methods of modules as well. The bases of `nnx.Module` are left
     # out, because what all modules inherit, such as ``train`` and ``sow``, computes nothing.
     with_bases = {base for cls in classes for base in cls.__mro__}

@@ -85,24 +85,24 @@ class Tagger:
           module: the module in the trace.
           is_in_argument: whether it is in an argument of the function.
         """
-        gathered = self.axes.intersection(self._gathered_axes(sources))
+        gathered_axes = self.axes.intersection(self._gathered_axes(sources))
         # The axis of a pipeline shards a stack of layers. A module sees one layer, which a stage
         # has as a whole, so that axis shards nothing in it.
         schedules = [x.schedule for source in sources for x in source.shardings]
         stage_axes = {schedule.axis for schedule in schedules if schedule is not None}
-        inside = self.axes - gathered - stage_axes
+        inside_axes = self.axes - gathered_axes - stage_axes
         specs: dict[Path, VariableSpecs] = {}
         # On Auto axes alone, specs are only needed to gather, because the compiler infers the rest.
-        if gathered or self.explicit_axes:
+        if gathered_axes or self.explicit_axes:
             for own_path, variable in own_variables(module):
-                variable_specs = self._variable_specs(variable, gathered, inside)
+                variable_specs = self._variable_specs(variable, gathered_axes, inside_axes)
                 if variable_specs is not None:  # None: nothing is known of its sharding
                     specs[own_path] = variable_specs
         return Tag(
             name=name,
             path=path,
             sources=sources,
-            axes=gathered,
+            axes=gathered_axes,
             specs=specs,
             mesh=self.mesh,
             is_in_argument=is_in_argument,
@@ -115,15 +115,15 @@ class Tagger:
         divided over their axis, though rows are sharded over it as well, and a base such as
         ``fsdp`` would gather them.
         """
-        gathered = set[AxisName]()
-        kept = set[AxisName]()
+        gathered_axes = set[AxisName]()
+        kept_axes = set[AxisName]()
         for source in sources:
             if source.gather is True:  # True: gather over the axes that shard the batch
-                gathered.update(self.plan.batch_axes)
+                gathered_axes.update(self.plan.batch_axes)
             elif source.gather:
-                gathered.update(source.gather)
-            kept.update(source.kept)
-        return gathered - kept
+                gathered_axes.update(source.gather)
+            kept_axes.update(source.kept)
+        return gathered_axes - kept_axes
 
     def _variable_specs(
         self, variable: Variable, gathered: frozenset[AxisName], inside_axes: frozenset[AxisName]

@@ -110,9 +110,9 @@ def key_traces_by_tags(objects: Objects) -> AbstractContextManager[None]:
     return _TAGS(key)  # `jax.make_user_context` has made it, a context manager
 
 
-def pass_tags(known: Caller | Flat, unflattened: Unflattened | Flat) -> None:
+def pass_tags(originals: Caller | Flat, copies: Unflattened | Flat) -> None:
     """Gives copies of modules, for example in an inner trace, the tags of the originals."""
-    for old, new in zip(known.objects, unflattened.objects, strict=True):
+    for old, new in zip(originals.objects, copies.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
 

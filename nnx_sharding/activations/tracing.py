@@ -241,9 +241,9 @@ class Scope:
         with equal declarations share a trace. Another outermost trace has other objects, because
         filters that have matched in an earlier trace would seem to match nothing.
         """
-        outer: TraceContext | None = CONTEXT.value
+        outer_context: TraceContext | None = CONTEXT.value
         # All contexts in one outermost trace share this dictionary.
-        contexts = {} if outer is None else outer.within_outermost
+        contexts = {} if outer_context is None else outer_context.within_outermost
         key = tuple(self._sources), self._plan.batch_axes
         if key not in contexts:
             contexts[key] = TraceContext(self._plan.batch_axes, contexts)
@@ -279,9 +279,9 @@ class Scope:
             return self._with_uses(fun, args, kwargs)
         # ``fun`` is the plain function, which no descriptor of the class intercepts. So this calls
         # the scope as the handler of that call, as a descriptor would do.
-        module, *others = args
+        module, *other_args = args
         bound = functools.partial(fun, module)
-        return self._with_uses(self, (module, name, bound, tuple(others), kwargs), {})
+        return self._with_uses(self, (module, name, bound, tuple(other_args), kwargs), {})
 
     def _with_uses(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a function with this handler, and reports schedules that it did not use.
@@ -316,14 +316,15 @@ class Scope:
                 has_rules = isinstance(part.spec, StateSharding)  # a strategy returns one
                 parts.append((argument, part, part.spec.activations if has_rules else None))
         # Explanations and records name modules by their tags, so they need tags as well.
-        if not (for_all or self._observes or any(own is not None for *_, own in parts)):
+        has_own_sources = any(own_source is not None for *_, own_source in parts)
+        if not (for_all or self._observes or has_own_sources):
             return
         structure = self._plan.structure
         tagged = set[int]()  # the indices of modules; a shared module keeps its first path
-        for argument, part, own in parts:
-            if own is not None and own not in self._sources:
-                self._sources.append(own)
-            sources = for_all if own is None else (*for_all, own)
+        for argument, part, own_source in parts:
+            if own_source is not None and own_source not in self._sources:
+                self._sources.append(own_source)
+            sources = for_all if own_source is None else (*for_all, own_source)
             name = accessor(argument.name, part.keys)  # such as ``models[0]``
             # `paths` has one path to each object in the part, by its index: the shortest path.
             paths = structure.paths_to_objects([((), part.child)])
@@ -403,8 +404,8 @@ class Scope:
           module: the module.
           method: the name of the method.
         """
-        found = (source.find_schedule(tag.path, module, method) for source in tag.sources)
-        schedule = next((x for x in found if x is not None), None)
+        schedules = (source.find_schedule(tag.path, module, method) for source in tag.sources)
+        schedule = next((x for x in schedules if x is not None), None)
         # A schedule that runs calls the layers itself, and these calls are plain ones.
         if schedule is None or schedule.is_running:
             return None
@@ -437,8 +438,8 @@ class Scope:
             self._whole_outputs.begin_layer()
         chosen = self._find(frame)  # the declared specs of input and output; they may be None
         if chosen.input is not None and args:
-            first = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
-            args = (first, *args[1:])
+            first_arg = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
+            args = (first_arg, *args[1:])
         if schedule is not None and self._mesh is not None:
             # The new function takes the same arguments, and runs the module's layers in stages.
             call = schedule.wrap(
@@ -561,8 +562,8 @@ class Scope:
         names_axes = any(spec_axes(spec))
         if self._mesh is None or not names_axes:
             return x
-        [new] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
-        return new
+        [constrained] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
+        return constrained
 
     def _type_output(
         self,

@@ -216,30 +216,30 @@ class WholeOutputs:
         self._last_shape = x.shape
 
     def add(
-        self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
+        self, frame: Frame, x: jax.Array, first_input: jax.Array, sizes: Mapping[AxisName, int]
     ) -> None:
         """Records an output of an outermost module, if it is gathered over axes of its columns.
 
         Args:
           frame: the call of the module.
           x: the output, typed.
-          first: the first input, (batch, …), like which the output is typed.
+          first_input: the first input, (batch, …), like which the output is typed.
           sizes: the sizes of the axes that can shard columns.
         """
         name, model = frame.tag.accessor, frame.module
         spec = jax.typeof(x).sharding.spec
         # The rank of activations: tokens (batch, length) become (batch, length, columns).
-        is_tokens = jnp.issubdtype(first.dtype, jnp.integer)
-        rank = first.ndim + 1 if is_tokens else first.ndim
+        is_tokens = jnp.issubdtype(first_input.dtype, jnp.integer)
+        rank = first_input.ndim + 1 if is_tokens else first_input.ndim
         # An output with fewer dimensions has no columns: it is a value for each token, (batch,
         # length). The exception is an output that the last layer made so, such as the classes of a
         # pooled sequence, (batch, classes).
         least = 2 if x.shape == self._last_shape else max(2, rank)
         # An output with the dimensions of the input, (batch, features), is the data, or like it.
-        if x.ndim < least or x.shape == first.shape[: x.ndim]:
+        if x.ndim < least or x.shape == first_input.shape[: x.ndim]:
             return
         # An output with more dimensions may be a cache, (batch, length, heads, features).
-        if x.ndim > max(3, rank) and self._add_cache(frame, x, first, sizes):
+        if x.ndim > max(3, rank) and self._add_cache(frame, x, first_input, sizes):
             return
         # Two sources tell the axes: how Variables with this number of columns are sharded, and how
         # the last layer computed its columns.
@@ -259,14 +259,14 @@ class WholeOutputs:
             self._outputs.append(output)
 
     def _add_cache(
-        self, frame: Frame, x: jax.Array, first: jax.Array, sizes: Mapping[AxisName, int]
+        self, frame: Frame, x: jax.Array, first_input: jax.Array, sizes: Mapping[AxisName, int]
     ) -> bool:
         """Records an output whose heads are gathered; returns whether this is such an output.
 
         Args:
           frame: the call of the module.
           x: the output, typed.
-          first: the first input, (batch, …).
+          first_input: the first input, (batch, …).
           sizes: the sizes of the axes that can shard heads.
         """
         heads = sharded_heads(frame.module, x.shape, sizes)
@@ -281,9 +281,9 @@ class WholeOutputs:
             # A cache of stacked layers, (layers, batch, …), is not typed like the input, because
             # its batch does not come first. So the batch is found by its size, left of the heads.
             is_untyped = not any(entries)
-            batch = first.shape[0] if first.ndim else None
+            batch = first_input.shape[0] if first_input.ndim else None
             if is_untyped and batch in x.shape[: heads.dimension]:
-                [batch_entry] = pad_entries(jax.typeof(first).sharding.spec, 1)
+                [batch_entry] = pad_entries(jax.typeof(first_input).sharding.spec, 1)
                 entries[x.shape.index(batch)] = batch_entry
             entries[heads.dimension] = entry_of(names)
             sharded = PartitionSpec(*entries)
@@ -369,28 +369,28 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
     function returns say that they are whole, so the compiler gathers them.
     """
     # A result that has to be whole needs the spec that is in its type now. One example is enough.
-    whole = _without_trailing(jax.typeof(results[0].array).sharding.spec)
+    whole_spec = _without_trailing(jax.typeof(results[0].array).sharding.spec)
     _warn(
         transform,
         "what modules return is whole in the dimensions that they shard, so these results, whose "
         "shardings are not declared, are gathered:",
         [x.line() for x in results],
         f"Declare them in {transform.out_name}: nothing is gathered then. If the first has to be "
-        f"whole, write {whole}.",
+        f"whole, write {whole_spec}.",
         anchor="gathered-result",
     )
 
 
-def _warn_of_columns(transform: Sharded, used: Sequence[_GatheredOutput]) -> None:
+def _warn_of_columns(transform: Sharded, outputs: Sequence[_GatheredOutput]) -> None:
     """Warns of columns that are used outside of modules."""
-    whole = _without_trailing(jax.typeof(used[0].array).sharding.spec)
+    whole_spec = _without_trailing(jax.typeof(outputs[0].array).sharding.spec)
     # The key is the class, because a path would also be that of other models in the arguments.
-    entry = f"{{{used[0].type_name}: {whole}}}"
+    entry = f"{{{outputs[0].type_name}: {whole_spec}}}"
     _warn(
         transform,
         "operations outside of modules get whole arrays, so what these modules return is gathered "
         "over axes that shard its last dimension:",
-        [x.line(says_spec=False) for x in used],
+        [x.line(says_spec=False) for x in outputs],
         "Compute what follows, such as a loss, in a method of the model: nothing is gathered "
         "then. Or use jit(..., auto_axes=True), with out_shardings. If it has to be whole, say "
         f"so: activation_shardings={entry}; of a module that returns several arrays, in a tuple "

@@ -135,14 +135,16 @@ def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
     outputs. Here each object has an entry. An unchanged object gets the slots of its inputs,
     inverted (``~slot`` is negative), so that the sign says whether an array is an input or output.
     """
-    before, after = plan.structure, outcome.structure
-    entries, slots = list(after.entries), list(after.slots)
-    for index, entry in enumerate(before.entries):
+    structure_before, structure_after = plan.structure, outcome.structure
+    entries, slots = list(structure_after.entries), list(structure_after.slots)
+    for index, entry in enumerate(structure_before.entries):
         if entries[index] is None:  # unchanged
             entries[index] = entry
-            slots[index] = tuple(~slot for slot in before.slots[index])
-    root_slots = tuple(~slot for slot in before.root_slots)
-    return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
+            slots[index] = tuple(~slot for slot in structure_before.slots[index])
+    root_slots = tuple(~slot for slot in structure_before.root_slots)
+    return Structure(
+        tuple(entries), structure_before.root, tuple(slots), root_slots, structure_before.statics
+    )
 
 
 def _check_expressible(
@@ -157,22 +159,24 @@ def _check_expressible(
       keeps_paths: whether all paths to arrays are still there. A path is gone if the function has
         put a Variable of another path in its place, or removed its value.
     """
-    before, after = plan.structure, outcome.structure
+    structure_before, structure_after = plan.structure, outcome.structure
     # A file cannot express changed metadata of Variables, changed static objects, and removed
     # attributes. New values of Variables are not among these changes.
     can_be_said = keeps_paths and not outcome.metadata and not outcome.statics
     for change in outcome.nodes:
         if change.removed:
             can_be_said = False
-        old_attributes = parts_of(before.entries[change.node])
+        old_attributes = parts_of(structure_before.entries[change.node])
         for name, value in change.changed:
             # Flax records in `STATUSES` which attributes are data, so it changes with each new one.
             if name != _compat.STATUSES:
-                old = old_attributes.get((name,))
-                can_be_said &= _can_be_said(old, value.child, before, after)
+                old_child = old_attributes.get((name,))
+                can_be_said &= _can_be_said(
+                    old_child, value.child, structure_before, structure_after
+                )
     if can_be_said:
         return
-    lines = differences((plan.signature, before), (plan.signature, arguments))
+    lines = differences((plan.signature, structure_before), (plan.signature, arguments))
     # By path, exchanged modules look the same if they differ in their arrays only.
     lines = lines or ["modules that look alike are exchanged"]
     text = message(
@@ -184,7 +188,12 @@ def _check_expressible(
     raise ValueError(text)
 
 
-def _can_be_said(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
+def _can_be_said(
+    old_child: Child | None,
+    new_child: Child,
+    structure_before: Structure,
+    structure_after: Structure,
+) -> bool:
     """Whether a changed attribute of a module is the same as new arrays at paths below it.
 
     A file can say only that: ``model.up.kernel`` is now output 3, for example. An attribute is
@@ -192,25 +201,29 @@ def _can_be_said(old: Child | None, new: Child, before: Structure, after: Struct
     array, by a ``Container``, or by a static value.
 
     Args:
-      old: the attribute before the call; None if the module did not have it.
-      new: the attribute after the call.
-      before: the structure of the arguments before the call.
-      after: the structure after the call. Objects that the function made come after the others.
+      old_child: the attribute before the call; None if the module did not have it.
+      new_child: the attribute after the call.
+      structure_before: the structure of the arguments before the call.
+      structure_after: the structure after the call. Objects that the function made come after the
+        others.
     """
-    if old is not None:
-        if isinstance(old, int) and isinstance(new, int) and old != new:
+    if old_child is not None:
+        if isinstance(old_child, int) and isinstance(new_child, int) and old_child != new_child:
             # Another Variable of the same kind and metadata may take the place of the old one. At
             # this path there is only another value then.
-            entry = before.entries[old]
-            return isinstance(entry, VariableEntry) and entry == after.entries[new]
-        return old == new  # equal descriptions may have other arrays
+            entry = structure_before.entries[old_child]
+            return isinstance(entry, VariableEntry) and entry == structure_after.entries[new_child]
+        return old_child == new_child  # equal descriptions may have other arrays
     # The attribute is new.
-    if isinstance(new, Container):
-        return all(_can_be_said(None, child, before, after) for child in new.children)
+    if isinstance(new_child, Container):
+        return all(
+            _can_be_said(None, child, structure_before, structure_after)
+            for child in new_child.children
+        )
     # An object of the arguments would be shared now, and a static value is no array, so only arrays
     # and objects that the function made are left.
-    is_made_by_function = isinstance(new, int) and new >= len(before.entries)
-    return new is LEAF or is_made_by_function
+    is_made_by_function = isinstance(new_child, int) and new_child >= len(structure_before.entries)
+    return new_child is LEAF or is_made_by_function
 
 
 def _manifest(

@@ -272,8 +272,8 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
     """Yields the key of each child of a node of any class; its index if it holds no array."""
     paths = iter(container_keys(treedef))
     for index, child in enumerate(treedef.children()):
-        inner = [next(paths) for _ in range(child.num_leaves)]
-        yield inner[0][0] if inner and inner[0] else index
+        leaf_paths = [next(paths) for _ in range(child.num_leaves)]
+        yield leaf_paths[0][0] if leaf_paths and leaf_paths[0] else index
 
 
 def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:

@@ -378,11 +378,14 @@ class _Accumulation:
         In the steps of its loop, a stage runs the forward pass of one microbatch and the backward
         pass of another (1F1B).
         """
-        first = jax.tree.map(lambda x: x[0], batch.stacked)  # (steps, rows, …) → (rows, …)
+        # (steps, rows, …) → (rows, …)
+        first_microbatch = jax.tree.map(lambda x: x[0], batch.stacked)
         # The loss is traced for the first microbatch only. The loop replaces the arrays of this
         # microbatch, which it finds among the leaves of the call by their identity, by the others.
-        call = batch.prepare(self.gradient, {**batch.shared, **first})
-        first_and_all = zip(jax.tree.leaves(first), jax.tree.leaves(batch.stacked), strict=True)
+        call = batch.prepare(self.gradient, {**batch.shared, **first_microbatch})
+        first_and_all = zip(
+            jax.tree.leaves(first_microbatch), jax.tree.leaves(batch.stacked), strict=True
+        )
         value, totals = accumulate_interleaved(
             self.gradient,
             call,
@@ -488,9 +491,9 @@ def _differentiate_by_shards(
 
     def derivative_of(function: Function, inputs: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the derivative and the outputs, for `gradient.differentiate`."""
-        wanted = [number for number, splits in enumerate(is_split) if splits]
+        numbers_to_split = [number for number, splits in enumerate(is_split) if splits]
         evaluated = functools.partial(differentiate, function)
-        gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, wanted)
+        gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, numbers_to_split)
         return [*gradients.values()], outputs
 
     return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
@@ -541,10 +544,10 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
         if rows and set(axes).issubset(axes_of(first_entry)):
             return PartitionSpec(*spec.partitions)
         other_axes = set(spec_axes(spec)).difference(axes)
-        first, *others = pad_entries(keep_axes(spec, other_axes), array.ndim)
+        rows_entry, *other_entries = pad_entries(keep_axes(spec, other_axes), array.ndim)
         if rows:
-            first = (*axes, *axes_of(first))  # the rows of each shard are divided further
-        return PartitionSpec(first, *others)
+            rows_entry = (*axes, *axes_of(rows_entry))  # the rows of each shard are divided further
+        return PartitionSpec(rows_entry, *other_entries)
 
     return PathFunction(spec_of, by_path={})  # without known paths, it is asked for each array
 
@@ -755,13 +758,13 @@ def _why_indivisible(x: Any, steps: int) -> str:
     sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
     # Each device divides its own rows, so that no row has to move.
     factors = (steps, *sizes.values())
-    parts = math.prod(factors)
-    if rows % parts == 0:
+    divisor = math.prod(factors)
+    if rows % divisor == 0:
         return ""
     if not sizes:
         return f": {rows} rows are not a multiple of {steps}"
     shards = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    product = f"{' × '.join(map(str, factors))} = {parts}"
+    product = f"{' × '.join(map(str, factors))} = {divisor}"
     return f", rows sharded over {shards}: {rows} rows are not a multiple of {product}"
 
 

@@ -71,7 +71,7 @@ def offload(
     mesh = needed_mesh("offload", mesh)
     predicate = to_predicate(filter_)
     specs = specs_by_path(tree, sharding)  # None for a path without a spec
-    chosen: SpecsByPath = {}  # the new shardings, by path
+    new_shardings: SpecsByPath = {}  # the new shardings, by path
     for named in variables(tree):
         spec = specs[named.path]
         if isinstance(spec, NamedSharding):
@@ -79,12 +79,12 @@ def offload(
         is_chosen = predicate(named.path, named.variable)
         is_array = bool(named.shape)  # scalars have the shape ()
         if is_chosen and is_array and isinstance(spec, PartitionSpec):
-            chosen[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
-    if not chosen:
+            new_shardings[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    if not new_shardings:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
     # `from_paths` makes rules, each a filter and a sharding. They have priority over the rules of
     # ``sharding``.
-    on_host = from_paths(chosen, by="offload")
+    on_host = from_paths(new_shardings, by="offload")
     return override(sharding, zip(on_host.filters, on_host.shardings, strict=True))
 
 
