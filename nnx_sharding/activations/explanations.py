@@ -96,7 +96,7 @@ def explain(error: ValueError, name: str, frame: Frame) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     runs_as_written = axes_of_type(mesh, AxisType.Explicit) and not frame.is_by_strategy
     if runs_as_written:
-        refuse_constraint(error, name, module, path)
+        refuse_constraint(error, name, module, path)  # returns unless it can explain the error
     elif _NEEDS_EXPLICIT_AXES.search(str(error)):
         as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
         entry = {exact_path(path): as_written}

@@ -262,7 +262,7 @@ class Scope:
         """
         out = self._run(fun, args, kwargs)
         self._check()  # an error at the end of the caller's block would show frames of contextlib
-        self._whole_outputs.warn(self._transform, out)
+        self._whole_outputs.warn(self._transform, out)  # warns of gathered outputs
         return out
 
     def _run(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
@@ -299,7 +299,7 @@ class Scope:
             out = with_handler(self, declared_methods, fun, *args, **kwargs)
         finally:
             SCHEDULE_USES.reset(token)
-        uses.report(self._schedules)
+        uses.report(self._schedules)  # warns of schedules that did not run
         return out
 
     def _tag_arguments(self) -> None:

@@ -265,6 +265,7 @@ def _manifest(
         ]
         if changed:
             updates[after.name] = tree_from("state", changed)
+    # Raises if a file cannot express the changes.
     _check_expressible(plan, outcome, structure_after, keeps_paths=keeps_paths)
     # The rest is the result, and the types and shardings of the program.
     result = tree_of(outcome.structure, tree_of_slot)

@@ -345,7 +345,7 @@ class _Accumulation:
                 )
             if self.has_aux:
                 _, aux = value
-                _check_aux(aux)
+                _check_aux(aux)  # raises for values that cannot be stacked
             return [*map(_add, totals, gradients)], value
 
         # The totals start at zero. `prepare` finds the differentiated arrays without any rows.
@@ -396,7 +396,7 @@ class _Accumulation:
         )
         if self.has_aux:  # `_scan` makes the same check in each step, before it stacks
             _, aux = value
-            _check_aux(aux)
+            _check_aux(aux)  # raises for values that cannot be stacked
         return value, totals
 
 

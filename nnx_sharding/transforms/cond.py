@@ -307,7 +307,7 @@ class _Branches:
             for x in arrays_after
         ]
         self._types[number] = self._named_types(outcome, groups, results)
-        self._check_types(number)
+        self._check_types(number)  # raises unless all branches leave the same types
         return results
 
     def _named_types(

@@ -386,7 +386,7 @@ class _CallWithVjp(_Call):
             arguments = flatten((args, {})).structure
             pair = forward_rule(*args)
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
-            check_pair(f"custom_vjp: {expected}", pair)
+            check_pair(f"custom_vjp: {expected}", pair)  # raises unless it is a pair
             output, residuals = pair
             # The backward rule gets the arguments that are not differentiated, too. They may be
             # traced, so they are among the residuals.
@@ -563,6 +563,7 @@ class _CallWithJvp(_Call):
             pair = rule(
                 *self.nondiff_of(args), self.differentiated_of(args), self.differentiated_of(d_args)
             )
+            # Raises unless it is a pair.
             check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
             output, d_output = pair
             return output, (d_output, d_args)

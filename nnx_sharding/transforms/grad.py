@@ -417,7 +417,7 @@ class ValueAndGrad(Differentiable[P, R]):
         Returns:
           The result of the function, and the gradient of each array that is differentiated.
         """
-        self.check_types(prepared)
+        self.check_types(prepared)  # raises for arrays without a derivative
         transform = self._transform
         options: dict[str, Any] = {
             "holomorphic": transform.holomorphic,
@@ -557,7 +557,7 @@ class ValueAndGrad(Differentiable[P, R]):
             # Variable whose value is no pytree, such as a static value, has no gradient.
             if not slots:
                 entry = None if index is None else flat.structure.entries[index]
-                if pytree_of(entry) is None:
+                if pytree_of(entry) is None:  # None: the Variable holds no pytree
                     continue
             # Filters choose in modules. A Variable or an array that is itself an argument or an
             # item of one has the empty path, and `argnums` alone chooses it.

@@ -308,7 +308,8 @@ def jit(
     """
     has_shardings = in_shardings is not None or out_shardings is not None
     jax_options = _deprecated_options(has_shardings, device=device, backend=backend)
-    check_mesh("jit", mesh)
+    check_mesh("jit", mesh)  # raises unless it is a mesh or None
+    # Raises if an option has another value than these.
     check_options(
         "jit",
         on_committed=(on_committed, ("error", "move")),
@@ -329,6 +330,7 @@ def jit(
         activation_shardings=activations(activation_shardings),
         auto_axes=_axis_names(auto_axes),
     )
+    # Raises for a leaf that is not a spec.
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 

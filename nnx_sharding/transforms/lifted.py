@@ -396,6 +396,7 @@ class Lifted(LiftedFunction[P, R]):
             try:
                 return run(plan, flat, execute, self._fun, self._observer)  # type: ignore[no-any-return]
             except jax.errors.JaxRuntimeError as error:
+                # Raises another error if the memory is full; otherwise it returns.
                 self._explain_memory(plan, flat.leaves, error, flat.objects)
                 raise
         # JAX must not use a trace that was made for other shardings of the modules' activations.
@@ -413,7 +414,7 @@ class Lifted(LiftedFunction[P, R]):
         The call in C passes its arrays and the caller's objects.
         """
         failed(plan, leaves, error)  # raises what `run` would raise for this error
-        self._explain_memory(plan, leaves, error, objects)
+        self._explain_memory(plan, leaves, error, objects)  # raises if the memory is full
 
     def _explain_memory(
         self, plan: Plan, leaves: Sequence[object], error: BaseException, objects: Sequence[object]
@@ -436,6 +437,7 @@ class Lifted(LiftedFunction[P, R]):
         def compile_with(stage: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
             return stage.compile(dict(options))
 
+        # Raises if the memory is full, or returns.
         explain_memory(error, plan, make_recorder, compile_with)
 
     @_compat.api_boundary
@@ -618,6 +620,7 @@ def lift(
     no_roles = Roles()
     for option in ("static_argnames", "donate_argnames"):
         if names := getattr(roles, option):
+            # Raises if the function has no parameter of such a name.
             Parameters(fun, no_roles).check_names(f"{transform.name}: {option}", names)
     # The call is only for its errors and warnings: JAX knows best which functions it can transform.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))

@@ -531,7 +531,7 @@ class Loop:
                 # A new value in an object gets the sharding of the old one, as in all transforms.
                 is_in_object = slot in self._places
                 new_carry.append(reshard_like(array, leaves[slot]) if is_in_object else array)
-            self._check_types(carry.arrays, new_carry)
+            self._check_types(carry.arrays, new_carry)  # raises if the step changed types
             # The carry ends with arrays that the step passes on unchanged.
             new_carry += carry.arrays[len(new_carry) :]
             # A group without an axis is in the carry, so it is not stacked.

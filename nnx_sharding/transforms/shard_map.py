@@ -537,12 +537,13 @@ def shard_map(
     # `frozenset("model")` would be the set of its letters.
     if isinstance(axis_names, str):
         raise TypeError("axis_names is a set of names, such as {'model'}, not a string.")
+    # Raises if an option has another value than these.
     check_options(
         "shard_map",
         on_committed=(on_committed, ("error", "reshard", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
-    check_mesh("shard_map", mesh)
+    check_mesh("shard_map", mesh)  # raises unless it is a mesh or None
     transform = _ShardMap(
         in_specs=Specs(in_specs),
         out_specs=Specs(out_specs),
@@ -555,6 +556,7 @@ def shard_map(
         strict=strict,
         activation_shardings=activations(activation_shardings),
     )
+    # Raises for a leaf that is not a spec.
     check_specs(
         "shard_map", _SPEC_TYPES, in_specs=transform.in_specs, out_specs=transform.out_specs
     )

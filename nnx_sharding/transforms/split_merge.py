@@ -138,7 +138,7 @@ def merge(structure: Structure, /, *groups: object, into: object = None) -> Any:
     only_arrays_differ = old_flat.structure == structure
     if only_arrays_differ and all(isinstance(x, _CHANGED_IN_PLACE) for x in structure.entries):
         if not old_flat.updatable:  # `_merge_into` makes the same check itself
-            _refuse_other_traces(old_flat.objects)
+            _refuse_other_traces(old_flat.objects)  # raises if one belongs to another trace
         return rebuild(old_flat, leaves)
     return _merge_into(old_flat, structure, leaves)
 
@@ -158,7 +158,7 @@ def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) 
     # The keys are indices in the new structure; the values are indices in the old one.
     pairs = _pair_objects(old_flat.structure, structure)
     existing = {index: old_flat.objects[old_index] for index, old_index in pairs.items()}
-    _refuse_other_traces(existing.values())
+    _refuse_other_traces(existing.values())  # raises if one belongs to another trace
     # Everything is built and checked before anything is changed.
     unflattened = unflatten(structure, leaves, existing=existing, share=True)
     changes: list[NodeChange] = []

@@ -192,7 +192,7 @@ class Stack(nnx.Module):
 
         Tells a strategy that runs whole stacks (`_note_use`).
         """
-        self._note_use()
+        self._note_use()  # a pipeline has to know that layers are used singly
         # `range` checks an index like a list: -1 is the last layer, and an index that is too large
         # raises an IndexError. For a slice it returns a range, of which only the length is used.
         layer_numbers = range(self.length)
@@ -226,6 +226,7 @@ class Stack(nnx.Module):
         new_layer = flatten_layer(layer)
         # The new layer is compared with the present one, which has no dimension for layers either.
         present_layer = flatten_layer(self[number])
+        # Raises unless both layers have the same structure and types.
         _check_equal(
             [present_layer, new_layer], name_of=lambda i: "the layers" if i == 0 else f"[{number}]"
         )

@@ -247,7 +247,7 @@ class Stage:
             # The call is part of a trace. Its arguments hold tracers, and no later call has the
             # same ones, so there is no guard for them.
             call, flat = self._lifted._split(args, kwargs)
-            self._check_structure(done, call, flat)
+            self._check_structure(done, call, flat)  # raises unless the structure is the plan's
             return run(plan, flat, stage)
         # None unless an earlier call had the same objects.
         earlier_call = self._guards.find(args, kwargs)
@@ -255,7 +255,7 @@ class Stage:
             _, flat = earlier_call  # the plan of a stage is always the same
         else:
             call, flat = self._lifted._split(args, kwargs, record=True)
-            self._check_structure(done, call, flat)
+            self._check_structure(done, call, flat)  # raises unless the structure is the plan's
             # A user who makes a stage calls it again, so its guard is made at once.
             self._guards.add(plan, flat, args, kwargs, is_new=True)
         try:
@@ -299,7 +299,7 @@ class Stage:
           leaves: its arrays.
           error: what JAX raised.
         """
-        raise_mismatch(plan, leaves, self._stage, error)
+        raise_mismatch(plan, leaves, self._stage, error)  # returns if it finds no difference
 
     def _with_statics(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -558,7 +558,7 @@ class Compiled(Stage):
 
     def _raise_explained(self, plan: Plan, leaves: Sequence[object], error: BaseException) -> None:
         """Raises an error for other arguments, or for a program that does not fit into memory."""
-        super()._raise_explained(plan, leaves, error)
+        super()._raise_explained(plan, leaves, error)  # raises for other arguments, or returns
         # Raises if the program does not fit into memory; otherwise it returns.
         explain_memory(error, plan, lambda: self._recorder, self._compile_with)
 

@@ -243,7 +243,7 @@ def _shard_alike(
         entries[dimension] = wanted_axes
         aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
     # An error shows all sharded dimensions, so that the user sees which ones differ.
-    shown_slots = []
+    shown_slots = list[int]()
     if unlike_slots:
         shown_slots = [slot for slot in dimensions if slot in unlike_slots or mesh_axes[slot]]
     raise_listed(

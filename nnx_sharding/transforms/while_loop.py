@@ -267,7 +267,7 @@ class _While(Scan):
 
         def fori_step(objects: Sequence[object], i: Any, carry: object, upper: object) -> Any:
             new_carry = body(objects, i, carry)
-            check_carry(self.name, name_of(body), carry, new_carry)
+            check_carry(self.name, name_of(body), carry, new_carry)  # raises like `while_step`
             return i + 1, new_carry
 
         return fori_step if self.is_fori else while_step
