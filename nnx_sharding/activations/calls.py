@@ -82,17 +82,17 @@ FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
 class VariableSpecs(NamedTuple):
     """How a Variable of a module is sharded, outside of loops over layers."""
 
-    inside: PartitionSpec  # its spec while the module runs
+    inside: PartitionSpec  # the spec while the module runs
     shape: Shape
     is_gathered: bool  # whether its value is replaced by a gathered one while the module runs
-    outside: PartitionSpec  # its spec before and after that
+    outside: PartitionSpec  # the spec before and after that
 
 
 class Tag(NamedTuple):
     """The facts about a module, which Flax passes on with the module."""
 
     name: str  # the argument of the user's function that holds it; without one, its root's class
-    path: Path  # its path in that argument, or in the root
+    path: Path  # the path in that argument, or in the root
     sources: tuple[ActivationSharding, ...]  # the declarations for it, the user's first
     axes: frozenset[AxisName]  # the axes over which its own Variables are gathered while it runs
     specs: Mapping[Path, VariableSpecs]  # the specs of its own Variables
@@ -138,7 +138,7 @@ class Frame:
         self._outer = FRAME.get()
         self.is_outermost = self._outer is None
         self._calls: Calls | None = RECORD.value
-        # These are lists of pairs, because tracers have no hash, and the id of a dead array is used
+        # Pairs in lists are used, because tracers have no hash, and the id of a dead array is used
         # again.
         self._chosen: list[tuple[jax.Array, NamedSharding]] = []
         self._declared_within: list[tuple[jax.Array, NamedSharding]] = []

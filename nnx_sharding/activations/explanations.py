@@ -119,7 +119,7 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
     module, method = frame.module, frame.method
     values = [_compat.get_value(variable) for _, variable in own_variables(module)]
     avals = map(jax.typeof, arrays_in((inputs, values)))
-    types = tuple(aval.str_short(short_dtypes=True) for aval in avals)  # such as f32[8@data,4]
+    types = tuple(aval.str_short(short_dtypes=True) for aval in avals)  # for example, f32[8@data,4]
     # The entry for the module: a spec alone is for the `__call__` of a layer.
     entry: PartitionSpec | InOutSharding = _suggested_output(inputs)
     if not is_layer(module):

@@ -139,7 +139,7 @@ def with_handler(
     def call() -> Any:
         _CURRENT.set(_Current(handler, named))
         out = fun(*args, **kwargs)
-        _CURRENT.set(surrounding)  # otherwise the loop below would set the handler outside
+        _CURRENT.set(surrounding)  # the loop below would set the handler outside
         return out
 
     context = contextvars.copy_context()
@@ -160,8 +160,8 @@ def original_of(method: Any) -> Any:
 _KINDS = (nnx.Module, nnx.Optimizer)  # the classes whose methods are intercepted
 
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
-# These packages have bases of modules, such as `typing.Generic`. They are not changed, because no
-# method of theirs is a call of a module.
+# Packages with bases of modules, such as `typing.Generic`. Their classes are not changed, because
+# none of their methods is a call of a module.
 _FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 

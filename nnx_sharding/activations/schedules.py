@@ -60,7 +60,7 @@ class ScheduleUses:
             # The layers ran if a model around them was called, because it may scan them by itself,
             # or if they were called one by one, for example in a scan over ``stack.layers``. A
             # model that was not called at all, in a step that only updates it, reports nothing.
-            around = {(name, path[:count]) for count in range(len(path) + 1)}  # and the module
+            around = {(name, path[:count]) for count in range(len(path) + 1)}  # with the module
             layers = (name, (*path, "layers"))
             is_called = layers in self._called or not around.isdisjoint(self._called)
             is_used = is_called or (name, path) in self._taken_out

@@ -325,7 +325,7 @@ class Scope:
             if own_source is not None and own_source not in self._sources:
                 self._sources.append(own_source)
             sources = for_all if own_source is None else (*for_all, own_source)
-            name = accessor(argument.name, part.keys)  # such as ``models[0]``
+            name = accessor(argument.name, part.keys)  # for example, ``models[0]``
             # `paths` has one path to each object in the part, by its index: the shortest path.
             paths = structure.paths_to_objects([((), part.child)])
             for index, [path] in paths.items():

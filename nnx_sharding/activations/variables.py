@@ -28,8 +28,8 @@ Variable: TypeAlias = "nnx.Variable[Any]"
 
 # Most attributes of modules have these types, and hold neither Variables nor modules.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
-# These are looked for among the base classes (``__mro__``), because ``isinstance`` with abstract
-# base classes would dominate the run time.
+# Containers are recognized by their base classes (``__mro__``), because ``isinstance`` with
+# abstract base classes would dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
 # The Variables of these types and their subclasses are no parameters of a layer.
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
@@ -105,7 +105,7 @@ def _items(value: object) -> Iterable[tuple[Any, object]]:
     """
     if _is_node(value):
         attributes = vars(value).items()
-        if isinstance(value, nnx.List):  # its items are attributes named "0", "1", …
+        if isinstance(value, nnx.List):  # items are attributes named "0", "1", …
             return [(int(k) if k.isdigit() else k, part) for k, part in attributes]
         return attributes
     if isinstance(value, dict):

@@ -61,7 +61,7 @@ def column_axes(model: object, size: int) -> frozenset[AxisName]:
     axes_of_dims: list[frozenset[AxisName]] = []  # the axes of each dimension of this size
     for tag in tags:
         for variable in () if tag is None else tag.specs.values():
-            # These are the entries of the spec while its module runs.
+            # The entries are those of the spec while the module runs.
             entries = pad_entries(variable.inside, len(variable.shape))
             for entry, length in zip(entries, variable.shape, strict=True):
                 if length == size:
@@ -98,7 +98,7 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
             # The name may be the module's or the kernel's: ("attention", "k_proj", "kernel") or
             # ("attention", "wk").
             is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
-            for dimension in range(1, len(shape) - 1):  # neither the first one nor the features
+            for dimension in range(1, len(shape) - 1):  # without the first one and the features
                 axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
                 if axes is not None:
                     by_kernels = by_named_kernels if is_named else by_other_kernels

@@ -363,7 +363,7 @@ class _Accumulation:
             step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
         totals, values = run(zeros, batch.shared, batch.stacked)
-        names = [call.plan.names[slot] for slot in call.slots]  # such as ``model.up.kernel``
+        names = [call.plan.names[slot] for slot in call.slots]  # for example, ``model.up.kernel``
         reduced = [
             add_up(total, axis=0, name=name) if splits else total  # (shards, *shape) → shape
             for total, name, splits in zip(totals, names, is_split, strict=True)

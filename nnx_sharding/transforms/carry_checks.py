@@ -66,6 +66,8 @@ def type_changes(
       after: the arrays that the step left in their places.
     """
     lines = []
+    # `zip` is not strict, because the carry of a loop ends with arrays that no step can change, and
+    # that have no name here.
     for name, old, new in zip(names, before, after, strict=False):
         # An array that a step does not write is the same object, so its type is not looked at.
         if old is not new and is_array(old) and is_array(new):

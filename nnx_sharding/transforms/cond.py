@@ -417,7 +417,7 @@ class _Branches:
         # Objects are compared if they have the same name, and so the same place, after both
         # branches. Names start at the arguments, such as `model.blocks[0]`, or at the output.
         starts = named_parts(self._plan.graph_arguments)
-        # These are the names of objects after both branches, by index.
+        # Each object that is there after a branch has a name, by index.
         names = first_structure.names([*starts, ("output", first_structure.root)])
         other_names = other_structure.names([*starts, ("output", other_structure.root)])
         same_names = {

@@ -142,7 +142,7 @@ class _Call:
         self.fun, *rules = caller.fun.functions  # `caller.fun` is a `Rules`
         self.rules = tuple(rules)
         self.differentiated, nondiff_slots = self._sort_locations()
-        # These are all arrays and numbers, but no flags. An array that is not differentiated is
+        # `slots` has all arrays and numbers, but no flags. An array that is not differentiated is
         # fixed, unless an outer transform traces it, because JAX's rules must not capture tracers.
         self.slots = [
             slot
@@ -386,7 +386,7 @@ class _CallWithVjp(_Call):
             arguments = flatten((args, {})).structure
             pair = forward_rule(*args)
             expected = f"{name_of(forward_rule)} must return a pair (output, residuals)"
-            check_pair(f"custom_vjp: {expected}", pair)  # raises unless it is a pair
+            check_pair(f"custom_vjp: {expected}", pair)  # raises for another result
             output, residuals = pair
             # The backward rule gets the arguments that are not differentiated, too. They may be
             # traced, so they are among the residuals.
@@ -490,8 +490,9 @@ class _CallWithVjp(_Call):
           have an ``nnx.State`` in place of each module.
         """
         no_slot = len(cotangents) - 1
-        # These Variables hold cotangents, by index. The structure after the call has the same
-        # indices, so a Variable in the output and in an argument is one Variable in both states.
+        # The Variables of `variables` hold cotangents, by index. The structure after the call has
+        # the same indices, so a Variable in the output and in an argument is one Variable in both
+        # states.
         variables = unflatten(arguments, cotangents).objects
         args, _ = user_tree(
             arguments,
@@ -563,7 +564,7 @@ class _CallWithJvp(_Call):
             pair = rule(
                 *self.nondiff_of(args), self.differentiated_of(args), self.differentiated_of(d_args)
             )
-            # Raises unless it is a pair.
+            # Raises unless the rule has returned a pair.
             check_pair(f"custom_jvp: {name_of(rule)} must return a pair (output, tangent)", pair)
             output, d_output = pair
             return output, (d_output, d_args)

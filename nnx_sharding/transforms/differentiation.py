@@ -61,7 +61,7 @@ class Differentiation(InnerTransform):
             name = name_of(caller.fun)
             if self.has_aux:
                 expected = f"with has_aux=True {name} must return a pair (output, aux)"
-                check_pair(f"{self.name}: {expected}", out)  # raises unless it is a pair
+                check_pair(f"{self.name}: {expected}", out)  # raises for another result
             # The check is here, and not on flat arrays, so that the message can name what was
             # returned. `grad` overrides `check_output`.
             self.check_output(name, out[0] if self.has_aux else out)

@@ -360,7 +360,7 @@ class Figures:
         no_inputs = [None] * structure_before.num_leaves
         output_numbers = outcome.arrays(no_inputs, groups)  # by slot afterwards
         paths: list[str | None] = [None] * out_tree.num_leaves
-        # These are the Variables whose value, or metadata too, the call changes, by index.
+        # `values` and `metadata` have the indices of the Variables that the call changes.
         for index in (*outcome.values, *outcome.metadata):
             # `zip` is not strict, because a Variable may hold another number of arrays afterwards.
             for old_slot, new_slot in zip(

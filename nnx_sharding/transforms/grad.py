@@ -269,7 +269,7 @@ class PreparedCall(NamedTuple):
     """A call before it is differentiated."""
 
     plan: Plan  # the plan of the call
-    flat: Flat  # its arguments
+    flat: Flat  # the arguments of the call
     targets: list[Target]  # the arguments that are differentiated
     slots: list[int]  # the slots of the arrays that are differentiated
     is_single: bool  # whether the gradient is of one argument, not a tuple

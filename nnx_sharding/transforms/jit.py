@@ -83,7 +83,7 @@ class Jit(Sharded):
                 warnings.simplefilter("ignore", DeprecationWarning)
             jitted = jax.jit(function, **self._jax_options(plan))
         top_level: Callable[..., Any] = jitted
-        # These meshes have no devices: one in the shardings of inputs, or else of results.
+        # An abstract mesh has no devices. It may be in the shardings of inputs or of results.
         input_mesh = _abstract_mesh(plan.specs)
         mesh = input_mesh or _abstract_mesh(plan.out_specs)
         if mesh is not None:
@@ -308,7 +308,7 @@ def jit(
     """
     has_shardings = in_shardings is not None or out_shardings is not None
     jax_options = _deprecated_options(has_shardings, device=device, backend=backend)
-    check_mesh("jit", mesh)  # raises unless it is a mesh or None
+    check_mesh("jit", mesh)  # raises for something else than a mesh or None
     # Raises if an option has another value than these.
     check_options(
         "jit",

@@ -104,7 +104,7 @@ def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[Paramete
     # Donated arguments become outputs, so donation saves the smaller one of the two at most.
     not_donated = sum(row.bytes_per_device for row in used if not row.donated)
     not_reused = min(by_kind.get("outputs", 0), not_donated)
-    # These are upper bounds, because only another compilation would tell what is really saved.
+    # The figures are upper bounds, because only another compilation would tell what is saved.
     most_saved = {
         "nnx_sharding.remat or Stack(remat=True), which computes activations again": activations,
         "accumulate_gradients(steps=8), with activations of an eighth of the batch": (

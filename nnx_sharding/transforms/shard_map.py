@@ -129,11 +129,17 @@ class _ShardMap(Sharded):
         return dependencies._replace(specs=tuple(specs))
 
     def in_context(self) -> _ShardMap:
-        # If some axes stay automatic, arrays may be sharded over these axes. The specs do not say
-        # how, so arrays keep the sharding that they have.
+        """Returns this transform with the mesh that applies now, and the option for its arrays.
+
+        Raises:
+          NoMeshError: a spec needs a mesh, and there is none.
+          ValueError: ``on_committed`` needs a function that is manual over all axes.
+        """
         transform = super().in_context()
         if transform.context is None:  # the missing mesh is an error elsewhere
             return transform
+        # If some axes stay automatic, arrays may be sharded over these axes. The specs do not say
+        # how, so arrays keep the sharding that they have.
         automatic = [
             axis for axis in transform.context.axis_names if axis not in transform.usable_axes
         ]
@@ -259,7 +265,7 @@ class _ShardMap(Sharded):
                 # Over Auto axes, `jax.shard_map` reshards its inputs itself.
                 if AxisType.Auto not in mesh.axis_types:
                     options["in_shardings"] = inputs
-                # These shardings move nothing. They make the results have a NamedSharding, as those
+                # `out_shardings` moves nothing. It makes the results have a NamedSharding, as those
                 # of `jax.shard_map` do; a compiled program may return another class without them.
                 outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
                 options["out_shardings"] = (*outputs, None)  # None for the outcome
@@ -543,7 +549,7 @@ def shard_map(
         on_committed=(on_committed, ("error", "reshard", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
-    check_mesh("shard_map", mesh)  # raises unless it is a mesh or None
+    check_mesh("shard_map", mesh)  # raises for something else than a mesh or None
     transform = _ShardMap(
         in_specs=Specs(in_specs),
         out_specs=Specs(out_specs),

@@ -220,7 +220,8 @@ def _pair_objects(old_structure: Structure, new_structure: Structure) -> dict[in
             if old_child in paired or new_child in pairs:
                 continue  # an object is paired once, at its first path, however often it is shared
             old_part, new_part = old_structure.entries[old_child], new_structure.entries[new_child]
-            # An entry is None if the structure does not describe its object, as after a call.
+            # An entry is None if the structure does not describe its object. A structure after a
+            # call has such entries.
             if not isinstance(old_part, _CHANGED_IN_PLACE) or new_part is None:
                 continue
             if old_part.type is not new_part.type:
@@ -235,7 +236,7 @@ def _pair_objects(old_structure: Structure, new_structure: Structure) -> dict[in
     return pairs
 
 
-# These types are certainly leaves of pytrees. JAX finds other leaves.
+# Values of these types are certainly leaves of pytrees. JAX finds other leaves.
 _ARRAYS = (_compat.ArrayImpl, jax.core.Tracer, jax.ShapeDtypeStruct)
 _TREEDEF_OF_ARRAY = jax.tree_util.tree_structure(0)
 

@@ -205,7 +205,7 @@ class _Derivative(NamedTuple):
     """The result of a function, and its derivative at the arguments."""
 
     output: Any  # the result of the user's function, without auxiliary data
-    aux: tuple[Any, ...]  # its auxiliary data: one item or none
+    aux: tuple[Any, ...]  # the auxiliary data: one item or none
     # The pullback or the pushforward, a function of lists of arrays; for `jvp`, the tangents.
     from_jax: Any
     output_form: TangentForm  # the form for tangents of the output

@@ -207,7 +207,7 @@ def _fori_bounds(
     types = [jax.typeof(x) for x in (lower, upper)]
     # A Python number has a weak type, and takes the dtype of the other bound.
     dtypes = {x.dtype for x in types if not x.weak_type}
-    if not dtypes:  # both are Python numbers, or traced ones: JAX's default applies
+    if not dtypes:  # two Python numbers, which may be traced: JAX's default
         dtypes = {jnp.result_type(*types)}
     if len(dtypes) > 1:
         raise TypeError(
