@@ -80,7 +80,7 @@ FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
 
 
 class VariableSpecs(NamedTuple):
-    """How a Variable of a module is sharded, outside of loops over layers."""
+    """The specs of a Variable of a module, outside of loops over layers."""
 
     inside: PartitionSpec  # the spec while the module runs
     shape: Shape

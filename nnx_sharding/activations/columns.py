@@ -1,4 +1,4 @@
-"""How a layer shards the columns of its output: as its kernel shards those dimensions.
+"""The sharding of the columns of a layer's output, which is that of its kernel's columns.
 
 A kernel (…, in, out) makes (batch, …, out). So with a kernel of ``P(None, "model")`` the last
 dimension of the output is sharded over ``model``, and nothing is known of the others (``OPEN``).

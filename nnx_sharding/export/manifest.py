@@ -129,7 +129,7 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest(JsonForm):
-    """How an exported function is called, and what it was made with.
+    """The inputs and outputs of an exported function, and the versions that made it.
 
     Attributes:
       function: the name of the function.

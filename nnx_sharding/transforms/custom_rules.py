@@ -269,7 +269,7 @@ class _Call:
         """Calls the pure function, and records what was done to objects.
 
         Args:
-          function_or_rule: what the user wrote, for the record and for messages.
+          function_or_rule: the user's function or rule, for the record and for messages.
           called: what the pure function calls with the user's arguments: ``function_or_rule``, or a
             wrapper that returns the output alone.
           arrays: the arrays in ``slots``.

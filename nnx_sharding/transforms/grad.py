@@ -260,7 +260,7 @@ class Target(NamedTuple):
     """One differentiated argument."""
 
     argument: Argument
-    value: Any  # what the caller passed for it
+    value: Any  # the value that the caller passed for it
     locations: list[NamedLocation]  # the places of what is differentiated in it
     is_state: bool  # whether its gradient has states in place of modules
 

@@ -72,7 +72,7 @@ R = TypeVar("R")
 
 
 class Modes(NamedTuple):
-    """How the user wants graphs to be treated, as in ``jit``; None for Flax's own flag."""
+    """The options ``graph`` and ``graph_updates`` of a transform; None for Flax's own flag."""
 
     graph: bool | None
     graph_updates: bool | None
@@ -83,7 +83,7 @@ class LiftedFunction(Generic[P, R]):
 
     Its private attributes:
 
-        _fun, _transform   the user's function, and what is to be done with it
+        _fun, _transform   the user's function, and the transform that is applied to it
         _modes             how graphs are treated: ``graph`` and ``updates``
         _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
         _origin            the function that was bound, if this is a bound form; otherwise None
@@ -108,7 +108,7 @@ class LiftedFunction(Generic[P, R]):
 
         Args:
           fun: the user's function.
-          transform: what is to be done with it.
+          transform: the transform that is applied to the function.
           roles: which arguments are static or donated.
           graph: whether shared references are kept.
           updates: whether changes of structure are written back.
@@ -168,7 +168,7 @@ class LiftedFunction(Generic[P, R]):
         Args:
           args: the positional arguments, bound objects first.
           kwargs: the keyword arguments.
-          record: whether to record what is read of the arguments, so that a guard can be made.
+          record: whether to record what flattening reads, so that a guard can be made.
         """
         _compat.leave_static_cache()
         call = self._sort(args, kwargs)
@@ -240,7 +240,7 @@ class LiftedFunction(Generic[P, R]):
         return plan.program_for(self._fingerprint(plan, flat))
 
     def _choose_program(self, plan: Plan, flat: Flat) -> Callable[..., Any]:
-        """Returns what a call executes, a function of the arrays.
+        """Returns the function of the arrays that a call executes.
 
         It depends on whether the call is in a trace or at top level, and on the fingerprint of what
         the function can reach: whether there is one, and whether an earlier call had it.
@@ -426,7 +426,7 @@ class Lifted(LiftedFunction[P, R]):
         Args:
           plan: the plan of the call.
           leaves: its arrays.
-          error: what JAX raised.
+          error: the exception that JAX raised.
           objects: the caller's objects.
         """
 
@@ -610,7 +610,7 @@ def lift(
     Args:
       cls: the class of the wrapper.
       fun: the user's function.
-      transform: what is to be done with it.
+      transform: the transform that is applied to the function.
       roles: which arguments are static or donated.
       graph: the user's option; None for Flax's global flag.
       graph_updates: the user's option; None for Flax's global flag.

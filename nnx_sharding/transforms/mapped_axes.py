@@ -1,4 +1,4 @@
-"""Axes along which arrays are mapped: what users write, and the base of ``vmap`` and ``scan``.
+"""Axes along which arrays are mapped: the user's forms, and the base of ``vmap`` and ``scan``.
 
 The *specs* of these transforms are axes: ``Axis(0)`` for the first dimension, ``BROADCAST`` (an
 ``Axis`` with the index None) for arrays that are not mapped, or ``CARRY``. They are found like
@@ -60,7 +60,10 @@ from .in_trace import Function, InnerTransform, type_text
 
 
 class Carry:
-    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned."""
+    """Marks the carry in the axes of :func:`~nnx_sharding.scan`.
+
+    Each step gets the carry that the previous one returned.
+    """
 
 
 class StateAxes(StateSharding):
@@ -290,7 +293,7 @@ class Mapped(InnerTransform):
         """Returns the new Variables in the output and the arguments that are stacked.
 
         Args:
-          out: what the user's function returned.
+          out: the result of the user's function.
           plan: the plan of the call; ``plan.variables`` has the Variables of the arguments.
           unflattened: the objects of the arguments in the trace.
 

@@ -105,7 +105,7 @@ class DumpedProgram(NamedTuple):
 
 
 def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram:
-    """Traces and compiles a function, and reads what the compiler writes about its memory.
+    """Traces and compiles a function, and reads the compiler's files about its memory.
 
     If the program does not fit into memory, the result is what the compiler wrote before it failed:
     the program and where it would put each array, but neither the bytes that JAX would count

@@ -60,7 +60,7 @@ from .tangents import is_inexact
 
 
 class Gather(NamedTuple):
-    """How one parameter of a layer is sharded: as it is kept, and as it is used."""
+    """The two shardings of one parameter of a layer: as it is kept, and as it is used."""
 
     # The name for `PREFETCHED`: argument and path of the module, and the path in the module.
     name: tuple[str, Path, Path]

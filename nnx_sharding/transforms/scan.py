@@ -450,7 +450,7 @@ class Loop:
             of a while loop, which overrides this one, needs them: for the condition.
 
         Returns:
-          The last carry, and what the steps return, stacked.
+          The last carry, and the stacked outputs of the steps.
         """
         # This is `jax.lax.scan`, unless a `Stack` has asked for prefetching. Then the loop gathers
         # the parameters of the next layer while a layer computes.

@@ -110,7 +110,7 @@ class Stack(nnx.Module):
         Args:
           layers: one layer, whose arrays have a leading dimension for the layers.
           length: the number of layers.
-          shared: the paths in ``layers`` of what has no such dimension.
+          shared: the paths in ``layers`` of the arrays without such a dimension.
           unroll: as in :func:`stack`.
           remat: as in :func:`stack`.
           prefetch: as in :func:`stack`.
@@ -131,8 +131,8 @@ class Stack(nnx.Module):
         """Calls the layers one after the other.
 
         Args:
-          x: what the first layer gets; every other layer gets what the previous one returned, which
-            has to have the same structure, shapes and dtypes.
+          x: the input of the first layer. Every other layer gets the result of the previous one,
+            which has to have the same structure, shapes and dtypes.
           *args: further arguments, the same for all layers.
           **kwargs: further keyword arguments, the same for all layers. Flags, ints and values that
             are not arrays are not traced, so that layers may use them as shapes.
@@ -150,7 +150,7 @@ class Stack(nnx.Module):
 
         Args:
           step: called as ``step(layer, carry, *slices)``; returns ``(carry, y)``.
-          carry: what the first step gets.
+          carry: the carry of the first step.
           *xs: pytrees of arrays whose first dimension is the layers.
 
         Returns:
@@ -351,7 +351,8 @@ def _make_layers(
       kwargs: its keyword arguments; random streams among them are split, too.
 
     Returns:
-      One layer whose arrays have a first dimension for all layers, and the paths of what has none.
+      One layer whose arrays have a first dimension for all layers, and the paths of the arrays that
+      have none.
     """
 
     def is_stream(x: object) -> bool:

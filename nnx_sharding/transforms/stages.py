@@ -232,7 +232,7 @@ class Stage:
         """Calls the stage of JAX with the user's arguments, and updates modules in them.
 
         Args:
-          done: what was done for the arguments, for messages: ``traced`` or ``compiled``.
+          done: the verb for messages: ``traced`` or ``compiled``.
           args: the positional arguments, without bound objects.
           kwargs: the keyword arguments.
 
@@ -282,7 +282,7 @@ class Stage:
         Args:
           plan: the plan of the call.
           leaves: its arrays.
-          error: what JAX raised.
+          error: the exception that JAX raised.
           objects: the caller's objects. Only functions that trace (`Lifted._failed`) need them.
         """
         failed(plan, leaves, error)  # raises an explanation that holds for any program
@@ -297,7 +297,7 @@ class Stage:
         Args:
           plan: the plan of the call.
           leaves: its arrays.
-          error: what JAX raised.
+          error: the exception that JAX raised.
         """
         raise_mismatch(plan, leaves, self._stage, error)  # returns if it finds no difference
 
@@ -331,7 +331,7 @@ class Stage:
         """Raises a ``TypeError`` for arguments that differ in more than arrays from the plan's.
 
         Args:
-          done: what was done for the plan's arguments: ``traced`` or ``compiled``.
+          done: the verb for messages: ``traced`` or ``compiled``.
           call: the arguments of this call, by their roles.
           flat: the same, flattened.
         """
@@ -350,19 +350,19 @@ class Stage:
         raise see(TypeError(text), anchor="compiled-for-another-structure")
 
     def _inputs(self, per_argument: Any) -> Any:
-        """Puts what JAX reports for each argument array into the form of the user's arguments.
+        """Puts reports of JAX for each argument array into the form of the user's arguments.
 
         ``per_argument`` is a pair of JAX: the arrays, which are all positional, and no keywords.
         """
         return user_tree(self._plan.structure, per_argument[0])
 
     def _outputs(self, per_output: Any, per_argument: Any) -> Any:
-        """Puts what JAX reports for each output array into the form of the user's result.
+        """Puts reports of JAX for each output array into the form of the user's result.
 
         Args:
-          per_output: what is reported for the results of the pure function: ``(*groups, outcome)``,
+          per_output: the reports for the results of the pure function: ``(*groups, outcome)``,
             where a group has one item for each of its arrays. An item may be anything.
-          per_argument: what is reported for its arguments: ``(positional, …)``, with one item for
+          per_argument: the reports for its arguments: ``(positional, …)``, with one item for
             each array. An array that a call returns unchanged is not an output of JAX's program, so
             the result has the argument's item for it.
         """
@@ -595,7 +595,7 @@ class Compiled(Stage):
         return Figures(self)
 
     def cost(self, *, loops: bool = True) -> Cost | None:
-        """Returns what one device computes in a call, after optimisation; None if unavailable.
+        """Returns the cost of a call on one device, after optimisation; None if unavailable.
 
         Args:
           loops: whether to count the body of a loop as often as it runs; XLA counts it once. The
@@ -661,8 +661,8 @@ class Compiled(Stage):
         """Attributes types, cost and memory to the lines of the user's code that make them.
 
         A line that runs in several modules, or in both passes, has one row. Flops, bytes and
-        collectives add up to those of the program: what no line causes is the last row. The first
-        call traces and compiles the function once more, as for :meth:`by_module`.
+        collectives add up to those of the program: the last row is for those that no line causes.
+        The first call traces and compiles the function once more, as for :meth:`by_module`.
 
         Args:
           hardware: for the column of seconds, as for :meth:`by_module`.
@@ -686,7 +686,7 @@ class Compiled(Stage):
         return self._figures.by_line(hardware, profile)
 
     def collectives(self) -> Collectives | None:
-        """Lists what the devices exchange, with bytes and mesh axes; None if that is unknown."""
+        """Lists the data that devices exchange, with bytes and mesh axes; None if unknown."""
         return self._figures.collectives
 
     def activations(self) -> ActivationTable:
