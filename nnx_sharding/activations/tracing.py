@@ -216,10 +216,10 @@ class Scope:
 
         # The scope handles calls even if nothing is declared, to explain JAX's errors about
         # Explicit axes, and to record calls for a report. The scope of a trace around this one does
-        # both already. The context counts because captured arrays may be on its mesh though no
+        # both already. The mesh in context counts because captured arrays may be on it though no
         # argument is.
-        context = jax.sharding.get_abstract_mesh()
-        has_explicit = self._explicit_axes or axes_of_type(context, AxisType.Explicit)
+        mesh_in_context = jax.sharding.get_abstract_mesh()
+        has_explicit = self._explicit_axes or axes_of_type(mesh_in_context, AxisType.Explicit)
         is_recorded = RECORD.value is not None
         self._outer = current_handler()
         self._observes = self._outer is None and bool(has_explicit or is_recorded)
@@ -261,7 +261,9 @@ class Scope:
         Raises an error if something that is declared does not fit or is not used.
         """
         out = self._run(fun, args, kwargs)
-        self._check()  # an error at the end of the caller's block would show frames of contextlib
+        # Errors are raised here, because at the end of the caller's block they would show frames
+        # of contextlib.
+        self._check()
         self._whole_outputs.warn(self._transform, out)  # warns of gathered outputs
         return out
 
@@ -375,8 +377,8 @@ class Scope:
                 return redirected
             args, kwargs = redirected
         if method == "__call__" and (uses := SCHEDULE_USES.get()) is not None:
-            note = uses.call if schedule is None else uses.run
-            note(tag.name, tag.path)
+            record_use = uses.call if schedule is None else uses.run
+            record_use(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
             try:
                 out = self._call_sharded(frame, schedule, call, args, kwargs)
@@ -433,8 +435,8 @@ class Scope:
           args: the positional arguments of the call.
           kwargs: its keyword arguments.
         """
-        has_own_variables = bool(frame.tag.specs)
-        if has_own_variables:
+        has_specs = bool(frame.tag.specs)  # not empty: the module has Variables of its own
+        if has_specs:
             self._whole_outputs.begin_layer()
         chosen = self._find(frame)  # the declared specs of input and output; they may be None
         if chosen.input is not None and args:

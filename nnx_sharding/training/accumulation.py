@@ -289,7 +289,7 @@ class _Accumulation:
           The value, or with ``has_aux`` a pair of the value and the auxiliary data of all
           microbatches, (steps, …); and the gradient in the form of the differentiated arguments.
         """
-        outer = jax.sharding.get_abstract_mesh()
+        outer_mesh = jax.sharding.get_abstract_mesh()
         parameters = call.arrays()  # the arrays that are differentiated
         sums = _sums_over_rows(batch)
         is_split = [sums is not None and _is_whole_over(sums.axes, x) for x in parameters]
@@ -307,14 +307,14 @@ class _Accumulation:
             means = [total / self.steps for total in totals]
             return value, [*map(_typed_like, means, parameters)]
 
-        typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
+        typed_batch = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
 
         def retype_aux(x: jax.Array) -> jax.Array:
             """Types auxiliary data, (steps, …), as the output of a module for the rows is typed."""
-            spec = output_spec(x, typed[0], None) if typed else PartitionSpec()
-            return cast(jax.Array, retype(x, outer, spec))
+            spec = output_spec(x, typed_batch[0], None) if typed_batch else PartitionSpec()
+            return cast(jax.Array, retype(x, outer_mesh, spec))
 
-        loss_axes = axes_of_type(outer, AxisType.Explicit) if is_interleaved else auto
+        loss_axes = axes_of_type(outer_mesh, AxisType.Explicit) if is_interleaved else auto
         # This calls `run` with these inputs, whose types are those of a mesh with `loss_axes` Auto.
         # In its result, `retype_aux` types the auxiliary data alone: gradients have their types
         # already, and scalars need none.

@@ -247,9 +247,9 @@ class _Loop:
         carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
         pairs = zip(carry_in, carry_out, strict=True)
         self._is_changed = [variable_in is not variable_out for variable_in, variable_out in pairs]
-        pairs_of_first = [*zip(initial, self._is_changed, strict=True)]
-        changed = [x for x, is_changed in pairs_of_first if is_changed]
-        unchanged = [x for x, is_changed in pairs_of_first if not is_changed]
+        initial_pairs = [*zip(initial, self._is_changed, strict=True)]
+        changed = [x for x, is_changed in initial_pairs if is_changed]
+        unchanged = [x for x, is_changed in initial_pairs if not is_changed]
         constants = [*self._jaxpr.consts, *unchanged]  # `_step` separates the two again
         self._arguments = constants, changed, shards, rest
         self._initial = initial  # the whole first carry, flat
