@@ -238,13 +238,14 @@ class WholeOutputs:
         # An output with the dimensions of the input, (batch, features), is the data, or like it.
         if x.ndim < least or x.shape == first_input.shape[: x.ndim]:
             return
-        # An output with more dimensions may be a cache, (batch, length, heads, features).
+        # An output with more dimensions than activations, (batch, length, features), may be a
+        # cache, (batch, length, heads, features).
         if x.ndim > max(3, rank) and self._add_cache(frame, x, first_input, sizes):
             return
         # Two sources tell the axes: how Variables with this number of columns are sharded, and how
         # the last layer computed its columns.
-        number = x.shape[-1]
-        axes = column_axes(model, number) | self._last_columns.get(number, frozenset())
+        num_columns = x.shape[-1]
+        axes = column_axes(model, num_columns) | self._last_columns.get(num_columns, frozenset())
         axes = axes.difference(spec_axes(spec))  # the axes in its type still shard it
         gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
         if gathered:

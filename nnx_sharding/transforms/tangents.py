@@ -62,7 +62,7 @@ def tangent_type(x: object) -> Any:
 
 
 def as_array(x: object, aval: Any = None) -> Any:
-    """Makes a JAX array of a number or an array; returns a hijax value, which is none, as it is.
+    """Makes a JAX array of a number or an array; a hijax value, which is no array, stays as it is.
 
     Args:
       x: the number, array or hijax value.
@@ -104,25 +104,25 @@ class TangentForm:
     Attributes:
       slots: the slots of the arrays that have tangents.
       _structure: the structure of all the values.
-      _places: the slots of each Variable and array that may have a tangent, by its path. A Variable
-        that holds a pytree has several slots.
-      _types: the type of each tangent, by the slot of its array. It has the arrays of ``_places``
-        except integers.
+      _value_slots: the slots of each Variable and array that may have a tangent, by its path. A
+        Variable that holds a pytree has several slots.
+      _types: the type of each tangent, by the slot of its array. It has the arrays of
+        ``_value_slots`` except integers.
       _zeros: what `build` puts into all other slots: zeros of ``float0``.
     """
 
-    def __init__(self, flat: Flat, places: Mapping[Path, tuple[int, ...]]):
+    def __init__(self, flat: Flat, value_slots: Mapping[Path, tuple[int, ...]]):
         """Keeps the structure and the types of some values, without the values.
 
         Args:
           flat: the values, flattened.
-          places: the slots of the Variables and arrays that may have tangents, by path. A path has
-            to start where a path in the user's tangents starts (`tangents_in`), because both are
-            compared.
+          value_slots: the slots of the Variables and arrays that may have tangents, by path. A path
+            has to start where a path in the user's tangents starts (`tangents_in`), because both
+            are compared.
         """
-        self._structure, self._places = flat.structure, places
+        self._structure, self._value_slots = flat.structure, value_slots
         self._types: dict[int, Any] = {}
-        for slots in places.values():
+        for slots in value_slots.values():
             for slot in slots:
                 aval = tangent_type(flat.leaves[slot])
                 if aval is not None:
@@ -155,7 +155,7 @@ class TangentForm:
         flat = flatten(given)
         given_slots = slots_by_path(flat.structure)
         # `value_slots` has the slots of the values that need a tangent, by path.
-        value_slots = self._places_without_omitted(given) if may_omit else self._places
+        value_slots = self._slots_without_omitted(given) if may_omit else self._value_slots
         *_, what = name.split(" ")  # "jvp: tangents" -> "tangents", as in `tangents[0].kernel`
         lines = []
         for path in dict.fromkeys((*value_slots, *given_slots)):
@@ -180,20 +180,20 @@ class TangentForm:
         raise_listed(TypeError, head, lines)
         return [tangents.get(slot) for slot in self.slots]
 
-    def _places_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:
-        """Returns ``_places`` without the values for which ``given`` has None.
+    def _slots_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:
+        """Returns ``_value_slots`` without the values for which ``given`` has None.
 
         For ``(model, x)`` and the tangents ``(None, dx)``, only the slot of ``x`` is left. None may
         also stand for a pytree of modules and arrays, but not for a Variable in a module.
         """
         leaves = leaves_by_path(given, lambda x: x is None or _compat.is_graph_object(x))
         omitted = [path for path, leaf in leaves.items() if leaf is None]
-        remaining_places = {}
-        for path, slots in self._places.items():
+        remaining_slots = {}
+        for path, slots in self._value_slots.items():
             is_omitted = any(path[: len(start)] == start for start in omitted)
             if not is_omitted:
-                remaining_places[path] = slots
-        return remaining_places
+                remaining_slots[path] = slots
+        return remaining_slots
 
 
 def _mismatch(expected: tuple[int, ...] | None, given: tuple[int, ...] | None) -> str:
