@@ -63,7 +63,7 @@ class Method:
 
     def __get__(self, module: object, cls: type | None = None) -> Any:
         current = _CURRENT.get()
-        if current is None or not _is_method(self._name, self.original, current.named):
+        if current is None or not _is_intercepted_method(self._name, self.original, current.named):
             return self.original.__get__(module, cls)
         if module is None:
             return self._intercepted
@@ -130,7 +130,7 @@ def with_handler(
     named = frozenset(named) if surrounding is None else surrounding.named.union(named)
     for cls in _module_types():
         for name, value in [*vars(cls).items()]:
-            if type(value) is not Method and _is_method(name, value, named):
+            if type(value) is not Method and _is_intercepted_method(name, value, named):
                 type.__setattr__(cls, name, Method(name, value))
 
     # The function runs in a context of its own, which ends with the call wherever an interrupt
@@ -191,7 +191,7 @@ def _is_foreign(cls: type) -> bool:
     return is_there and cls.__module__.partition(".")[0] in _FOREIGN
 
 
-def _is_method(name: str, value: object, named: Collection[str]) -> bool:
+def _is_intercepted_method(name: str, value: object, named: Collection[str]) -> bool:
     """Returns whether an attribute of a class is a method to intercept.
 
     Args:
