@@ -1,20 +1,22 @@
 """Which spec belongs to which argument of a call.
 
 A *spec* says how an argument is laid out, such as a ``PartitionSpec`` or the axis of a ``vmap``. As
-for ``jax.jit``, the user gives one for all arguments or a tuple with one for each positional
-parameter; or, unlike there, a mapping from the names of parameters. Entries of a tuple are for
-parameters of the function, so a call need not pass all of them. A tuple is first turned into such a
-mapping, and each argument then finds its spec by name. From ``signature.py``:
+in ``jax.jit``, the user gives one spec for all arguments, or a tuple with a spec for each
+positional parameter. Unlike there, the user may also give a mapping from the names of parameters.
+Entries of a tuple are for parameters of the function, so a call need not pass all of them. A tuple
+is first turned into such a mapping, and each argument then finds its spec by name. From
+``signature.py``:
 
-    Parameters   of the function. *Static* ones hold no arrays, so they get no spec; *bound* ones,
-                 such as ``self``, come first, and the user does not count them. ``positional`` are
-                 the names of those that may be passed by position, ``by_keyword`` of those that may
-                 be passed by keyword; ``var_positional`` and ``var_keyword`` are those of ``*args``
-                 and ``**kwargs``, or None
-    Signature    of one call: ``names`` has the name of each positional argument, such as ``x``, or
-                 ``args[0]`` of one in ``*args``; ``static`` the position or name of each static
-                 argument; ``dynamic`` and ``dynamic_keywords`` are the positions and the names of
-                 all others
+    Parameters   the parameters of the function. A *static* parameter holds no arrays, so it gets no
+                 spec. *Bound* parameters, such as ``self``, come first, and the user does not count
+                 them. ``positional`` has the names of parameters that may be passed by position,
+                 ``by_keyword`` the names of those that may be passed by keyword.
+                 ``var_positional`` and ``var_keyword`` are the names of ``*args`` and ``**kwargs``,
+                 or None
+    Signature    the arguments of one call: ``names`` has the name of each positional argument, such
+                 as ``x``, or ``args[0]`` for one in ``*args``; ``static`` has the position or name
+                 of each static argument; ``dynamic`` and ``dynamic_keywords`` have the positions
+                 and the names of dynamic arguments
     ArgTree      something for each dynamic argument: (by position, by keyword)
 """
 
@@ -30,12 +32,12 @@ from .signature import ArgTree, Parameters, Signature
 def align_specs(
     specs: object, parameters: Parameters, signature: Signature, option: str, default: object = None
 ) -> ArgTree:
-    """Returns the spec of each dynamic argument of a call: those by position, those by keyword.
+    """Returns the spec of each dynamic argument of a call: (by position, by keyword).
 
     Args:
       specs: one spec for all arguments; a tuple or list with one for each positional parameter,
         where static parameters are left out or have None; or a mapping from parameter names.
-      parameters: those of the function, and which are static.
+      parameters: the parameters of the function, and which are static.
       signature: the names and roles of the arguments of this call.
       option: the name of the specs in messages, such as ``in_shardings``.
       default: the spec of arguments that ``specs`` does not mention.
@@ -46,7 +48,7 @@ def align_specs(
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         parameters.check_names(option, specs)
         by_name: Mapping[str, Any] = specs
-    # A named tuple of specs is one spec: a prefix of an argument that is such a tuple.
+    # A named tuple of specs is left out, because it is a prefix of an argument of its class.
     elif isinstance(specs, tuple | list) and not hasattr(specs, "_fields"):
         by_name = _specs_by_name(specs, parameters, signature, option)
     else:
@@ -73,28 +75,28 @@ def _specs_by_name(
 
     Args:
       specs: the user's tuple. Static parameters are left out, or have None.
-      parameters: those of the function.
+      parameters: the parameters of the function.
       signature: the names and roles of the arguments of this call.
       option: the name of the specs in messages.
 
     Raises:
       ValueError: the number of specs is wrong.
     """
-    # The names of all positions: the call may have more positional arguments than there are
-    # parameters (those in ``*args``), or fewer, where defaults or keywords stand in.
+    # The names of all positions. A call may have more positional arguments than there are
+    # parameters, because of ``*args``, or fewer, because of defaults and keywords.
     names: Sequence[str] = signature.names
     if len(parameters.positional) > len(names):
         names = parameters.positional
     static = _static_positions(parameters, signature)
     dynamic = [position for position in range(len(names)) if position not in static]
-    # The user counts without the bound object, which gets no spec.
+    # The user does not count bound parameters, and these get no spec.
     entries = [None] * parameters.bound + list(specs)
-    # The user either leaves static parameters out, or gives them None. It is the latter if there
-    # are more entries than dynamic parameters, and None in all static places.
+    # The user either leaves static parameters out, or gives them None. Static parameters have
+    # entries if there are more entries than dynamic parameters, and None in all static places.
     static_entries = [entries[position] for position in static if position < len(entries)]
     if len(entries) > len(dynamic) and all(entry is None for entry in static_entries):
         by_position = dict(enumerate(entries))
-    else:  # not strict: there may be more or fewer entries, which is checked below
+    else:  # zip is not strict, because the number of entries is checked below
         by_position = dict(zip(dynamic, entries, strict=False))
     missing = [
         signature.names[position] for position in signature.dynamic if position not in by_position
@@ -110,18 +112,20 @@ def _specs_by_name(
 
 
 def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
-    """Returns the positions of all static parameters, with those that a call left out.
+    """Returns the positions of all static parameters, including those that a call left out.
 
-    Entries of a tuple of specs are for parameters, not for arguments, so it matters which of all
-    parameters are static. ``signature`` knows the static arguments of one call, and ``parameters``
-    what the user declared for all calls.
+    Entries of a tuple of specs are for parameters, not for arguments, so parameters that were not
+    passed count. ``signature`` has the static arguments of one call, and ``parameters`` the user's
+    declarations for all calls.
     """
-    # Passed in this call: by position, or by keyword, under the name of a positional parameter.
+    # Static arguments that are passed in this call: by position, or by the name of a parameter that
+    # has a position.
     by_position = {key for key in signature.static if isinstance(key, int)}
     positional = enumerate(parameters.positional)
     by_keyword = {position for position, name in positional if name in signature.static}
-    # Declared by position, perhaps not passed. The user counts without bound parameters. Negative
-    # positions count from the end of a call, so only ``signature`` knows which they are.
+    # Positions that the user declared; the arguments may not be passed. The user does not count
+    # bound parameters. Negative positions count from the end of a call, so they are left out here,
+    # and ``signature`` has them.
     declared = {i + parameters.bound for i in parameters.static.positions if i >= 0}
     return by_position | by_keyword | declared
 
@@ -133,10 +137,10 @@ def _wrong_number(
 
     Args:
       option: the name of the specs in messages.
-      count: how many the user gave.
-      names: the positional parameters.
-      static: those among them that need no spec.
-      missing: those among them that need one, but have none.
+      count: the number of specs that the user gave.
+      names: the names of positional parameters.
+      static: the names of parameters that need no spec.
+      missing: the names of parameters that need a spec, but have none.
     """
     expected = ", ".join(name for name in names if name not in static)
     lines = [
@@ -161,8 +165,9 @@ def _spec_of_positional(
     """Returns the spec of an argument that is passed by position, from specs by name.
 
     Args:
-      specs: by the names of parameters; from a tuple, also by those of arguments in ``*args``.
-      parameters: those of the function.
+      specs: the specs by the names of parameters. If the user gave a tuple, they are also by the
+        names of arguments in ``*args``.
+      parameters: the parameters of the function.
       signature: the names of the arguments of this call.
       position: the position of the argument.
       option: the name of the specs in messages.
@@ -174,9 +179,9 @@ def _spec_of_positional(
     name = signature.names[position]
     if name in specs or position < len(parameters.positional):
         return specs.get(name, default)
-    # An argument in ``*args``, which a mapping of the user has under the name "args": one spec for
-    # all, or a tuple with one for each. If there is no such parameter, Python refuses the call
-    # later.
+    # The argument is in ``*args``. A mapping of the user has one spec for all such arguments under
+    # the name "args", or a tuple with a spec for each. If the function has no ``*args``, Python
+    # refuses the call later.
     var_specs = specs.get(parameters.var_positional or "", default)
     if not isinstance(var_specs, tuple | list):
         return var_specs
@@ -197,17 +202,18 @@ def _spec_of_keyword(
     """Returns the spec of an argument that is passed by keyword, from specs by name.
 
     Args:
-      specs: by the names of parameters.
-      parameters: those of the function.
+      specs: the specs by the names of parameters.
+      parameters: the parameters of the function.
       name: the name of the argument, of a parameter or in ``**kwargs``.
       default: the spec of arguments that ``specs`` does not mention.
     """
     # In ``f(x, /, **kwargs)``, the key "x" of specs is for the parameter, and an argument ``x=1``
-    # is in ``kwargs``.
+    # is in ``kwargs``, so it does not get that spec.
     is_positional_only = name in parameters.positional and name not in parameters.by_keyword
     if not is_positional_only and (name in specs or name in parameters.by_keyword):
         return specs.get(name, default)
-    # An argument in ``**kwargs``, which ``specs`` has under the name "kwargs": one spec for all, or
-    # a mapping with one for each. If there is no such parameter, Python refuses the call later.
+    # The argument is in ``**kwargs``. ``specs`` has one spec for all such arguments under the name
+    # "kwargs", or a mapping with a spec for each. If the function has no ``**kwargs``, Python
+    # refuses the call later.
     var_specs = specs.get(parameters.var_keyword or "", default)
     return var_specs.get(name, default) if isinstance(var_specs, Mapping) else var_specs

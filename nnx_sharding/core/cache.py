@@ -1,20 +1,21 @@
 """The plans and traces that are kept for a function, shared by all transforms of it.
 
 A *plan* (``plan.py``) is what was computed for arguments of one structure, such as the spec of each
-array. A *guard* (``guard/``) finds it again in a later call without flattening the arguments. The
-*options* of a transform are all on which its plans depend. Caches here are bounded.
+array. A *guard* (``guard/``) finds the plan again in a later call without flattening the arguments.
+The *options* of a transform are all settings on which its plans depend. Caches here are bounded.
 
 From other modules:
 
     Plan        serves all calls whose arguments have its structure, whatever their arrays
-    Guards      find plans in later calls, and have to forget those that are dropped here: one by
+    Guards      find plans in later calls, and have to forget plans that are dropped here: one by
                 ``drop``, all by ``clear``
     Flat        arguments that were flattened: their structure, and their arrays (``leaves``), whose
                 positions are called *slots*
-    SortedCall  the arguments of a call by their roles (static, donated), which are its signature
+    SortedCall  the arguments of a call by their roles (static, donated); its ``signature`` has the
+                roles
     FunctionGroup   stands for several functions of one transform, such as the branches of a cond
     make_room   removes the oldest items of a table until no more than a limit are left; returns
-                those that it has removed
+                the removed items
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ MAX_OPTIONS = 64
 def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
     """Returns the key under which the plan of a call is cached.
 
-    It is the roles of the arguments, all of them except arrays, and what specs depend on. Arrays
-    that modules hold as attributes, outside of Variables, are moved to their shardings by a call if
-    they are JAX arrays, and left if they are NumPy arrays. The structure does not tell the two
-    apart, so the slots of the latter are in the key, too.
+    The key has the roles of the arguments, all of the arguments except arrays, and what specs
+    depend on besides. It also has the slots of NumPy arrays that modules hold as attributes,
+    outside of Variables. A call moves JAX arrays in such attributes, and leaves NumPy arrays, but
+    the structure does not tell the two apart.
 
     Args:
-      transform: says what else its plans depend on (``dependencies``), such as the mesh in context.
+      transform: ``transform.dependencies`` has what else plans depend on, such as the mesh in
+        context.
       call: the arguments by their roles.
-      flat: the same, flattened.
+      flat: the same arguments, flattened.
     """
     structure, leaves = flat.structure, flat.leaves
-    # By exact type first, which is quick: nearly always, no slot is left, and the others need not
-    # be looked at more closely.
+    # The exact type is compared first, because that is quick, and nearly always no slot is left.
     not_jax = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
     if not_jax:
-        not_jax &= structure.slots_of(NodeEntry)  # of arrays that modules hold themselves
-        jax_types = (jax.Array, jax.ShapeDtypeStruct)  # also tracers, and arrays without data
+        not_jax &= structure.slots_of(NodeEntry)  # arrays that modules hold themselves
+        jax_types = (jax.Array, jax.ShapeDtypeStruct)  # a tracer is a `jax.Array`
         not_jax = {slot for slot in not_jax if not isinstance(leaves[slot], jax_types)}
     return call.signature, structure, transform.dependencies(leaves), frozenset(not_jax)
 
@@ -70,10 +71,10 @@ def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
 class Plans:
     """The plans of one function with one set of options; the oldest are dropped beyond a limit.
 
-    It takes no lock, because comparing keys and collecting garbage may run the user's code.
+    No lock is taken, because comparing keys and collecting garbage may run the user's code.
 
     Args:
-      guards: find these plans in later calls.
+      guards: the guards that find these plans in later calls.
     """
 
     def __init__(self, guards: Guards) -> None:
@@ -81,11 +82,11 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """Returns the plan with this key, and whether it is new: then ``make`` has made it."""
+        """Returns the plan with this key, and whether ``make`` has made it in this call."""
         plan = self._plans.get(key)
         if plan is not None:
             return plan, False
-        # Two threads may both make it; then both use the first one, and its program.
+        # Two threads may both make the plan, and then both use the first one, and its program.
         plan = self._plans.setdefault(key, make())
         # The oldest plans beyond the limit are dropped, and guards must not find them any more.
         for evicted in make_room(self._plans, MAX_PLANS):
@@ -108,11 +109,12 @@ class Plans:
 class FunctionCache:
     """Everything that is kept for one function, without a reference to the function itself.
 
-    As in JAX, transforming the same function again does not retrace it, so this lives as long as
-    the function.
+    As in JAX, transforming the same function again does not retrace it, so the cache lives as long
+    as the function.
 
     Attributes:
-      traced: the pure functions that JAX has traced, and keeps alive, by what the traces depend on.
+      traced: the pure functions that JAX has traced, by what the traces depend on. References are
+        weak, because JAX keeps the functions alive as long as it keeps the traces.
       log: the log of the function's traces, for diagnostics.
     """
 
@@ -128,14 +130,14 @@ class FunctionCache:
         """Returns the plans for one set of options.
 
         Args:
-          options: all on which the plans of a transform depend. Options that cannot be hashed get
-            new plans each time.
-          guards: an empty store for new plans. Plans that are kept have their own already, in which
-            case this one is not used.
+          options: all settings on which the plans of a transform depend. Options that cannot be
+            hashed get new plans each time.
+          guards: an empty store for new plans. It is not used if plans for the options are kept,
+            because these have a store.
         """
         try:
             plans = self._plans.setdefault(options, Plans(guards))
-        except Exception:  # such as a filter that is a list
+        except Exception:  # a filter that is a list, for example, cannot be hashed
             return Plans(guards)
         make_room(self._plans, MAX_OPTIONS)
         return plans
@@ -145,18 +147,19 @@ class _Entry(NamedTuple):
     """The cache of a function."""
 
     cache: FunctionCache
-    references: list[Any]  # weak ones to the parts of the function, which drop it when one is gone
+    # Weak references to the parts of the function. They drop the cache when a part is collected.
+    references: list[Any]
 
 
-# By the ids of the parts of the function: itself, or those of a bound method.
+# The key has the ids of the parts of a function: of itself, or of a bound method's two parts.
 _CACHES: dict[tuple[int, ...], _Entry] = {}
 
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
     """Returns the cache of a function, which all transforms of it share.
 
-    It is dropped when the function is collected, or the object to which a method is bound. A
-    function without weak references gets a new cache each time, since nothing would drop it.
+    The cache is dropped when the function is collected, or the object to which a method is bound. A
+    function without weak references gets a new cache each time, because nothing would drop it.
 
     Args:
       fun: the function.
@@ -164,7 +167,7 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
     """
     parts: list[Any] = []  # the objects whose identity makes the function the same
     for function in fun.functions if isinstance(fun, FunctionGroup) else (fun,):
-        if inspect.ismethod(function):  # a new object at each access
+        if inspect.ismethod(function):  # each access makes a new bound method
             parts += function.__func__, function.__self__
         else:
             parts.append(function)
@@ -174,10 +177,10 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
         return entry.cache
     cache = FunctionCache(make_log())
     try:
-        # When a part is collected, another object may get its id, and must not get this cache: the
-        # weak reference calls the lambda then.
+        # The lambda drops the cache when a part is collected, because another object may then get
+        # the id of the part.
         references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
-    except TypeError:  # an object without weak references
+    except TypeError:  # a part cannot have weak references
         return cache
-    # Another thread may have been first.
+    # Another thread may have added a cache first, and all threads have to use the same.
     return _CACHES.setdefault(key, _Entry(cache, references)).cache

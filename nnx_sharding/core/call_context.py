@@ -1,15 +1,15 @@
 """The caller of a trace: what a trace needs of its call, and who observes it.
 
-JAX calls a pure function when it traces, with arrays only. What else the trace needs, such as the
-user's function and objects, the call leaves here before, for its thread. JAX also reports the
-phases of each compilation here (``jax.monitoring``): they are attributed to the call, logged, and
-passed on to its observer.
+JAX calls a pure function with arrays only when it traces. The trace needs more, such as the user's
+function and objects, and the call stores that in ``CALLER`` before, for its thread. JAX also
+reports the phases of each compilation here (``jax.monitoring``). They are attributed to the call,
+logged, and passed on to its observer.
 
 A `Plan` (``plan.py``) is what a function needs to know of one structure of arguments, such as
-specs and names. While JAX compiles for it, ``plan.reported`` has what JAX reported so far, by the
-name of the event: the seconds of each phase, and 1 for a hit of the persistent cache. Between a
-compilation with donated arrays and the write-back, signals are deferred (``defer_signals``); the
-call delivers them at its end.
+specs and names. While JAX compiles for a plan, ``plan.reported`` has what JAX reported so far, by
+the name of the event: the seconds of each phase, and 1 for a hit of the persistent cache. Between a
+compilation with donated arrays and the write-back, signals are deferred (``defer_signals``), and
+the call delivers them at its end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..errors import ShardingWarning, warn_or_raise
 from ..specs.types import AnyMesh, Arrays, Objects
 from .interrupts import defer_signals, unmark_direct
 
-if TYPE_CHECKING:  # a plan is made by what is imported here
+if TYPE_CHECKING:  # plan.py imports modules that import this one
     from .plan import Plan
 
 
 class Observer(Protocol):
-    """Is notified of the traces and compilations of a function: what an observer has to have."""
+    """Is notified of the traces and compilations of a function."""
 
     def traced(
         self, plan: Plan, fun: Callable[..., Any], leaves: Arrays, *, nested: bool
@@ -43,10 +43,10 @@ class Observer(Protocol):
           plan: the plan.
           fun: the user's function.
           leaves: the arrays for which it is traced, by slot.
-          nested: whether this is part of another trace.
+          nested: whether the trace is part of another trace.
 
         Returns:
-          A function that undoes this, to be called if tracing fails.
+          A function that takes the notice back. The caller calls it if tracing fails.
         """
 
     def compiled(self, plan: Plan, leaves: Arrays) -> None:
@@ -56,15 +56,15 @@ class Observer(Protocol):
 class Caller(NamedTuple):
     """The call in which a trace is made.
 
-    A plan also serves equal functions and equal static objects, but a trace must get the ones of
-    its own call.
+    A plan also serves equal functions and equal static objects, but a trace must get the function
+    and the objects of its own call.
     """
 
     fun: Any  # the user's function; None when a program is compiled that was traced before
-    objects: Objects  # of its arguments, by index
+    objects: Objects  # the objects of the arguments, by index
     observer: Observer | None = None  # is notified of traces
     nested: bool = False  # whether the call is part of a trace
-    plan: Plan | None = None  # its plan, if JAX may compile for it; None within a trace
+    plan: Plan | None = None  # the plan, if JAX may compile for it; None within a trace
     leaves: Arrays = ()  # the arrays of a call at top level
 
 
@@ -75,11 +75,11 @@ class _Current(threading.local):
     fields: tuple[Any, ...] | None = None
 
 
-CALLER = _Current()  # not a context variable, whose changes slow down others
+CALLER = _Current()  # a context variable is not used, because its changes slow down other ones
 
 
 def current_caller() -> Caller | None:
-    """Returns the call to which a trace belongs; None where nothing is traced for a call."""
+    """Returns the call to which a trace belongs; None if nothing is traced for a call."""
     fields = CALLER.fields
     return None if fields is None else Caller(*fields)
 
@@ -87,12 +87,12 @@ def current_caller() -> Caller | None:
 @contextlib.contextmanager
 def called_by(caller: Caller | None) -> Iterator[None]:
     """Attributes traces within the block to this call."""
-    outer = CALLER.fields
+    outer_fields = CALLER.fields
     CALLER.fields = caller
     try:
         yield
     finally:
-        CALLER.fields = outer
+        CALLER.fields = outer_fields
 
 
 _LOGGER = logging.getLogger("nnx_sharding")
@@ -107,7 +107,7 @@ def _on_event(event: str, **_: object) -> None:
         return
     caller = current_caller()
     if caller is not None and caller.plan is not None:
-        caller.plan.reported[event] = 1  # no seconds: only that it was there
+        caller.plan.reported[event] = 1  # any number: only the key matters
 
 
 def _on_duration(event: str, duration_secs: float, **details: object) -> None:
@@ -122,12 +122,13 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     if caller is None or caller.plan is None:
         return
     plan = caller.plan
-    # JAX also compiles the programs that move arguments to their shardings: these are not counted.
+    # Programs that move arguments to their shardings are not counted, though JAX compiles these in
+    # the same call.
     if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
-        # JAX asks its cache after lowering, so a hit before was of a program that moved arguments.
+        # JAX asks its cache after lowering: an earlier hit was for a program that moves arguments.
         plan.reported.pop(_compat.CACHE_HIT, None)
     if event == _compat.COMPILATION:
         _after_compilation(plan, caller)
@@ -136,20 +137,21 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
 def _after_compilation(plan: Plan, caller: Caller) -> None:
     """Tells the log and the observer of a call that its program has just been compiled.
 
-    JAX runs the program next. If that deletes arrays of the caller, signals are deferred from here
-    on; the call delivers them when the new arrays are written back.
+    JAX runs the program next. If the program deletes arrays of the caller, this defers signals, and
+    the call delivers them when the new arrays are written back. Also removes the mark ``DIRECT``
+    from the programs of the plan, and warns of the persistent cache on CPUs.
     """
-    _warn_of_cache(plan, caller.leaves)  # only on CPUs, whose programs in the cache may be wrong
+    _warn_of_cache(plan, caller.leaves)
     if _LOGGER.isEnabledFor(logging.INFO):
         _LOGGER.info("%s", _compilation_text(plan, caller.leaves))
-    plan.reported.clear()  # for the next compilation, for arrays of other shapes
-    # The new program may run Python code. Its first outputs show it, but a call in C does not look
-    # at these if no signals are deferred: in other threads than the main one, or if no signal has a
-    # handler in Python yet. So the next call is one in Python, which does.
+    plan.reported.clear()  # a later compilation may be for arrays of other shapes
+    # The new program may run Python code, and its first outputs show that. A call in C does not
+    # look at the outputs if no signals are deferred: in other threads than the main one, or if no
+    # signal has a handler in Python yet. So without the mark, the next call is one in Python.
     for program in [*plan.programs.values()]:
         unmark_direct(program.top_level)
-    # A signal before the new arrays are written back would lose the model. What is only compiled,
-    # by `lower(...).compile()`, is not run: its caller has no function.
+    # A signal before the new arrays are written back would lose the model. A program that is only
+    # compiled, by `lower(...).compile()`, is not run, and its caller has no function.
     if plan.donated and caller.fun is not None:
         defer_signals()
     if caller.observer is not None:
@@ -159,7 +161,7 @@ def _after_compilation(plan: Plan, caller: Caller) -> None:
 def _compilation_text(plan: Plan, leaves: Arrays) -> str:
     """Returns a line for the log: ``step for 8 devices ('data': 8): traced in 0.10 s, …``.
 
-    ``leaves`` are the arrays of the call, which say the devices if no sharding is declared.
+    ``leaves`` are the arrays of the call. They show the devices if no sharding is declared.
     """
     name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
     count, mesh = _devices_of(plan, leaves)
@@ -179,34 +181,35 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
 
 
 def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, AnyMesh | None]:
-    """Returns the number of devices that a program is for, and their mesh, if there is one.
+    """Returns the number of devices that a program is for, and their mesh or None.
 
-    They follow from the mesh of the transform, from declared shardings, or from the arrays. The
-    first mesh counts, since JAX compiles a program for one set of devices: all have the same.
+    The mesh is that of the transform, of a declared sharding, or of an array. The first one counts,
+    because JAX compiles a program for one set of devices, so all meshes have the same devices.
     """
     shardings = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
     meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in shardings)]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is not None:
-        return mesh.size, mesh  # also of an abstract mesh, which has axes but no devices
-    # Without any array, such as for a function that makes them: the default device.
+        return mesh.size, mesh  # an abstract mesh has no devices, but a size
+    # A function without any array, such as one that makes arrays, runs on the default device.
     return max((len(x.device_set) for x in shardings if x is not None), default=1), None
 
 
 class CacheNotice:
     """The warning of the persistent cache, which a process gives once.
 
-    tests/test_cached_collectives.py fails when a release of jaxlib no longer needs it.
+    tests/test_cached_collectives.py fails when a release of jaxlib no longer needs the warning.
     """
 
-    is_due = True  # until it was given
+    is_due = True  # False once the warning was given
 
 
 def _warn_of_cache(plan: Plan, leaves: Arrays) -> None:
     """Warns that programs for several CPU devices may fail when they come from JAX's cache.
 
-    Whether this one came from it does not matter: it may be read from there later. The fault is in
-    jaxlib; `CacheNotice` names the test that says when it is mended.
+    The warning is given even if this program did not come from the cache, because it may be read
+    from there later. The fault is in jaxlib; `CacheNotice` names the test that says when it is
+    mended. Does nothing if the cache is off, on other platforms, or for one device.
     """
     is_on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     if not (CacheNotice.is_due and is_on and jax.default_backend() == "cpu"):

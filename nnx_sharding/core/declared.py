@@ -1,15 +1,15 @@
-"""Arrays of a call and their declared shardings (``in_shardings``): which are moved there.
+"""Moves the arrays of a call to their declared shardings (``in_shardings``), if they may be moved.
 
 JAX itself moves uncommitted arrays to the sharding that a program declares for its inputs, in each
 call anew. So a call moves Variables itself, once, and the caller's model keeps the moved arrays.
-Committed arrays are where the user put them: they are only moved if the user asked for that, by the
+Committed arrays are where the user put them. They are only moved if the user asks for that by the
 option ``on_committed``: "error" (nothing is moved), "reshard" (on the same devices), "move" (from
 any devices), or "leave" (each keeps its sharding).
 
 From other modules:
 
-    Plan           ``shardings`` has the declared one of each array, by slot (None where the user
-                   gave none); ``placed_slots`` are those of arrays that a call moves itself
+    Plan           ``shardings`` has the declared sharding of each array, by slot, or None;
+                   ``placed_slots`` are the slots of arrays that a call moves itself
     place_arrays   moves arrays to shardings, in as few transfers as possible
     obstacle       says why an array cannot get a sharding on any path; None if it can
     fit_specs      raises an error for specs that do not fit the shapes of arrays
@@ -46,7 +46,7 @@ from .static_parts import Operation
 from .structure import LEAF, VariableEntry
 from .transform import OnCommitted, Sharded
 
-# Arrays and what becomes one, and with `_DATA` also abstract ones. Tracers are a `jax.Array`.
+# Types of arrays, and of numbers that become arrays. A tracer is a `jax.Array`.
 _CONCRETE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 
@@ -54,7 +54,7 @@ _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
     """Returns the ``jax.ShapeDtypeStruct`` of an array or of an array's type, with a sharding.
 
-    If ``sharding`` is None, what is neither, such as a ``jax.ShapeDtypeStruct``, is returned
+    If ``sharding`` is None, anything else, such as a ``jax.ShapeDtypeStruct``, is returned
     unchanged.
     """
     is_type = isinstance(leaf, jax.core.ShapedArray)  # what `jax.typeof` returns
@@ -84,26 +84,27 @@ def decide(
       declared: its declared sharding.
       on_committed: the user's choice for arrays that are committed to another sharding.
     """
-    is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
+    # The annotation keeps mypy from narrowing the type of ``leaf``.
+    is_data: bool = isinstance(leaf, _DATA)
     if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return "keep"
     if getattr(leaf, "sharding", None) == declared:
         return "keep"
     if not is_committed(leaf):
         return "move"
-    # Committed: the user, or an earlier call, put it where it is.
+    # The array is committed: the user, or an earlier call, has put it where it is.
     if on_committed == "leave":
         return "keep"
-    # A later call may have an array of fewer dimensions, with which JAX cannot compare a longer
-    # spec. To move it is refused, with its shape.
+    # A later call may have an array with fewer dimensions than the spec. JAX cannot compare these,
+    # so the decision is to move it, and the move then raises an error that shows the shape.
     if len(getattr(declared, "spec", ())) > leaf.ndim:
         return "move"
     if is_equivalent(leaf.sharding, declared, leaf.ndim):
         return "keep"
     if on_committed == "reshard":
         return "move" if leaf.sharding.device_set == declared.device_set else "refuse"
-    # The second condition: if only the type differs, as on a mesh with other axis types, all data
-    # stay where they are.
+    # If only the type differs, as on a mesh with other axis types, the data stay where they are, so
+    # the array may be moved even without the user's permission.
     if on_committed == "move" or leaf.sharding.is_equivalent_to(declared, leaf.ndim):
         return "move"
     return "refuse"
@@ -113,26 +114,27 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequence[int]]:
-    """Moves Variables that are not where ``in_shardings`` say; returns all arrays of the call.
+    """Moves arrays of ``plan.placed_slots`` that do not have their declared shardings.
 
-    ``leaves`` are the arrays of the call, by slot.
+    ``leaves`` are the arrays of the call, by slot. Nothing is moved within a trace.
 
     Returns:
-      The arrays by slot, and the slots of those that were moved.
+      All arrays by slot, and the slots of the moved arrays.
 
     Raises:
-      ValueError: arrays cannot be moved there, or are committed elsewhere.
+      ValueError: arrays cannot get their declared shardings, or are committed elsewhere.
     """
     try:
-        # Lists compare by identity first, so this is all the work from the second call on.
+        # Lists compare their items by identity first, so this is fast. From the second call on, all
+        # arrays are where they should be.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
             return leaves, ()
-    except AttributeError:  # a NumPy array or a number, which has no sharding yet, or a ref
+    except AttributeError:  # a NumPy array, a number or a ref has no sharding
         pass
     transform = plan.transform
     assert isinstance(transform, Sharded)
     elsewhere: dict[int, DeclaredArray] = {}  # arrays that are not where declared, by slot
-    refused: list[DeclaredArray] = []  # those among them that must not be moved
+    refused: list[DeclaredArray] = []  # arrays that must not be moved
     for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True):
         if isinstance(leaves[slot], jax.ShapeDtypeStruct):
             continue
@@ -141,12 +143,13 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
             elsewhere[slot] = DeclaredArray(plan.names[slot], leaves[slot], sharding)
         if decision == "refuse":
             refused.append(elsewhere[slot])
-    # In a trace nothing can be moved before the program runs, of which these are constants.
+    # Within a trace nothing is moved, because concrete arrays are constants of the program that is
+    # being traced.
     if not elsewhere or not _compat.trace_is_clean():
         return leaves, ()
-    # First what no option can change; then what the user has not allowed.
+    # Arrays that no option allows to move raise first, then arrays that the user's option refuses.
     _check_obstacles(plan, elsewhere)
-    if error := committed_elsewhere(transform.name, refused):
+    if error := committed_elsewhere(transform.name, refused):  # None if ``refused`` is empty
         raise error
     arrays = [x.array for x in elsewhere.values()]
     placed = place_arrays(arrays, [x.declared for x in elsewhere.values()])
@@ -159,28 +162,28 @@ def place_as_declared(plan: Plan, leaves: Arrays) -> tuple[Sequence[Any], Sequen
 def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
     """Raises a ``ValueError`` for arrays that cannot get their declared shardings.
 
-    ``arrays`` are by slot: those that a call wants to move.
+    ``arrays`` has the arrays that a call wants to move, by slot.
     """
-    # A later call may have other shapes than the one for which the plan was made. Called for its
-    # error: where specs are to be corrected, the plan has the corrected ones.
+    # `fit_specs` is called for its error, because a later call may have other shapes than the call
+    # for which the plan was made. Its result is not needed: the plan has the corrected specs.
     names = [x.name for x in arrays.values()]
     shapes = [jnp.shape(x.array) for x in arrays.values()]
     specs = [plan.specs[slot] for slot in arrays]
     fit_specs(plan.transform, names, shapes, specs, on_indivisible={})
     lines = []
     for x in arrays.values():
-        if reason := obstacle(x.array, x.declared):  # such as devices of another process
+        if reason := obstacle(x.array, x.declared):
             lines.append(f"  {x.name}: {reason}")
     head = f"{plan.transform.name}: these arrays cannot be placed as declared:"
     raise_listed(ValueError, head, lines)
 
 
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
-    """Returns the arrays that a trace without a call, as by ``lower``, is made with.
+    """Returns the arrays for a trace without a call, such as that of ``lower``, by slot.
 
-    Nothing is moved for such a trace. Instead, an array that a call would move is replaced by an
-    abstract one with the declared sharding. The user may also pass abstract arrays: these get the
-    declared sharding here unless JAX gives it to them.
+    Nothing is moved for such a trace. Instead, an abstract array with the declared sharding takes
+    the place of an array that a call would move. The user may also pass abstract arrays. These get
+    the declared sharding here unless JAX gives it to them.
     """
     transform = plan.transform
     result = list(leaves)
@@ -192,8 +195,8 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
             continue
         is_replaced = slot in placed
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            # JAX gives abstract arrays the shardings that it gets as an option, if they have none.
-            # `nnx.eval_shape` makes some that have one, while a mesh is in context.
+            # JAX gives an abstract array without a sharding the one that it gets as an option.
+            # `nnx.eval_shape` makes abstract arrays with shardings while a mesh is in context.
             is_left_to_jax = transform.passes_shardings and not leaf.sharding
             is_replaced |= not is_left_to_jax
         if is_replaced and decide(leaf, sharding, transform.on_committed) == "move":
@@ -202,10 +205,10 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
 
 
 def note_host_arrays(plan: Plan, leaves: Arrays, error: Exception) -> None:
-    """Names the arguments in host memory in a note to an error about kinds of memory.
+    """Names the arguments in host memory in a note to an error about kinds of memory, if any.
 
-    Nothing is added if there are none. What users keep there is mostly the state of an optimizer,
-    so the note says how to update with that. ``leaves`` are the arrays of the call, by slot.
+    Users mostly keep the state of an optimizer in host memory, so the note says how to update with
+    that. ``leaves`` are the arrays of the call, by slot.
     """
     lines = []
     for name, leaf, declared in zip(plan.names, leaves, plan.shardings, strict=True):
@@ -226,14 +229,14 @@ def placing_operations(
 ) -> list[Operation]:
     """Returns the operations by which the caller's objects get the arrays that a call moved.
 
-    So they are moved only once.
+    Because of these, later calls do not move the arrays again.
 
     Args:
       plan: has the structure of the arguments, and ``attributes``, the JAX arrays that modules hold
         themselves: by slot, the index of the module and the name.
       flat: the arguments before the move.
-      leaves: their arrays after it, by slot.
-      placed: the slots of those that were moved.
+      leaves: the arrays after the move, by slot.
+      placed: the slots of the arrays that were moved.
     """
     moved = set(placed)
     structure = plan.structure
@@ -242,12 +245,13 @@ def placing_operations(
         for index, slots in enumerate(structure.slots)
         if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
     ]
-    changes: list[NodeChange] = []  # of modules that hold such an array themselves
+    changes: list[NodeChange] = []  # for modules that hold a moved array themselves
     for slot in moved.intersection(plan.attributes):
-        module, name = plan.attributes[slot]  # its index, and the name of the attribute
-        old = flat.leaves[slot]
-        # A NumPy array stays one, as the user made it. What was assigned meanwhile stays, too.
-        if isinstance(old, jax.Array) and vars(flat.objects[module]).get(str(name)) is old:
-            new = AttributeValue(LEAF, (slot,))  # the array in this slot
-            changes.append(NodeChange(module, changed=((name, new),), removed=()))
+        module, name = plan.attributes[slot]  # the index of the module, the name of the attribute
+        old_array = flat.leaves[slot]
+        if not isinstance(old_array, jax.Array):  # a NumPy array stays one, as the user made it
+            continue
+        if vars(flat.objects[module]).get(str(name)) is old_array:  # no other value was assigned
+            new_value = AttributeValue(LEAF, (slot,))
+            changes.append(NodeChange(module, changed=((name, new_value),), removed=()))
     return update_operations(structure, leaves, flat.objects, variables, nodes=changes)

@@ -1,7 +1,7 @@
-"""What is known of a function: its name, the names that it uses, and what it captures.
+"""Facts about a function: its name, the names that it uses, and the values that it captures.
 
-Captured is what a function uses besides its arguments: what it is bound to, the variables of the
-functions around it, and globals. Arrays among these become constants of the program.
+A function *captures* the values that it uses besides its arguments: the object that it is bound to,
+the variables of enclosing functions, and globals. Captured arrays become constants of the program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .problems import array_line
 
 
 class FunctionGroup:
-    """A function that consists of others; each call of a transform that takes several makes one."""
+    """The functions of one call of a transform that takes several, such as the branches of cond."""
 
     __slots__ = ("__weakref__", "functions")
 
@@ -38,7 +38,7 @@ class FunctionGroup:
 def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Sequence[str]) -> None:
     """Names a function of arrays like ``fun``, and its parameters by the paths of the arrays.
 
-    So messages and HLO of JAX show the user's names.
+    JAX's messages and HLO then show the user's names. ``pure`` gets no reference to ``fun``.
 
     Args:
       pure: the function of arrays, whose attributes are set.
@@ -50,12 +50,12 @@ def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Seque
     pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
     code = getattr(inspect.unwrap(fun), "__code__", None)
     if code is not None:
-        # From this JAX finds the file and line by which messages name functions.
+        # JAX takes the file and line from ``__wrapped__``, and shows them in messages.
         pure.__wrapped__ = types.SimpleNamespace(  # type: ignore[attr-defined]
             __code__=code, __name__=pure.__name__
         )
-    # JAX takes the names of arrays from the signature. Names have to be different there; they need
-    # not be identifiers, for which `_SlotParameter` is made.
+    # JAX takes the names of arrays from the signature. The names have to be different there, but
+    # need not be identifiers if they are those of a `_SlotParameter`.
     if len(set(parameters)) == len(parameters):
         pure.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [_SlotParameter(name) for name in parameters]
@@ -68,15 +68,17 @@ def _behind_partial(fun: Callable[..., Any]) -> Any:
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """Returns the name of a function."""
-    return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
+    """Returns the name of a function, or JAX's ``<unnamed function>`` if it has none."""
+    return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))
 
 
 def weak_function(fun: Callable[..., Any]) -> Callable[[], Any]:
-    """Returns a function that returns ``fun``, or None when that is gone."""
+    """Returns a function that returns ``fun``, or None once ``fun`` is collected."""
     try:
         return weakref.ref(fun)
-    except TypeError:  # some NumPy callables; nothing is kept for them beyond their wrappers
+    except TypeError:
+        # Some NumPy callables have no weak references. They may be kept alive, because nothing is
+        # kept for them beyond their wrappers.
         return lambda: fun
 
 
@@ -84,7 +86,7 @@ class _SlotParameter(inspect.Parameter):
     """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
 
     def __init__(self, label: str):
-        # Not by the constructor of the base, which accepts only identifiers, not paths.
+        # The base's constructor is not called, because it accepts only identifiers.
         self._name, self._kind = label, inspect.Parameter.POSITIONAL_ONLY
         self._default = self._annotation = inspect.Parameter.empty
 
@@ -92,13 +94,13 @@ class _SlotParameter(inspect.Parameter):
 class Names(NamedTuple):
     """The names that a code and the functions defined in it use."""
 
-    globals: tuple[str, ...]  # in the order in which they are first used
-    attributes: frozenset[str]
+    globals: tuple[str, ...]  # the names of globals, in the order in which they are first used
+    attributes: frozenset[str]  # the names of attributes
     imports: frozenset[str]  # the modules of `import` statements, such as ``.types`` in a package
 
 
-# By the id of the code, since hashing a code hashes its instructions; with the code, which is kept
-# alive so that no other gets its id.
+# The key is the id of a code, because hashing a code would hash its instructions. The table keeps
+# the code alive, so that no other code gets its id.
 _MAX_CODES = 4096
 _NAMES: dict[int, tuple[types.CodeType, Names]] = {}
 
@@ -117,7 +119,7 @@ def _read_names(code: types.CodeType) -> Names:
     """Returns the names in the instructions of a code, by what the instructions do with them."""
     global_names: dict[str, None] = {}  # in the order in which they are first used
     attributes, imports = set[str](), set[str]()
-    operands: list[Any] = []  # of all instructions before, except prefixes
+    operands: list[Any] = []  # the operands of all earlier instructions, except EXTENDED_ARG
     for instruction in _instructions(code):
         name, operation = instruction.argval, instruction.opname
         if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -125,8 +127,8 @@ def _read_names(code: types.CodeType) -> Names:
         elif operation in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(name)
         elif operation == "IMPORT_NAME":
-            # Before it come the number of leading dots and the names that are imported: a module
-            # `.types` of the user's package is not the `types` of Python.
+            # The two instructions before load the number of leading dots and the imported names.
+            # The dots count, because `.types` of a user's package is not Python's `types`.
             level, _ = operands[-2:]
             imports.add("." * level + name)
         if operation != "EXTENDED_ARG":
@@ -149,16 +151,16 @@ def captured_shards(
 
     Args:
       fun: the user's function.
-      constants: the arrays that its trace did capture. Without them, all that it may capture are
-        returned.
+      constants: the arrays that a trace of the function has captured. If this is None, all arrays
+        that the function may capture are returned.
     """
     arrays: list[NamedValue] = []
     for name, value in captured_values(fun):
-        arrays += _named_arrays(name, value)  # the arrays in it: ``model.kernel`` and so on
+        arrays += _named_arrays(name, value)
     if constants is not None:
         name_of_id: dict[int, str] = {}
         for name, array in arrays:
-            name_of_id.setdefault(id(array), name)  # the first name counts
+            name_of_id.setdefault(id(array), name)  # the first name of an array counts
         # An array that is deep in a container, or made by the function, has no name.
         arrays = [NamedValue(name_of_id.get(id(x), "an array"), x) for x in constants]
     return [x for x in arrays if _is_array(x.value) and not x.value.is_fully_replicated]
@@ -181,7 +183,7 @@ class NamedValue(NamedTuple):
 
 
 def captured_values(fun: Any) -> Iterator[NamedValue]:
-    """Yields the bound, closed-over and global values that a function uses."""
+    """Yields the bound, closed-over and global values that a function uses, with their names."""
     while type(fun) is functools.partial:
         for i, value in enumerate(fun.args):
             yield NamedValue(f"partial.args[{i}]", value)
@@ -190,9 +192,9 @@ def captured_values(fun: Any) -> Iterator[NamedValue]:
         fun = fun.func
     if _compat.is_graph_object(fun):  # a module with a __call__
         yield NamedValue(f"the {type(fun).__name__}", fun)
-    fun = inspect.unwrap(getattr(fun, "__func__", fun))  # of a bound method, its function
+    fun = inspect.unwrap(getattr(fun, "__func__", fun))  # ``__func__``: ``fun`` is a bound method
     code = getattr(fun, "__code__", None)
-    if code is None:  # not written in Python
+    if code is None:  # the function is not written in Python
         return
     for name, value in closure(fun).items():
         yield NamedValue(name, value)
@@ -201,17 +203,16 @@ def captured_values(fun: Any) -> Iterator[NamedValue]:
             yield NamedValue(name, fun.__globals__[name])
 
 
-# By type, because isinstance would load the target of a lazy proxy.
 def _is_array(value: object) -> bool:
-    return type(value) is _compat.ArrayImpl
+    return type(value) is _compat.ArrayImpl  # isinstance would load the target of a lazy proxy
 
 
 def _named_arrays(name: str, value: Any) -> Iterator[NamedValue]:
-    """Yields the arrays in a value, which ``name`` is the expression for.
+    """Yields the arrays in a value with their names; ``name`` is the expression for the value.
 
-    These are the value itself, the arrays of a module, and arrays and modules directly in a
-    container: ``[x, model]`` has ``name[0]`` and ``name[1].kernel``. What is further below is left
-    out, since a global may be a large registry.
+    An array may be the value itself, in a module, or directly in a container, where it may also be
+    in a module: ``[x, model]`` has ``name[0]`` and ``name[1].kernel``. Containers in containers are
+    left out, because a global may be a large registry.
     """
     if _is_array(value):
         yield NamedValue(name, value)
@@ -244,8 +245,8 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
 
     Args:
       fun: the user's function, or the group of them that a transform takes.
-      fun_name: its name, for the text.
-      error: the error of Flax or ours. Its text is changed, and it gets a reference to the docs.
+      fun_name: the name of the function, for the text.
+      error: an error of Flax or ours. Its text is changed, and it gets a reference to the docs.
     """
     if isinstance(fun, FunctionGroup):
         for function in fun.functions:
@@ -254,8 +255,8 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
     refused_ids = _refused_objects(error)
     if not refused_ids:
         return
-    # The names of all objects in the modules that the function captures; the first one that was
-    # refused is enough for a message.
+    # The names of refused objects in the modules that the function captures. The first one is
+    # enough for a message.
     names = (
         accessor(captured.name, path)
         for captured in captured_values(fun)
@@ -268,7 +269,7 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
         return
     text = f"This is {name}, which {fun_name} captures. Pass what a function changes as one of its "
     text += "arguments."
-    if text not in str(error):  # an inner function may have named it already
+    if text not in str(error):  # an inner function may have named the object already
         error.args = (f"{error}\n{text}", *error.args[1:])
         see(error, anchor="changed-from-outside-its-trace")
 
@@ -276,8 +277,8 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
 def _refused_objects(error: Exception) -> set[int]:
     """Returns the ids of the objects that a function could not change.
 
-    Our own error has them as an attribute. Flax raises its error in a method of the object, which
-    is then the ``self`` of the innermost frame that has a module or Variable there.
+    Our own error has the objects as an attribute. Flax raises its error in a method of the object.
+    So the object is ``self`` in the innermost frame in which ``self`` is a module or Variable.
     """
     objects = vars(error).get("objects")
     if objects is not None:

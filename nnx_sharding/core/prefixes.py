@@ -1,9 +1,9 @@
 """Specs as a user writes them: a prefix of a pytree, in types of JAX, of Flax or of ours.
 
 A *spec* says how an array is laid out: a ``PartitionSpec``, a sharding, or an axis of ``vmap``. A
-*prefix* is a pytree of specs that may end earlier than the value that it is for: one spec is for
-all that is below. A ``StateSharding`` has a spec for each of its filters, and may take the place of
-a spec. :class:`Specs` is a prefix with all of that in our own types.
+*prefix* is a pytree of specs that may end earlier than the value that it is for: one spec is then
+for all leaves below. A ``StateSharding`` has a spec for each of its filters, and may take the place
+of a spec. :class:`Specs` is a prefix whose leaves are converted to our own types.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .treedefs import PyTreeDef, is_leaf_treedef
 
 
 def is_spec(x: object) -> bool:
-    """Whether ``x`` is a leaf of a prefix of specs, not a container of further ones.
+    """Whether ``x`` is a leaf of a prefix of specs, not a container of further specs.
 
-    Such leaves are a single spec or None, and what has specs for all Variables of a module: a
+    A leaf is a single spec, None, or an object with specs for all Variables of a module: a
     ``StateSharding``, an ``nnx.State`` or a module of specs, or what ``nnx.prefix`` returns.
     """
     return (
-        is_single_spec(x)  # of one array, or None
+        is_single_spec(x)  # the spec of one array, or None
         or isinstance(x, StateSharding | nnx.State)
-        or _compat.is_node(x)  # a module, with specs in place of its arrays
-        or _compat.prefix_state(x) is not None  # from `nnx.prefix`
+        or _compat.is_node(x)  # a module with specs instead of arrays
+        or _compat.prefix_state(x) is not None  # what `nnx.prefix` returns
     )
 
 
 class PathFunction(StateSharding):
-    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new ones.
+    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new paths.
 
-    It is a ``StateSharding`` whose filter, for each of its specs, is that function. But a path that
-    is known does not ask it.
+    As a ``StateSharding``, it has this function as the filter for each of its specs. The function
+    is asked only about paths that have no spec.
     """
 
     __slots__ = ("_by_path", "_function")
@@ -57,15 +57,15 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
-        """Returns the sharding for a path, and the number of a filter that has matched.
+        """Returns the number of a filter that has matched, and the sharding for a path.
 
-        The number says which filters are unused, for a warning. All filters here are the same
-        function, one for each sharding, so any number will do for one that is not listed.
+        The caller uses the number to warn of unused filters. All filters here are the same
+        function, one for each sharding, so the number is 0 for a sharding that is not listed.
 
         The user's function may raise an error of its own.
         """
-        is_known = path in self._by_path
-        sharding = self._by_path[path] if is_known else self._function(path, variable)
+        has_spec = path in self._by_path
+        sharding = self._by_path[path] if has_spec else self._function(path, variable)
         is_listed = sharding in self.shardings
         return self.shardings.index(sharding) if is_listed else 0, sharding
 
@@ -83,20 +83,20 @@ def leaves_by_path(tree: object, is_leaf: Callable[[Any], bool]) -> dict[Path, A
 def _normalized(spec: Any) -> Any:
     """Returns a spec in our own types: a sharding, a ``StateSharding``, or None for no spec.
 
-    What the user wrote in types of Flax or JAX is converted; anything else is returned as it is.
+    Specs in types of Flax or JAX are converted; anything else is returned as it is.
     """
-    if type(spec) is getattr(nnx, "StateSharding", None):  # which Flax is going to remove
+    if type(spec) is getattr(nnx, "StateSharding", None):  # Flax is going to remove the class
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
     if _compat.is_unspecified(spec):  # JAX's default for ``in_shardings``
         return None
-    # What ``nnx.prefix(model, function)`` has returned: a State with a spec for each path, and the
-    # function, which is asked about Variables that the traced function adds.
+    # ``nnx.prefix(model, function)`` returns a State with a spec for each path, and the function,
+    # which is asked about Variables that the traced function adds.
     prefix = _compat.prefix_state(spec)
     if prefix is not None:
         return PathFunction(prefix.function, leaves_by_path(prefix.specs, is_single_spec))
     if _compat.is_node(spec):
-        # A module with specs instead of arrays: in its Variables, as `nnx.get_named_sharding`
-        # makes it, or in their places. Each becomes a filter for its path.
+        # A module has specs instead of arrays: in its Variables, as `nnx.get_named_sharding` makes
+        # it, or in the places of Variables. Each spec becomes a filter for its path.
         parts = leaves_by_path(spec, lambda x: is_single_spec(x) or isinstance(x, nnx.Variable))
         pairs = []
         for path, part in parts.items():
@@ -109,32 +109,32 @@ def _normalized(spec: Any) -> Any:
 class Specs:
     """A prefix of specs as the user wrote it, hashable.
 
-    For ``(P("data"), StateSharding({nnx.Param: P("model"), ...: P()}))``, ``rules`` has these two,
-    and ``written`` the three specs in them.
+    For ``(P("data"), StateSharding({nnx.Param: P("model"), ...: P()}))``, ``rules`` has the two
+    items, and ``written`` has the three specs in these.
 
     Attributes:
       tree: the prefix, in our own types.
       invalid: the leaves that are not specs, for an error.
-      rules: its leaves: a spec, or a ``StateSharding`` with one for each filter.
-      written: all specs, with those in a ``StateSharding``.
+      rules: the leaves: each is a spec, or a ``StateSharding`` with a spec for each filter.
+      written: all specs, including those in a ``StateSharding``.
       depend_on_values: whether shapes and dtypes matter, to a predicate of the user.
       predicates: the filters in ``rules`` that are functions or objects of the user.
       has_partition_spec: whether any spec needs a mesh.
-      may_hold_none: whether arguments, or parts of them, can have None.
+      may_hold_none: whether an argument, or a part of one, can have None as its spec.
     """
 
     def __init__(self, tree: object):
-        """Reads a tree of specs; what is wrong with it is kept in ``invalid``."""
+        """Reads a tree of specs; leaves that are not specs are kept in ``invalid``."""
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
-        # A State of specs stays one in ``tree``: only if it is for a State, it is matched with that
-        # level by level. As a rule, it is a StateSharding with a filter for each path.
+        # A State of specs stays a State in ``tree``, because it is matched level by level if it is
+        # for a State. In ``rules``, it is a StateSharding with a filter for each path.
         self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
-        self._key = (self.rules, treedef)  # by which two prefixes are equal
+        self._key = (self.rules, treedef)  # two prefixes are equal if their keys are
         written: list[Any] = []
         self.depend_on_values = False
         self.predicates: list[Any] = []
@@ -162,9 +162,9 @@ class Specs:
 class _InvalidLeaf(NamedTuple):
     """A leaf of a prefix that is not a spec."""
 
-    place: str  # the expression for it, from the prefix
+    place: str  # the expression for the leaf, from the prefix on
     leaf: Any
-    hint: str  # a suggestion, or nothing
+    hint: str  # a suggestion, or ""
 
 
 def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
@@ -174,12 +174,12 @@ def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
     """
     if is_spec(tree):
         return
-    # Strings and None in a tuple were probably meant as one spec. Not at the top: there a tuple has
-    # one spec for each argument.
+    # Strings and None in a tuple were probably meant as one spec. A tuple at the top has a spec for
+    # each argument instead.
     is_for_arguments = not path and isinstance(tree, tuple | list)
-    hint = "" if is_for_arguments else suggested_spec(tree)  # such as ": write P('data', None)"
-    parts, treedef = one_level(tree)  # its children, each with its key
-    # With a hint, the whole tuple is reported, not each string in it.
+    hint = "" if is_for_arguments else suggested_spec(tree)  # for example ": write P('data', None)"
+    parts, treedef = one_level(tree)
+    # If there is a hint, the whole tuple is reported, and not each string in it.
     if hint or is_leaf_treedef(treedef):
         yield _InvalidLeaf(accessor("", path), tree, hint)
         return
@@ -188,7 +188,7 @@ def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
 
 
 def one_level(tree: object) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
-    """Returns the children of a pytree, each after its key path (of one key), and the treedef."""
+    """Returns the children of a pytree as pairs (path of one key, child), and the treedef."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
@@ -196,13 +196,14 @@ def check_specs(name: str, types: type | tuple[type, ...] = object, **options: S
     """Raises a ``TypeError`` for leaves that are not specs, or not of these types.
 
     Args:
-      name: that of the transform, in messages.
-      types: the types of specs that it takes. ``shard_map`` takes a ``PartitionSpec`` only.
-      **options: its specs, by option, such as ``in_shardings=``.
+      name: the name of the transform, in messages.
+      types: the types of specs that the transform takes. ``shard_map`` takes a ``PartitionSpec``
+        only.
+      **options: the specs of the transform, by option, such as ``in_shardings=``.
     """
     lines = []
     for option, specs in options.items():
-        # 1. What is no spec at all, with its place in the prefix and perhaps a hint.
+        # 1. Leaves that are no specs at all, with their places in the prefix and perhaps hints.
         lines += [f"  {option}{x.place}: {show(x.leaf)}{x.hint}" for x in specs.invalid]
         # 2. Specs of other types than the transform takes, such as a sharding with its mesh.
         for spec in specs.written:

@@ -1,7 +1,7 @@
 """The pure function of flat arrays that JAX transforms instead of the user's function.
 
-The user's function takes modules and may change them. The function that JAX traces takes all their
-arrays as positional arguments, and does, from the top of this file on:
+The user's function takes modules and may change them. The function that JAX traces takes all arrays
+of the modules as positional arguments, and takes these steps:
 
     build a copy of the modules around the tracers               unflatten.py
     call the user's function on the copy
@@ -10,12 +10,13 @@ arrays as positional arguments, and does, from the top of this file on:
     return only the arrays that are new                          outcome.py
 
 A *structure* is to a graph of modules what a treedef is to a pytree: all but the arrays, as a table
-of objects. An *index* is that of an object in this table, a *slot* that of an array in the flat
-list. The *plan* (``plan.py``) is what is known before the trace: the structure of the arguments,
-the names and specs of their arrays. The *caller* (``call_context.py``) is the call being traced.
+of objects. The *index* of an object is its position in this table, and the *slot* of an array its
+position in the flat list. The *plan* (``plan.py``) is what is known before the trace: the structure
+of the arguments, the names and specs of their arrays. The *caller* (``call_context.py``) is the
+call being traced.
 
-An array that the function did not change is no output: the caller's object keeps it. What the
-outputs mean is known only after tracing, so it is a static part of the result, one for each trace.
+An array that the function did not change is no output, because the caller's object keeps it. Where
+each output belongs is known only after tracing, so each trace returns this as a static part.
 """
 
 from __future__ import annotations
@@ -61,28 +62,30 @@ R = TypeVar("R")
 def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function of arrays that JAX traces, with the user's names for its arguments.
 
-    It calls the function of the call that is being traced. It has no reference to ``fun``, since
-    JAX's cache of traces would keep that alive.
+    The pure function calls the user's function of the call that is being traced. It has no
+    reference to ``fun``, because JAX's cache of traces would keep ``fun`` alive.
     """
 
     def pure(*leaves: object) -> Any:
-        caller = current_caller()  # who asked JAX for this trace
-        assert caller is not None
-        if caller.plan is not None:  # a call at top level, which may have deferred Ctrl-C
-            deliver_signals()  # nothing has run yet, and tracing may take long
+        caller = current_caller()
+        assert caller is not None  # a call has asked JAX for this trace
+        # A call at top level has a plan, and may have deferred Ctrl-C. Nothing has run yet, and
+        # tracing may take long, so signals are delivered here.
+        if caller.plan is not None:
+            deliver_signals()
         withdraw = None  # takes the record of this trace back, if the trace fails
         if caller.observer is not None:  # the log of retraces
             withdraw = caller.observer.traced(plan, caller.fun, leaves, nested=caller.nested)
         try:
             # Calls of lifted functions within this trace are not part of this call.
             with called_by(None):
-                return on_one_chunk(_trace, plan, caller, leaves)  # as `_trace(…)`, but faster
+                return on_one_chunk(_trace, plan, caller, leaves)  # calls `_trace`
         except BaseException:
             if withdraw is not None:
                 withdraw()
             raise
 
-    name_as(pure, fun, plan.names)  # for JAX's messages; keeps no reference to ``fun``
+    name_as(pure, fun, plan.names)  # JAX's messages show these names
     return pure
 
 
@@ -96,15 +99,15 @@ def on_one_chunk(function: Callable[..., R], *args: object) -> R:
     return function(*args)
 
 
-# This frame takes half of a chunk of 256 KiB; the frames of about 800 further calls the rest.
+# This frame takes half of a chunk of 256 KiB, which leaves room for about 800 further calls.
 on_one_chunk.__code__ = on_one_chunk.__code__.replace(co_stacksize=1 << 14)
 
 
 def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     """Calls the user's function on modules made of tracers; returns the arrays that are new.
 
-    The function gets copies of the caller's objects, and what it changes in them is found when it
-    has returned. In the caller's own objects, changes of another thread would be found as well.
+    The function gets copies of the caller's objects, and when it has returned, its changes of these
+    are found. In the caller's own objects, changes of another thread would be found as well.
 
     Args:
       plan: the plan of the call.
@@ -112,17 +115,17 @@ def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
       leaves: the tracers of all arrays of the arguments, by slot.
     """
     # The function may see other types than JAX gives, such as Auto instead of Explicit mesh axes:
-    # ``arrays.inside`` are the same arrays with the types that it sees.
+    # ``arrays.inside`` has the same arrays with the types that the function sees.
     arrays = plan.transform.retype_inputs(plan, leaves, nested=caller.nested)
-    # Static objects that are equal only to themselves, such as a logger in a module. A copy would
-    # be another object, so the function gets the caller's own.
+    # A static object that is equal only to itself, such as a logger in a module, is not copied,
+    # because a copy would not be equal. So the function gets the caller's own.
     uncopied = {index: caller.objects[index] for index in not_copied(plan.structure)}
     unflattened = unflatten(plan.structure, arrays.inside, uncopied)
     try:
         return call_and_pack(plan, caller, arrays, unflattened)
     finally:
-        # A trace changes nothing of the caller's. What the function wrote into static objects that
-        # were not copied, perhaps tracers, is replaced by what the plan's structure says.
+        # A trace must not change the caller's objects. So static objects that were not copied get
+        # the content back that the plan's structure describes; they may hold tracers.
         restore(plan.structure, unflattened.objects, uncopied)
 
 
@@ -148,29 +151,29 @@ def call_and_pack(
     name, strict = transform.name, transform.strict
     # 1. Call. ``left`` records the arrays that modules of a strategy computed on Auto axes.
     with recorded_leaving() as left:
-        output, before = _call_function(plan, caller, arrays, unflattened)
-    # 2. Flatten the arguments and the output as they are now.
-    # Loops return the Variables that they carry; otherwise ``graph_updates=False`` refuses that.
+        output, snapshot = _call_function(plan, caller, arrays, unflattened)
+    # 2. Flatten the arguments and the output as they are now. Loops may return the Variables that
+    # they carry, even with ``graph_updates=False``.
     carried = transform.carried_objects(plan)
-    after = _flatten_after(plan, output, unflattened, carried, before)
-    # 3. The name and the spec of each array, by slot.
-    locations = _locate_new(plan, output, after.structure)  # of what was returned or attached
+    after = _flatten_after(plan, output, unflattened, carried, snapshot)
+    # 3. The name and the spec of each array, by slot. Variables of the arguments keep their names.
+    locations = _locate_new(plan, output, after.structure)
     names = slot_names(after.structure.num_leaves, locations)
-    for index, (known_name, _) in plan.variables.items():  # known Variables keep theirs
+    for index, (variable_name, _) in plan.variables.items():
         for slot in after.structure.slots[index]:
-            names[slot] = known_name
+            names[slot] = variable_name
     if not transform.returns_any:
         head = f"{name}: these results are not arrays:"
         if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
             raise error
     specs = _output_specs(plan, arrays.leaves, after, locations, names)
-    # 4. Other arrays in place of ``after.leaves``: first, results of modules of a strategy in their
-    # declared shardings, then all arrays in the types of the surrounding trace.
+    # 4. Replace ``after.leaves``: results of modules of a strategy get their declared shardings,
+    # then all arrays get the types of the surrounding trace.
     if isinstance(transform, Sharded) and transform.passes_shardings:
         after = left.as_declared(after, specs)
     option = transform.out_name
     after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
-    # 5. Checks of the whole trace: outputs that the transform refuses, captured sharded arrays, and
+    # 5. Check the whole trace for outputs that the transform refuses, captured sharded arrays, and
     # operations that XLA would compute wrong.
     transform.check_outputs(fun_name, names, after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
@@ -190,39 +193,40 @@ def _call_function(
       plan: the plan, which describes the static arguments.
       caller: the call that is traced; ``caller.fun`` is the user's function.
       arrays: the tracers of the arguments, as JAX gave them and as the function sees them.
-      unflattened: copies of the other arguments, which hold the latter.
+      unflattened: copies of the dynamic arguments, which hold the arrays that the function sees.
     """
-    no_arrays = iter(())  # static arguments hold none
+    no_arrays = iter(())  # static arguments hold no arrays
     statics = [assemble(child, no_arrays, unflattened.objects) for child in plan.structure.statics]
     args, kwargs = join_call(plan.signature, statics, unflattened.root)
     # Modules of a strategy shard the rows of activations over the mesh axes that shard the rows of
-    # the batch. The plan has those that were declared; the types of tracers may name further ones.
+    # the batch. The plan has the declared axes, and the types of tracers may name further axes.
     batch_types = [jax.typeof(arrays.leaves[slot]) for slot in plan.batch_slots]
     shardings = [getattr(array_type, "sharding", None) for array_type in batch_types]
     batch_axes = plan.batch_axes | first_axes(shardings, plan.transform.context)
     plan_in_trace = dataclasses.replace(plan, batch_axes=batch_axes)
-    # Yields what to call: the user's function, or one that shards activations in it.
+    # The context yields the user's function, or a function that shards activations in it.
     tracing = plan.transform.tracing(plan_in_trace, caller, unflattened, arrays.inside)
-    with arrays.context(), tracing as function:  # with the mesh whose types the arrays have
-        # Taken here, since what the context sets, such as tags of modules, is no user's change.
-        before = Snapshot(plan.structure, unflattened.objects)
-        return function(*args, **kwargs), before
+    with arrays.context(), tracing as function:  # sets the mesh that the types of arrays name
+        # The snapshot is taken in the context, because what this sets, such as tags of modules, is
+        # no change of the user's function.
+        snapshot = Snapshot(plan.structure, unflattened.objects)
+        return function(*args, **kwargs), snapshot
 
 
 def _flatten_after(
-    plan: Plan, output: object, unflattened: Unflattened, carried: Set[int], before: Snapshot
+    plan: Plan, output: object, unflattened: Unflattened, carried: Set[int], snapshot: Snapshot
 ) -> Flat:
     """Flattens the output of the function, and its arguments as they are after the call.
 
     The objects of the arguments keep their indices, so that the structures before and after can be
-    compared. Raises errors for what the function must not do to them.
+    compared. Raises errors for changes that the function must not make.
 
     Args:
       plan: the plan of the call.
       output: what the function returned.
       unflattened: the copies of the arguments that the function got.
-      carried: the indices of Variables that it may return also without graph updates.
-      before: the arguments before the call; what did not change since is not read again.
+      carried: the indices of Variables that the function may return even without graph updates.
+      snapshot: the arguments before the call; unchanged objects are not read again.
     """
     structure, updates, name = plan.structure, plan.updates, plan.transform.name
     # The ids of static values that are compared by identity, such as functions, and of the static
@@ -230,20 +234,20 @@ def _flatten_after(
     static_ids = {_compat.identity(static.value) for static in structure.identities()}
     object_ids = {_compat.identity(unflattened.objects[i]) for i in structure.static_indices()}
     replaced: Set[int] = frozenset()
-    if not updates:  # the caller's modules stay unchanged, and those returned are new
+    if not updates:  # the caller's modules stay unchanged, and returned modules are new ones
         entries = enumerate(structure.entries)
         replaced = {i for i, entry in entries if isinstance(entry, NodeEntry)} - carried
     after = flatten(
         output,
         graph=plan.graph,
-        first_objects=unflattened.objects,  # get the same indices as before
-        replaced=replaced,  # a module among these that is returned is described as a new one
+        first_objects=unflattened.objects,  # these keep their indices
+        replaced=replaced,
         # JAX keeps the structure with the trace, which must not keep the caller's objects alive.
         held_weakly=static_ids | object_ids,
-        snapshot=before,  # an object that has not changed since keeps its entry
+        snapshot=snapshot,
     )
     if not plan.graph:
-        after.structure.check_tree()  # of the output; the arguments have been checked
+        after.structure.check_tree()  # raises for shared references in the output
     check_objects(structure, after, plan.graph_arguments, static_ids, name=name, updates=updates)
     if not updates:
         check_output(after, plan.variables, carried, name=name)
@@ -251,23 +255,23 @@ def _flatten_after(
 
 
 def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocation]:
-    """Finds where the arrays of the output are, and of the arguments if these may hold new ones.
+    """Finds where the arrays of the output are, and of the arguments if these may hold new arrays.
 
-    Known Variables keep their spec and name, so only new arrays need a location: an argument or
-    output, and a path in it.
+    Variables of the arguments keep their specs and names, so only new arrays need a location: an
+    argument or output, and a path in it.
     """
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
     result = split_argument("output", transform.out_specs.tree, output, after.root, option)
-    # A Variable or array in the arguments is new only if there are new objects, a module links to
-    # other ones (its entry then differs), or it holds arrays itself (their slots are in `slots`).
+    # The arguments have a new Variable or array only if there are new objects, if a module links to
+    # other objects (its entry differs), or if a module holds arrays itself (it has slots).
     before = plan.structure
     is_unchanged = len(before.entries) == len(after.entries) and all(
         new == old and not slots
         for old, new, slots in zip(before.entries, after.entries, after.slots, strict=True)
         if isinstance(old, NodeEntry)
     )
-    # Without updates, what the function attached to its arguments is not written back.
+    # Without updates, objects that the function attached to its arguments are not written back.
     may_have_new = plan.updates and not is_unchanged
     return locate(after, [*plan.graph_arguments, result] if may_have_new else [result])
 
@@ -281,13 +285,13 @@ def _output_specs(
 ) -> list[Any]:
     """Returns the spec of each array after the call, by slot: a sharding, or a dimension.
 
-    An array that was updated keeps the spec that it had. The user's ``out_shardings`` (or
-    ``out_axes``) decide about the output, the spec of an argument about what is new in it.
+    An array that was updated keeps its spec. The user's ``out_shardings`` (or ``out_axes``) decide
+    about the output, and the spec of an argument decides about new arrays in it.
 
     Args:
       plan: the plan of the call.
-      leaves: the arrays before it, by slot.
-      after: the graph after it.
+      leaves: the arrays before the call, by slot.
+      after: the graph after the call.
       locations: where new Variables and arrays are in the output and the arguments.
       names: the expression for each array after the call, by slot.
 
@@ -295,8 +299,8 @@ def _output_specs(
       ValueError: a spec does not fit its array.
     """
     transform = plan.transform
-    # 1. New arrays: by the specs of the places where they are. Variables of the arguments are
-    # decided by the plan, also where they are returned.
+    # 1. The specs of places decide about new arrays there. The plan decides about Variables of the
+    # arguments, even if they are returned.
     resolved = resolve(
         locations,
         after.objects,
@@ -307,9 +311,10 @@ def _output_specs(
     )
     filter_uses = (*plan.filter_uses, *resolved.filter_uses)
     check_filters(filter_uses, name=transform.name, strict=transform.strict)
-    # 2. Updated arrays: their old specs, which are written into ``resolved``.
+    # 2. Updated arrays keep their specs: this writes the old specs into ``resolved``.
     old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
-    # 3. What the transform decides itself, by slot: `vmap` stacks what a function adds, for one.
+    # 3. The specs that the transform itself decides, by slot: `vmap`, for example, stacks arrays
+    # that a function adds.
     written = transform.written_specs(plan, after)
     open_spec = transform.spec_of(None)  # leaves the decision to the compiler
     specs = []
@@ -329,10 +334,10 @@ def _keep_specs(
     """Writes the old spec of each updated array into ``resolved``, by its slot after the call.
 
     Args:
-      plan: the plan of the call, with the structure and the specs before it.
-      leaves: the arrays before it, by slot.
-      after: the structure after it.
-      resolved: what was found for the arrays after it; changed in place.
+      plan: the plan of the call, with the structure and the specs before the call.
+      leaves: the arrays before the call, by slot.
+      after: the structure after the call.
+      resolved: the specs that were found for the arrays after the call; changed in place.
 
     Returns:
       The old shapes of arrays of Variables, by slot after the call.
@@ -344,9 +349,9 @@ def _keep_specs(
         old_slots = before.slots[index]
         for position, slot in enumerate(after.slots[index]):
             resolved.slots[slot] = resolved.variables[index].spec
-            if not old_slots:  # it held no array, so there is nothing else to keep
+            if not old_slots:  # the Variable held no array before
                 continue
-            # Where a Variable holds more arrays than before, the last old one stands for the rest.
+            # If a Variable holds more arrays than before, the last old array stands for the rest.
             old_slot = old_slots[min(position, len(old_slots) - 1)]
             old_shapes[slot] = shape_of(leaves[old_slot])
             if old_slot in plan.on_indivisible:
@@ -358,6 +363,6 @@ def _keep_specs(
             continue
         old_slot_of = slots_before(before, after, index)  # slot after the call → before it
         for slot, old_slot in old_slot_of.items():
-            if resolved.slots[slot] is None:  # no rule for what is new has decided
+            if resolved.slots[slot] is None:  # no rule for new arrays has decided
                 resolved.slots[slot] = plan.object_specs[old_slot]
     return old_shapes

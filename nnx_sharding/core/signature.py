@@ -1,10 +1,10 @@
-"""The arguments of a call → which of them are static, and which are donated.
+"""Sorts the arguments of a call by their roles: which are static, and which are donated.
 
-As in ``jax.jit``, a *static* argument is a part of the key of the compiled function, and all others
-are *dynamic*; the arrays of a *donated* one may be overwritten. These are the *roles* of arguments,
-which the user declares by ``static_argnums``, ``donate_argnames`` and so on. An argument is known
-by its *key*: its position, or its name if it is passed by keyword. A *bound* parameter, such as
-``self``, is filled by an object before the call; the user's positions count without it.
+As in ``jax.jit``, a *static* argument is a part of the key of the compiled function, and all other
+arguments are *dynamic*. The arrays of a *donated* argument may be overwritten. The user declares
+these *roles* by ``static_argnums``, ``donate_argnames`` and so on. The *key* of an argument is its
+position, or its name if it is passed by keyword. An object fills a *bound* parameter, such as
+``self``, before the call, and the user's positions count without it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ def _as_tuple(option: Any) -> tuple[Any, ...] | None:
 class Declared(NamedTuple):
     """The parameters that have one role, such as static: each by its position, by name, or both."""
 
-    positions: tuple[int, ...]  # without bound parameters; negative ones count from a call's end
+    # The positions count without bound parameters. Negative ones count from the end of a call.
+    positions: tuple[int, ...]
     names: frozenset[str]
 
 
 class Signature(NamedTuple):
     """The roles of the arguments for one number of positional arguments and these keywords."""
 
-    names: tuple[str, ...]  # of positional arguments, as in the signature (args[2] beyond it)
-    keywords: tuple[str, ...]  # the keyword arguments, sorted
+    names: tuple[str, ...]  # the names of positional arguments; ``args[2]`` for one in ``*args``
+    keywords: tuple[str, ...]  # the names of keyword arguments, sorted
     static: frozenset[ArgKey]  # the keys of the static arguments
-    donated: frozenset[ArgKey]  # the keys of the donated ones
+    donated: frozenset[ArgKey]  # the keys of the donated arguments
 
     @property
     def dynamic(self) -> tuple[int, ...]:
@@ -73,7 +74,7 @@ class Signature(NamedTuple):
 
     @property
     def static_keys(self) -> list[ArgKey]:
-        """The static arguments in their order, positional ones first."""
+        """The keys of the static arguments in their order, positional arguments first."""
         return [key for key in (*range(len(self.names)), *self.keywords) if key in self.static]
 
     @property
@@ -93,17 +94,21 @@ class Parameters:
       roles: which parameters are static or donated.
       bound: the number of leading parameters that are bound.
       from_call: whether negative positions count from the end of a call, as in ``jax.checkpoint``,
-        not from that of the signature.
+        not from the end of the signature.
 
     Attributes:
-      positional, keyword_only, by_keyword: the names of such parameters.
-      var_positional, var_keyword: those of ``*args`` and ``**kwargs``, or None.
+      positional, keyword_only, by_keyword: the names of parameters that can be passed so.
+      var_positional, var_keyword: the names of ``*args`` and ``**kwargs``; None without these.
       static, donated: the parameters with these roles.
 
-    ``_unbound`` has, by the user's positions, the name of each parameter that may be passed by
-    position or by keyword, and None for others. ``_from_call`` says whether negative positions can
-    only be understood when the number of arguments is known. ``_all_must_be_passed`` says whether
-    each negative position has to be that of an argument, as in ``jax.checkpoint``, not only one.
+    Private attributes:
+
+        _unbound      by the user's positions, the name of each parameter that may be passed by
+                      position or by keyword; None for any other parameter
+        _from_call    whether negative positions are only known with the number of arguments
+        _all_must_be_passed   whether each negative position has to be that of an argument, as in
+                      ``jax.checkpoint``; otherwise one such position is enough
+        _signatures   the signatures of earlier calls
     """
 
     def __init__(
@@ -125,8 +130,8 @@ class Parameters:
         self.var_positional = next(iter(names_of(kinds.VAR_POSITIONAL)), None)
         self.var_keyword = next(iter(names_of(kinds.VAR_KEYWORD)), None)
         self.by_keyword = frozenset(names_of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
-        # For f(self, x, *, flag) with ``self`` bound: ["x", None]. With ``flag`` in its place, so
-        # that negative positions count as JAX counts them.
+        # For f(self, x, *, flag) with ``self`` bound, ``_unbound`` is ["x", None]. ``flag`` has a
+        # place, so that negative positions count as JAX counts them.
         names = [
             parameter.name if parameter.kind is kinds.POSITIONAL_OR_KEYWORD else None
             for parameter in parameters
@@ -137,7 +142,7 @@ class Parameters:
         self._all_must_be_passed = from_call  # `jax.checkpoint` does both
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
         donated = self._complete(roles.donate_argnums, roles.donate_argnames)
-        # As in JAX, negative positions donate nothing if there are ``*args``.
+        # Negative positions donate nothing if there are ``*args``, as in JAX.
         self.donated = donated._replace(positions=tuple(i for i in donated.positions if i >= 0))
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
@@ -146,16 +151,16 @@ class Parameters:
 
         Args:
           option: the option, such as ``static_argnames``, in messages.
-          names: what the user gave there; what is not a string is refused elsewhere.
+          names: the user's values of the option. Values that are not strings are refused elsewhere.
         """
-        if self.var_keyword is not None:  # takes any name
+        if self.var_keyword is not None:  # ``**kwargs`` takes any name
             return
-        known = [*self.positional, *self.keyword_only]
+        parameters = [*self.positional, *self.keyword_only]
         if self.var_positional is not None:  # JAX accepts the name of ``*args``, without effect
-            known.append(self.var_positional)
-        listed = f" (parameters: {', '.join(map(repr, known))})"
-        unknown = [name for name in names if isinstance(name, str) and name not in known]
-        lines = [f"  {name!r}{suggestion(name, known)}{listed}" for name in unknown]
+            parameters.append(self.var_positional)
+        listed = f" (parameters: {', '.join(map(repr, parameters))})"
+        unknown = [name for name in names if isinstance(name, str) and name not in parameters]
+        lines = [f"  {name!r}{suggestion(name, parameters)}{listed}" for name in unknown]
         head = f"{option}: these are not parameters of the function:"
         raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
@@ -168,22 +173,22 @@ class Parameters:
         has the role as well. Negative positions stay if they count from the end of each call.
 
         Args:
-          positions: the user's positions of parameters with the role; None if he gave none.
-          names: the names that he gave, likewise.
+          positions: the user's positions of parameters with the role; None if there are none.
+          names: the user's names of such parameters; None if there are none.
         """
         if positions is None and names is not None:
             positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
         elif names is None and positions is not None:
-            # Which name -1 means: that of the last of all parameters, in JAX's
-            # `infer_argnums_and_argnames`, which this repeats.
+            # The name for -1 is that of the last of all parameters, keyword-only ones included, as
+            # in JAX's `infer_argnums_and_argnames`.
             total = len(self._unbound)
             names = tuple(
                 name
                 for i, name in enumerate(self._unbound)
                 if name is not None and (i in positions or i - total in positions)
             )
-        # Which argument -1 means: the last that is passed by position. So for f(x, *, flag), -1 has
-        # no name, but is the position of x.
+        # The argument for -1 is the last one that is passed by position. So for f(x, *, flag), -1
+        # has no name, but is the position of x.
         num_positional = len(self.positional) - self.bound
         if not self._from_call and num_positional:
             positions = tuple(i % num_positional if i < 0 else i for i in positions or ())
@@ -193,17 +198,17 @@ class Parameters:
         """Returns the roles of the arguments of a call; the same object for equal calls.
 
         Args:
-          num_positional: the number of its positional arguments, with bound ones.
-          keywords: the names of its keyword arguments.
+          num_positional: the number of positional arguments, with bound ones.
+          keywords: the names of keyword arguments.
         """
-        key = (num_positional, keywords)  # not sorted, which would take time in each call
+        key = (num_positional, keywords)  # keywords are not sorted, because that takes time
         signature = self._signatures.get(key)
         if signature is None:
             num_in_args = num_positional - len(self.positional)  # arguments in ``*args``
             in_args = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_in_args))
             signature = self._signatures[key] = Signature(
                 names=(*self.positional[:num_positional], *in_args),
-                keywords=tuple(sorted(keywords)),  # so that their order in a call has no effect
+                keywords=tuple(sorted(keywords)),  # sorted: their order in a call has no effect
                 static=self._passed("static_argnums", self.static, num_positional, keywords),
                 donated=self._passed("donate_argnums", self.donated, num_positional, keywords),
             )
@@ -218,22 +223,22 @@ class Parameters:
     ) -> frozenset[ArgKey]:
         """Returns the keys of the arguments of one call that have a role: positions, or names.
 
-        The positions in keys count bound arguments, those of the user do not. A position from the
-        number of arguments on has no argument in this call, and is left out.
+        The positions in keys count bound arguments; the user's positions do not. A position that is
+        beyond the arguments of this call is left out.
 
         Args:
           option: the name of the option that declares the role, for messages.
-          declared: the parameters that have it.
+          declared: the parameters that have the role.
           num_positional: the number of positional arguments of the call, with bound ones.
-          keywords: the names of its keyword arguments.
+          keywords: the names of the keyword arguments of the call.
 
         Raises:
           ValueError: a negative position is before the first argument.
         """
         positions = declared.positions
-        count = num_positional - self.bound  # as the user counts
-        # -3 of two arguments is before the first one. `jax.checkpoint` refuses that in any case;
-        # `jax.jit` only if no position is that of an argument, and there are arguments.
+        count = num_positional - self.bound  # the number of arguments as the user counts them
+        # With two arguments, -3 is before the first one. `jax.checkpoint` always refuses that.
+        # `jax.jit` refuses it only if there are arguments, and no position is that of one of them.
         any_before_first = any(i + count < 0 for i in positions)
         none_inside = count > 0 and not any(-count <= i < count for i in positions)
         if any_before_first and (self._all_must_be_passed or none_inside):
@@ -247,25 +252,28 @@ class Parameters:
 class SortedCall(NamedTuple):
     """The arguments of one call, by their roles."""
 
-    signature: Signature  # which argument has which role
-    statics: tuple[Any, ...]  # the static ones, in the order of ``signature.static_keys``
-    tree: ArgTree  # all others
+    signature: Signature  # the role of each argument
+    statics: tuple[Any, ...]  # the static arguments, in the order of ``signature.static_keys``
+    tree: ArgTree  # the dynamic arguments
 
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SortedCall:
-    """Sorts the arguments of a call by their roles; a ``ValueError`` for unhashable static ones.
+    """Sorts the arguments of a call by their roles.
 
     Args:
       signature: the roles of the arguments of this call.
       args: the positional arguments.
-      kwargs: those by keyword.
+      kwargs: the keyword arguments.
+
+    Raises:
+      ValueError: a static argument cannot be hashed.
     """
     if not signature.static:  # most calls: all arguments are dynamic
         return SortedCall(signature, (), (args, kwargs))
-    # By key: the position of an argument, or its name if it is passed by keyword.
+    # The key is the position of an argument, or its name if it is passed by keyword.
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     statics = tuple(values[key] for key in signature.static_keys)
-    for name, value in zip(signature.static_names, statics, strict=True):  # names for messages
+    for name, value in zip(signature.static_names, statics, strict=True):
         _check_static(name, value)
     positional = tuple(args[i] for i in signature.dynamic)
     keywords = {name: kwargs[name] for name in signature.dynamic_keywords}
@@ -278,12 +286,12 @@ def join_call(
     """Inverts :func:`sort_call`: returns all arguments, with static ones in their places.
 
     Args:
-      signature: says which argument has which role.
+      signature: the role of each argument.
       statics: the static arguments, in the order of ``signature.static_keys``.
-      tree: all others.
+      tree: the dynamic arguments.
 
     Returns:
-      The positional arguments, and those by keyword.
+      The positional arguments, and the keyword arguments.
     """
     dynamic_args, dynamic_kwargs = tree
     values: dict[Any, Any] = dict(zip(signature.dynamic, dynamic_args, strict=True))

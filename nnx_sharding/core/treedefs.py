@@ -1,8 +1,8 @@
 """Treedefs of JAX: the paths of their leaves, and the auxiliary data of their nodes.
 
-A treedef is itself a tree. Its ``node_data()`` is the class of a container, with what the class
-returns from its flatten function besides children: the *auxiliary data*, such as the keys of a
-dict. It is None for a leaf. ``children()`` are the treedefs of the children.
+A treedef is itself a tree. Its ``node_data()`` has the class of a container, and the *auxiliary
+data*: what the class returns from its flatten function besides children, such as the keys of a
+dict. ``node_data()`` is None for a leaf. ``children()`` are the treedefs of the children.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     """Returns the path of each leaf of a pytree, in the keys that NNX uses.
 
-    ``{"a": [*, *]}`` has ``(("a", 0), ("a", 1))``. A class whose keys JAX does not show has
-    positions instead.
+    For ``{"a": [*, *]}``, these are ``(("a", 0), ("a", 1))``. If JAX does not show the keys of a
+    class, positions take the place of keys.
 
-    Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
+    The result is not cached, because treedefs hold the user's data, which a cache would keep alive
+    and compare.
     """
     count = treedef.num_leaves
     if not count:
@@ -37,22 +38,24 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
         keys: Iterable[Any] = range(len(children))
         if data:  # the keys of a dict
             keys = [path_key(jax.tree_util.DictKey(key)) for key in data]
-        paths_below = zip(keys, map(container_keys, children), strict=True)
-        return tuple((key, *path) for key, paths in paths_below for path in paths)
-    # JAX shows the keys of other node types only for a tree, which is made with other leaves.
+        paths_by_key = zip(keys, map(container_keys, children), strict=True)
+        return tuple((key, *path) for key, paths in paths_by_key for path in paths)
+    # JAX shows the keys of other node types only for a tree, so one is made with Ellipsis as each
+    # leaf.
     try:
-        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)  # with Ellipsis as its leaves
+        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    except Exception:  # a class whose constructor checks its children; then positions are used
+    except Exception:  # the constructor of a class may check its children
         leaves = []
     paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
-    if len(set(paths)) != count:  # such a class, or one whose children have equal keys
+    # Positions are used if the tree could not be made, or if children have equal keys.
+    if len(set(paths)) != count:
         return tuple((index,) for index in range(count))
     return paths
 
 
 def is_leaf_treedef(treedef: PyTreeDef) -> bool:
-    """Whether a pytree is a single leaf. An empty container has one node too, but no leaf."""
+    """Whether a pytree is a single leaf. An empty container also has one node, but no leaf."""
     return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)
 
 
@@ -79,19 +82,19 @@ def node_types(treedef: PyTreeDef) -> set[type]:
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
     """Yields the auxiliary data of the nodes of a pytree, from the root on, except plain keys.
 
-    That is what a class returns from its flatten function besides children. JAX compares it by
-    ``==`` only, so that 1 and True are equal. The keys of dicts and States are left out.
+    Auxiliary data is what a class returns from its flatten function besides children. JAX compares
+    it by ``==`` only, so 1 and True are equal. The keys of dicts and States are left out.
     """
     stack = [treedef]
     while stack:
         node = stack.pop()
         data = node.node_data()
-        if data is None:  # a leaf
+        if data is None:  # the node is a leaf
             continue
         node_type, aux = data
         if _compat.has_aux(node_type, aux):
             yield aux
-        stack += reversed(node.children())  # so that the first child is the next node
+        stack += reversed(node.children())  # reversed: the first child is the next node
 
 
 def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
@@ -99,11 +102,11 @@ def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
 
     Args:
       treedef: the tree structure.
-      aux: the new data, one for each that ``aux_of`` yields for ``treedef``, in the same order: a
-        node before its children.
+      aux: the new data, one item for each that ``aux_of`` yields for ``treedef``, in the same
+        order: a node before its children.
     """
     data = treedef.node_data()
-    if data is None:  # a leaf
+    if data is None:  # the treedef describes a leaf
         return treedef
     node_type, old_aux = data
     if _compat.has_aux(node_type, old_aux):  # the keys of a dict stay as they are

@@ -1,17 +1,21 @@
-"""A structure and flat arrays → a graph of NNX objects: new ones, or the caller's.
+"""Builds a graph of NNX objects of a structure and flat arrays: with new objects, or the caller's.
 
 A structure (``structure.py``) is a table that describes a graph as a treedef describes a pytree. An
-*entry* describes the object with an *index*; its *children* are indices of other objects, ``LEAF``
-for an array, static values, and pytrees of these. *Slots* are positions in the list of all arrays.
-To *assemble* a child is to make the value that it describes, with arrays from an iterator.
+*entry* describes one object, and its position in the table is the object's *index*. The *children*
+of an entry are indices of other objects, ``LEAF`` for an array, static values, and pytrees of
+these. *Slots* are positions in the list of all arrays. To *assemble* a child is to make the value
+that it describes, with arrays from an iterator.
 
-Existing objects are changed by *operations*, a function with its arguments each, as in
-``rebuild.py``.
+Existing objects are changed by *operations*, as in ``rebuild.py``.
 
 From other modules:
 
-    Static      a static value; ``content_of`` takes an object apart that is compared by content
+    Static      a static value
+    content_of  the kind and the parts of an object that is compared by content; None for any other
     Operation   a tuple of a function and its arguments, for `perform`
+    make_empty  makes a static object without its parts
+    make_fixed  makes an object that cannot change with all its parts
+    assign      returns the operations that give a static object its parts
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class Unflattened(NamedTuple):
     """A graph that was built from a structure."""
 
     root: Any  # the pytree that the root of the structure describes
-    objects: list[Any]  # by index
+    objects: list[Any]  # the objects of the graph, by index
 
 
 def unflatten(
@@ -63,30 +67,31 @@ def unflatten(
 
     Args:
       structure: describes the objects.
-      leaves: the arrays, by slot; for a ``jax.Ref``, itself or its new value.
-      existing: objects that are used unchanged, by index, instead of new ones.
-      share: whether flattened lists and other static containers are used again, if unchanged.
+      leaves: the arrays, by slot. For a ``jax.Ref``, this is the ref itself or its new value.
+      existing: objects that are used unchanged, by index, instead of new objects.
+      share: whether flattened lists and other static containers are used again if unchanged.
     """
     existing = existing or {}
     existing = {**existing, **_unchanged_statics(structure, existing, share)}
-    # The static part of each different metadata, by the id of ``entry.metadata``: many Variables
-    # share theirs, so `_new_object` adds one for the first of them.
+    # The static part of metadata, by the id of ``entry.metadata``. `_new_object` adds it for the
+    # first of the Variables that share their metadata.
     static_metadata: dict[int, dict[str, Any]] = {}
-    trace_state = _compat.new_trace_state()  # of the current trace, to which new Variables belong
+    trace_state = _compat.new_trace_state()  # names the current trace, for new Variables
     new_entries = [
         (index, entry) for index, entry in enumerate(structure.entries) if index not in existing
     ]
-    # First all objects without content, since any may refer to any other.
+    # All objects are made without content first, because any object may refer to any other.
     objects: list[Any] = [existing.get(index) for index in range(len(structure.entries))]
     for index, entry in new_entries:
         slots = structure.slots[index]
         objects[index] = _new_object(entry, static_metadata, trace_state, slots, leaves)
-    # Then their content. A ``jax.Ref`` and a hijax Variable have theirs already.
+    # The new objects get their content, except refs and hijax Variables, which have it already.
     for index, entry in new_entries:
         slots, obj = structure.slots[index], objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
-            # It has the static metadata. What is missing there links to objects, which exist now.
+            # The Variable has its static metadata. The other settings link to objects, and are set
+            # now, because all objects exist.
             num_static = len(static_metadata[_compat.identity(entry.metadata)])
             if num_static < len(entry.metadata):
                 _compat.set_metadata(obj, assemble_metadata(entry, objects))
@@ -108,14 +113,15 @@ def _new_object(
 ) -> Any:
     """Returns a new object of the class in an entry.
 
-    The caller fills it later, except hijax Variables and refs: these are made with their arrays.
+    The caller fills the object later. Hijax Variables and refs need not be filled, because they are
+    made with their arrays.
 
     Args:
       entry: describes the object.
-      static_metadata: a cache: the metadata of Variables, except what links to objects, by the id
-        of ``entry.metadata``. That of this entry is added.
+      static_metadata: a cache: the metadata of Variables, except settings that link to objects, by
+        the id of ``entry.metadata``. The metadata of this entry are added.
       trace_state: Flax's record of the current trace, for a new Variable.
-      slots: the slots of its arrays.
+      slots: the slots of the arrays of the object.
       leaves: all arrays.
     """
     if isinstance(entry, NodeEntry):
@@ -126,7 +132,7 @@ def _new_object(
             children = entry.metadata  # pairs of name and child
             pairs = ((name, child.value) for name, child in children if isinstance(child, Static))
             metadata = static_metadata[_compat.identity(entry.metadata)] = dict(pairs)
-        # Within a trace, or with modules in its value, a hijax Variable is made as a plain one.
+        # Within a trace, or if modules are in its value, a hijax Variable is made as a plain one.
         if metadata.get("hijax") and not holds_objects(entry) and _compat.trace_is_clean():
             value = assemble(entry.value, (leaves[slot] for slot in slots), ())
             variable_type: Any = entry.type
@@ -134,11 +140,11 @@ def _new_object(
         return _compat.new_variable(entry.type, metadata, trace_state)
     if isinstance(entry, StaticObject):
         return make_empty(entry.kind)
-    if entry is None:  # not described, as nothing refers to it
+    if entry is None:  # the object is not described, because nothing refers to it
         return None
     assert isinstance(entry, RefEntry)
     leaf = leaves[slots[0]]
-    # An abstract value stays abstract: there is nothing yet for a ref to refer to.
+    # An abstract value stays abstract, because a ref needs data.
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
     return leaf if is_abstract or _compat.is_ref(leaf) else jax.new_ref(leaf)
 
@@ -148,7 +154,7 @@ def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
 
     Args:
       child: the child of an entry, or the root.
-      leaves: the arrays; each ``LEAF`` in the child takes the next one.
+      leaves: the arrays; each ``LEAF`` in the child takes the next array.
       objects: the objects of the graph, by index.
     """
     if child is LEAF:
@@ -160,11 +166,13 @@ def assemble(child: Child, leaves: Iterator[AnyArray], objects: Objects) -> Any:
     assert isinstance(child, Container | StaticObject)
     parts = [assemble(part, leaves, objects) for part in child.children]
     if isinstance(child, StaticObject):
-        # As a child, not as an entry: one that cannot change, such as a tuple with a list in it.
+        # A child, as opposed to an entry, is an object that cannot change, such as a tuple with a
+        # list in it.
         return make_fixed(child.kind, parts)
     treedef = child.treedef
-    # Node data, such as the settings of a registered class, is in the treedef. Data that can change
-    # is described by children, and the treedef has to get the copy.
+    # The treedef has the node data, such as the settings of a registered class. If children
+    # describe data that can change, the treedef has to get copies of it. Data comes after the
+    # parts, because the leaves of both come from one iterator.
     if not all(isinstance(aux, Static) for aux in child.aux):
         treedef = with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
     return jax.tree_util.tree_unflatten(treedef, parts)
@@ -177,10 +185,10 @@ def assemble_attributes(
 
     Args:
       entry: describes the module.
-      leaves: the arrays that it holds itself, in the order of its attributes.
+      leaves: the arrays that the module holds itself, in the order of its attributes.
       objects: the objects of the graph, by index.
     """
-    # Most attributes are static: without the call, a model is built faster.
+    # Most attributes are static, and a model is built faster without a call for each of these.
     return [
         (key, child.value if type(child) is Static else assemble(child, leaves, objects))
         for key, child in zip(entry.keys, entry.children, strict=True)
@@ -188,15 +196,15 @@ def assemble_attributes(
 
 
 def assemble_metadata(entry: VariableEntry, objects: Objects) -> dict[str, Any]:
-    """Returns the metadata of a Variable by name; ``objects`` are those that it may link to."""
+    """Returns the metadata of a Variable by name; settings may link to ``objects``, by index."""
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 
 def pytree_of(entry: object) -> Container | None:
     """Returns the pytree of arrays that is the value of a Variable; None for any other entry.
 
-    Also None if the value is one array, or a pytree with modules or Variables in it: the arrays of
-    these are theirs, and have locations of their own.
+    Returns None as well if the value is one array, or a pytree with modules or Variables in it,
+    because the arrays in such a pytree have locations of their own.
     """
     if not isinstance(entry, VariableEntry) or holds_objects(entry):
         return None
@@ -206,7 +214,7 @@ def pytree_of(entry: object) -> Container | None:
 def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
     """Returns the value at a location: an array, or the pytree of arrays that a Variable holds.
 
-    ``leaves`` are the arrays by slot, or anything in their place.
+    ``leaves`` has the arrays by slot, or other things instead of arrays.
     """
     arrays = [leaves[slot] for slot in location.slots]
     index = location.object_index
@@ -220,7 +228,7 @@ def value_at(structure: Structure, location: Location, leaves: Arrays) -> Any:
 def assign_content(entry: StaticObject, value: object, objects: Objects) -> list[Operation]:
     """Returns the operations that give a static object the content of an entry.
 
-    ``objects`` are those of the graph, by index, to which the content may link.
+    The content may link to ``objects``, the objects of the graph by index.
     """
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
@@ -231,12 +239,12 @@ def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> N
     Args:
       structure: has the entries.
       objects: the objects of the graph, by index.
-      indices: those of the objects to restore; others than static ones are left alone.
+      indices: the indices of the objects to restore. Objects that are not static are left alone.
     """
     by_index = dict(enumerate(objects))
     for index in indices:
         entry = structure.entries[index]
-        # Writing equal content anew would be seen by other threads, and by guards.
+        # Equal content is not written, because other threads and guards would see the change.
         if isinstance(entry, StaticObject) and not _has_content(objects[index], entry, by_index):
             perform(assign_content(entry, objects[index], objects))
 
@@ -246,9 +254,9 @@ def _unchanged_statics(
 ) -> dict[int, Any]:
     """Returns the static objects that were flattened and still have their content, by index.
 
-    They can be used again instead of copies. Without ``share``, a list, dict or the like is copied,
-    unless an object that is used again holds it. Otherwise a list that a function has created in
-    its trace, and returns in a module, would be one and the same in the results of all calls.
+    The caller uses these instead of copies. Without ``share``, a list, dict or the like is left
+    out, unless an object that is used again holds it. So if a function has created a list in its
+    trace, and returns it in a module, the results of different calls have different lists.
 
     Args:
       structure: has the entries, and the objects that were flattened (``origins``).
@@ -258,7 +266,7 @@ def _unchanged_statics(
     entries: Sequence[Any] = structure.entries
     origins = structure.origins.items()
     unchanged = {index: value for index, value in origins if index not in existing}
-    while True:  # an object that holds a changed one has changed as well
+    while True:  # in rounds, because an object that holds a changed object has changed as well
         objects = {**existing, **unchanged}
         changed = [
             index for index, x in unchanged.items() if not _has_content(x, entries[index], objects)
@@ -267,14 +275,14 @@ def _unchanged_statics(
             break
         for index in changed:
             del unchanged[index]
-    # What is used again, and all that it holds.
+    # The objects that are used again, with all that they hold.
     shared: dict[int, Any] = {}
     pending = [index for index, value in unchanged.items() if share or not is_builtin(type(value))]
     while pending:
         index = pending.pop()
         if index in unchanged and index not in shared:
             shared[index] = unchanged[index]
-            # The indices of the objects in it, also in tuples and the like.
+            # The indices of the objects in this object, also in tuples and the like.
             pending += (atom for atom in atoms(entries[index].children) if isinstance(atom, int))
     return shared
 
@@ -282,8 +290,8 @@ def _unchanged_statics(
 def _has_content(value: object, entry: StaticObject, objects: Mapping[int, Any]) -> bool:
     """Whether a static object still has the content that its entry describes.
 
-    The content is its kind (class and names of attributes) and its parts, each of which has to be
-    what a child of the entry describes. ``objects`` are those that a child may link to, by index.
+    The content is the object's kind (class and names of attributes) and its parts. Each part has to
+    be what a child of the entry describes. A child may link to ``objects``, by index.
     """
     content = content_of(value)
     if content is None:
@@ -301,21 +309,21 @@ def _is_described_by(value: object, child: Child, objects: Mapping[int, Any]) ->
     """Whether a value in a static object is the one that a child describes."""
     if isinstance(child, int):  # an object of the graph
         return child in objects and objects[child] is value
-    if isinstance(child, StaticObject):  # one that cannot change, such as a tuple with a list in it
+    if isinstance(child, StaticObject):  # a tuple with a list in it, for example
         return _has_content(value, child, objects)
     return Static.of(value) == child
 
 
 def perform(operations: Iterable[Operation]) -> None:
-    """Runs all operations without Python code in between, which a signal could interrupt."""
+    """Runs all operations in C: no Python code runs in between, so no signal can interrupt them."""
     deque(itertools.starmap(operator.call, operations), maxlen=0)
 
 
 def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns a function that picks these positions from a sequence, at C speed."""
+    """Returns a function that returns the items at these positions of a sequence, at C speed."""
     if not positions:
         return lambda items: ()
-    if len(positions) == 1:  # for one position, itemgetter would not give a sequence
+    if len(positions) == 1:  # itemgetter of one position would return an item, not a sequence
         start = positions[0]
         return operator.itemgetter(slice(start, start + 1))
     return operator.itemgetter(*positions)

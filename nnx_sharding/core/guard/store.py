@@ -9,7 +9,8 @@ that is built like an earlier one uses its plan, and gets a guard when it is pas
           ├─ a template matches ────────────────────────────── its plan; a guard the second time
           └─ neither: flatten, find or make a plan, ``add`` ── a guard and a template
 
-Nothing here keeps a model alive, and all tables are bounded. From other modules:
+Nothing here keeps a model alive, and all tables are bounded. The C extension replaces ``find``: it
+tries the guards in ``Guards.recent``. From other modules:
 
     Plan      all that a function needs to know of arguments of one structure, to serve a call
     Flat      the arguments as ``flatten`` returns them: structure, arrays and objects
@@ -22,7 +23,6 @@ Nothing here keeps a model alive, and all tables are bounded. From other modules
     WalkRecorder   makes the recipe while ``flatten`` reads; ``identities`` are the objects that a
               walk compares by their ids alone, so a guard is void once one of them is collected
     make_room      removes the oldest entries of a table that is too large
-    extension      C code that replaces ``find``: it tries the guards in ``Guards.recent``
 """
 
 from __future__ import annotations
