@@ -109,7 +109,7 @@ def make_jaxpr(
         roles = Roles.of(static_argnums)
         lifted = lift(Lifted, f, transform, roles, graph, graph_updates)
 
-        # `lifted._jaxpr` has not the name and the signature of `f`, but this function has.
+        # This function has the name and the signature of `f`. The method `_jaxpr` does not.
         @functools.wraps(f)
         def jaxpr_of(*args: object, **kwargs: object) -> Any:
             return lifted._jaxpr(args, kwargs)

@@ -64,9 +64,9 @@ class _Rules:
     """
 
     rules: tuple[tuple[Any, Keep], ...]  # pairs of a filter and what happens to its matches
-    # The numbers of the rules that have matched something.
+    # The numbers of the rules that have matched a module or a name.
     used: set[int] = dataclasses.field(default_factory=set, compare=False)
-    # The paths of the modules that were called.
+    # The paths of the modules that were called. The dict is an ordered set.
     called: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -590,7 +590,7 @@ def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
       explicit: axes that are Explicit around the program.
     """
     for equation in program.eqns:
-        # The sharding in the type of a value that is no array may have no mesh.
+        # The sharding in the type of a value may have no mesh.
         meshes = (getattr(x.aval.sharding, "mesh", None) for x in equation.outvars)
         if any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes):
             return True

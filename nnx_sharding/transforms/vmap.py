@@ -242,7 +242,7 @@ def _shard_alike(
         entries = pad_entries(spec, len(shapes[slot]))
         entries[dimension] = wanted_axes
         aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
-    # An error shows all sharded dimensions, so that the user sees which ones differ.
+    # An error shows all dimensions that are sharded, and those that cannot be sharded alike.
     shown_slots = list[int]()
     if unlike_slots:
         shown_slots = [slot for slot in dimensions if slot in unlike_slots or mesh_axes[slot]]
