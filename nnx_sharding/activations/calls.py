@@ -259,8 +259,8 @@ class Recorder:
         # Without a mesh in context, this is JAX's empty abstract mesh, which a trace can set, too.
         self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
         # A trace makes its own modules and Variables, and asks the caller only for static objects.
-        static = {*flat.structure.static_indices()}
-        self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
+        static_indices = {*flat.structure.static_indices()}
+        self._objects = [x if i in static_indices else None for i, x in enumerate(flat.objects)]
         self._identities = [static.value for static in flat.structure.identities()]
         self._types: list[tuple[Any, jax.sharding.Sharding | None]] = []
         for leaf in leaves:
