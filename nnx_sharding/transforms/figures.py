@@ -169,18 +169,19 @@ class Figures:
           ValueError: the function computes something else now than when it was compiled.
         """
         program = self.dumped.compiled_program(self._arguments, self._mesh)
-        is_other = _types_of(program.module) != _types_of(self.module)
+        is_another_program = _types_of(program.module) != _types_of(self.module)
         # Compilers may fuse in another way the second time, which changes flops by little. The
         # flops are also None for loops of unknown length.
         flops_of_calls = None if self.cost is None else self.cost.flops
         if flops_of_calls is not None and program.executed is not None:
             flops = sum(
                 work.flops * program.module.runs[name].least
-                for name, parts in program.executed.items()
-                for _, work in parts
+                for name, works in program.executed.items()
+                for _, work in works
             )
-            is_other = is_other or abs(flops - flops_of_calls) > 0.2 * flops_of_calls
-        if is_other:
+            if abs(flops - flops_of_calls) > 0.2 * flops_of_calls:
+                is_another_program = True
+        if is_another_program:
             raise ValueError(
                 f"{self._plan.fun_name} is another program than the one that was compiled: "
                 "by_module and by_line trace it once more, and what it captures, or a setting of "

@@ -373,7 +373,7 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
         # The transform keeps pairs, because they are hashable; None without options.
         "compiler_options": transform.compiler_options and dict(transform.compiler_options),
     }
-    # `functools.wraps` has kept it there. `_fun` of a bound method has no ``self``.
+    # `__wrapped__` is the function that `jit` was given. `_fun` of a bound method has no ``self``.
     return function.__dict__["__wrapped__"], options
 
 

@@ -233,6 +233,7 @@ def _shard_alike(
     unlike_slots = set[int]()
     for slot, dimension in dimensions.items():
         spec, leaf = specs[slot], aligned[slot]
+        # An array that is on no mesh is left as it is.
         if mesh_axes[slot] == wanted_axes or type_mesh(leaf) is None:
             continue
         # A mesh axis that shards another dimension of the array cannot shard this one, too.
