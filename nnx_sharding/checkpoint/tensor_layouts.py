@@ -1,13 +1,14 @@
-"""How the dimensions of a tensor become those of an array: the axes that both consist of.
+"""The axes of tensors and arrays, which say how dimensions of one become dimensions of the other.
 
 ``"(h d) e -> e h d"`` names three axes. The tensor has them in two dimensions, the array in three.
-Each axis has a size on both sides and a range that both have, so one description serves taking a
-part of a tensor, filling a part of an array, splitting, merging, transposing and stacking:
+Each axis has a size on both sides, and a *common part*, a range that both sides have. So one
+description serves for taking a part of a tensor, filling a part of an array, splitting, merging,
+transposing and stacking:
 
     axis          tensor           array
     h, taken      ....[####]..     [####]         the array has a part of the tensor's axis
     h, put        [####]           ..[####]....   the tensor has a part of the array's axis
-    an index      (none)           ..#.....       an axis that one side lacks has the size 0 there
+    an index      (none)           ..#.....       one side lacks the axis, so its size there is 0
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from .tensor_files import Box, Region
 
-# The axes that each dimension is made of.
+# For each dimension, the names of its axes.
 Dimensions: TypeAlias = list[list[str]]
 
 
@@ -35,22 +36,22 @@ def names_in(dimensions: Dimensions) -> list[str]:
 class Axis(NamedTuple):
     """One axis, and the part of it that both the tensor and the array have."""
 
-    tensor_size: int  # 0 if the tensor lacks the axis: it is at one index of the array's
-    tensor_start: int  # where the common part begins
-    array_size: int  # 0 if the array lacks the axis
-    array_start: int  # where the common part begins
-    length: int  # of the common part
+    tensor_size: int  # 0 if the tensor lacks the axis, because it is one index of the array's axis
+    tensor_start: int  # the index in the tensor at which the common part begins
+    array_size: int  # 0 if the array lacks the axis, because it is one index of the tensor's axis
+    array_start: int  # the index in the array at which the common part begins
+    length: int  # the length of the common part
 
 
 @dataclasses.dataclass
 class Placement:
-    """Which part of a tensor is which part of an array of a certain shape.
+    """The place of a tensor in an array of a certain shape.
 
     Attributes:
-      name: of the tensor.
+      name: the name of the tensor.
       left: the axes of each dimension of the tensor.
-      right: those of each dimension of the array.
-      axes: the sizes and parts of all axes, by name.
+      right: the axes of each dimension of the array.
+      axes: the sizes and common parts of all axes, by name.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Placement:
     axes: Mapping[str, Axis]
 
     def inverse(self, name: str) -> Placement:
-        """Returns the place of the array, as a tensor of this name, in the tensor."""
+        """Returns the place with both sides swapped; ``name`` names the new tensor side."""
         swapped = {
             axis: Axis(x.array_size, x.array_start, x.tensor_size, x.tensor_start, x.length)
             for axis, x in self.axes.items()
@@ -68,15 +69,16 @@ class Placement:
 
     @functools.cached_property
     def is_identity(self) -> bool:
-        """Whether the array is the tensor."""
+        """Whether the array equals the tensor: all axes are whole, and in the same order."""
         are_whole = all(x.tensor_size == x.array_size == x.length for x in self.axes.values())
         return are_whole and self.left == self.right
 
     def arranged(self, tensor: Any) -> Any:
-        """Returns what the array has of a tensor of NumPy or JAX, one dimension for each axis.
+        """Returns the part of a tensor that the array has, with one dimension for each axis.
 
-        The axes are in the order of the array. Axes that the array lacks follow, each of length 1,
-        so that ``reshape`` to the shape of the region drops them.
+        The tensor is an array of NumPy or JAX. The axes are in the order of the array. Axes that
+        the array lacks come last, each of length 1, and ``reshape`` to the shape of the region
+        drops them.
         """
         left, right = names_in(self.left), names_in(self.right)
         shared = [name for name in right if name in left]
@@ -97,10 +99,11 @@ class Placement:
 
     @functools.cached_property
     def region(self) -> list[tuple[int, int]]:
-        """Where the part that the tensor fills begins and ends in each dimension of the array.
+        """The range of each dimension of the array that the tensor fills.
 
-        Only the outermost axis of a dimension can be filled in part, as ``Tensor`` refuses others.
-        In an ``inverse``, inner axes can, too: then the region is around what is filled.
+        ``Tensor`` only allows the outermost axis of a dimension to be filled in part, so the filled
+        elements are a range. In an ``inverse``, inner axes may be filled in part as well. The range
+        then has elements that are not filled (``fills_region``).
         """
         region = []
         for outer, *inner in self.right:
@@ -116,47 +119,47 @@ class Placement:
         return all(axis.length == axis.array_size for axis in inner)
 
     def filled(self) -> list[np.ndarray[Any, Any]]:
-        """Returns which indices of each dimension the tensor fills; it fills all combinations.
+        """Returns for each dimension which indices the tensor fills; it fills all combinations.
 
-        Of index 0 of the second axis of a dimension of ``(4, 2)``, every other one is True.
+        A tensor at index 0 of the second axis of a dimension ``(4, 2)`` fills every other index.
         """
-        dimensions = []
+        filled_by_dimension = []
         for names in self.right:
             is_filled = np.ones((), np.bool_)
             for axis in (self.axes[name] for name in names):
-                of_axis = np.zeros(axis.array_size, np.bool_)
-                of_axis[axis.array_start : axis.array_start + axis.length] = True
-                is_filled = np.logical_and.outer(is_filled, of_axis)  # (axes…)
-            dimensions.append(is_filled.reshape(-1))
-        return dimensions
+                is_axis_filled = np.zeros(axis.array_size, np.bool_)
+                is_axis_filled[axis.array_start : axis.array_start + axis.length] = True
+                is_filled = np.logical_and.outer(is_filled, is_axis_filled)  # (axes…)
+            filled_by_dimension.append(is_filled.reshape(-1))
+        return filled_by_dimension
 
     def overlaps(self, other: Placement) -> bool:
-        """Whether both fill some of the same elements of one array."""
+        """Whether the regions of both in one array have elements in common."""
         pairs = zip(self.region, other.region, strict=True)
         return all(first < end and start < last for (first, last), (start, end) in pairs)
 
     def pieces(self, wanted: Region) -> Iterator[Piece]:
-        """Splits what a region of the array shares with the tensor into boxes of the tensor.
+        """Splits the part of a region of the array that the tensor has into boxes of the tensor.
 
         A box is a range of each axis of the tensor. If rows of the array consist of the axes h and
         d, of sizes 3 and 4, the rows 2:11 need three boxes: ``h=0:1, d=2:4``, then
         ``h=1:2, d=0:4``, and ``h=2:3, d=0:3``.
         """
-        if self.is_identity:  # as for most tensors: the region is the box
+        if self.is_identity:  # the region is the box; most tensors are so
             shape = [end - start for start, end in wanted]
             if 0 not in shape:
                 place = tuple(slice(0, size) for size in shape)
                 yield Piece(place, Box(self.tensor_shape, wanted), shape, range(len(shape)))
             return
-        # 1. Split what is shared in each dimension of the array into ranges of its axes.
+        # 1. In each dimension of the array, split the elements that both have into ranges of axes.
         splits: list[list[_Range]] = []
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
             # The tensor fills first:last of the dimension, and start:end of it is wanted.
             lengths = [self.axes[name].length for name in names]
             ranges = _split(max(first, start) - first, min(last, end) - first, lengths)
-            # `_split` counts from where the tensor begins, and pieces from where the region does.
+            # `_split` counts from the beginning of the tensor, pieces from that of the region.
             splits.append([x.shifted(first - start) for x in ranges])
-        # 2. Each combination of such ranges, one for each dimension, is a box.
+        # 2. Each combination of ranges, with one range for each dimension, is a box.
         left, right = names_in(self.left), names_in(self.right)
         shared = [name for name in left if name in right]
         order = [shared.index(name) for name in right if name in shared]
@@ -166,7 +169,7 @@ class Placement:
             range_of = dict(zip(right, by_axis, strict=True))
             box = []
             for name in left:
-                # Of an axis that the array lacks, it has the one index `tensor_start`.
+                # If the array lacks the axis, the box has one index of it, `tensor_start`.
                 first, last = range_of.get(name, (0, 1))
                 offset = self.axes[name].tensor_start
                 box.append((offset + first, offset + last))
@@ -176,21 +179,22 @@ class Placement:
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where its elements are in a region of an array.
+    """A box of a tensor, and the place of its elements in a region of an array.
 
-    Axes are those that tensor and array share: in ``"(h d) e -> e h d"``, the tensor has them in
-    the order h, d, e, and the array in the order e, h, d.
+    The axes here are the ones that tensor and array share. In ``"(h d) e -> e h d"``, the tensor
+    has them in the order h, d, e, and the array in the order e, h, d.
     """
 
-    place: tuple[slice, ...]  # in each dimension of the region
+    place: tuple[slice, ...]  # the range of each dimension of the region
     box: Box
-    lengths: Sequence[int]  # of the axes, in the order of the tensor
+    lengths: Sequence[int]  # the lengths of the axes, in the order of the tensor
     order: Sequence[int]  # the axes in the order of the array, by index in the tensor's: [2, 0, 1]
 
     def view(self, region: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Returns the values of a region of the array at this place, in the order of the tensor.
 
-        It is a view, of shape ``lengths``: splitting and transposing dimensions copies nothing.
+        The result is a view of shape ``lengths``, because splitting and transposing dimensions
+        copies nothing.
         """
         array_lengths = [self.lengths[axis] for axis in self.order]
         place: Any = (*self.place, ...)  # the ellipsis keeps an array without dimensions an array
@@ -204,10 +208,10 @@ class _Range(NamedTuple):
 
     start: int
     stop: int
-    by_axis: Region  # (first, last) of each axis
+    by_axis: Region  # (first, last) for each axis
 
     def shifted(self, distance: int) -> _Range:
-        """Returns it where ``distance`` more elements are before it in the dimension."""
+        """Returns the range moved by ``distance`` elements in the dimension."""
         return self._replace(start=self.start + distance, stop=self.stop + distance)
 
 
@@ -224,19 +228,20 @@ def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
         return []
     if len(lengths) == 1:
         return [_Range(first, last, [(first, last)])]
-    _, *rest = lengths
-    stride = math.prod(rest)  # the number of elements at one index of the first axis
+    _, *inner_lengths = lengths
+    stride = math.prod(inner_lengths)  # the number of elements at one index of the first axis
     parts: list[_Range] = []
     while first < last:
         index = first // stride
         if first % stride == 0 and last - first >= stride:  # whole indices
             end_index = last // stride
             end = end_index * stride
-            parts.append(_Range(first, end, [(index, end_index), *((0, n) for n in rest)]))
-        else:  # a part of one index, which the other axes split further
+            inner_ranges = [(0, length) for length in inner_lengths]
+            parts.append(_Range(first, end, [(index, end_index), *inner_ranges]))
+        else:  # a part of one index, which the inner axes split further
             begin = index * stride
             end = min(last, begin + stride)
-            for part in _split(first - begin, end - begin, rest):  # counted from `begin`
+            for part in _split(first - begin, end - begin, inner_lengths):  # counted from `begin`
                 with_index = part._replace(by_axis=[(index, index + 1), *part.by_axis])
                 parts.append(with_index.shifted(begin))
         first = end
@@ -244,11 +249,12 @@ def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
 
 
 def boxes(placements: Sequence[Placement]) -> list[Region] | None:
-    """Returns the region of an array that each placement fills; None if some fill no range.
+    """Returns the region of an array that each placement fills; None if one of them fills no range.
 
     If all placements divide the dimensions into axes of the same sizes, each axis counts as a
-    dimension here. Two tensors that have 4 heads each, in turns, fill ``[(0, 4), (0, 1)]`` and
-    ``[(0, 4), (1, 2)]`` of the shape ``[4, 2]``. They fill no ranges of a dimension of 8.
+    dimension in the regions. For example, two tensors of 4 heads each, in turns, fill
+    ``[(0, 4), (0, 1)]`` and ``[(0, 4), (1, 2)]`` of the shape ``[4, 2]``, although they fill no
+    ranges of a dimension of 8.
     """
 
     def axes_of(placement: Placement) -> list[list[Axis]]:
@@ -265,11 +271,11 @@ def boxes(placements: Sequence[Placement]) -> list[Region] | None:
 
 
 def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
-    """Describes a part of an array that no placement fills, and one that several do.
+    """Describes a part of an array that no placement fills, and a part that several fill.
 
     Args:
-      placements: what fills the array.
-      noun: what fills it, for the message, such as "tensor".
+      placements: the placements that fill the array.
+      noun: the word for one of them in the message, such as "tensor".
       once: whether it is a fault if several fill the same part.
 
     Returns:
@@ -280,10 +286,10 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     if not placements:
         return [""]
     if len(placements) == 1 and all(x.length == x.array_size for x in placements[0].axes.values()):
-        return []  # as for most tensors
-    # Each dimension is cut wherever a placement begins or ends, which divides the array into cells.
-    # A cell is filled as a whole, or not.
-    edges: list[list[int]] = []  # for each dimension, where cells begin, and its size
+        return []  # one placement fills the whole array; most arrays are so
+    # Each dimension is cut wherever a placement begins or ends. The cuts divide the array into
+    # cells, and a placement fills a cell as a whole, or not at all.
+    edges: list[list[int]] = []  # for each dimension, the indices where cells begin, then its size
     cells: list[np.ndarray[Any, Any]] = []  # for each dimension, (placements, cells)
     for filled in zip(*(placement.filled() for placement in placements), strict=True):
         by_index = np.stack(filled)  # (placements, size)
@@ -292,15 +298,17 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
         starts = np.flatnonzero(begins)
         edges.append([*starts.tolist(), len(begins)])
         cells.append(by_index[:, starts])
+    # The number of placements that fill each cell. A placement fills a cell if it fills its index
+    # in all dimensions.
     count = np.zeros([x.shape[1] for x in cells], np.int32)
-    for i in range(len(placements)):  # which cells it has in each dimension, then in all
+    for i in range(len(placements)):
         count += functools.reduce(np.logical_and.outer, [x[i] for x in cells], np.True_)
     faults = {f"no {noun}": count == 0}
     if once:
         faults[f"several {noun}s"] = count > 1
     texts = []
     for fault, is_at_fault in faults.items():
-        for cell in np.argwhere(is_at_fault)[:1]:  # one place is enough for a message
+        for cell in np.argwhere(is_at_fault)[:1]:  # one cell is enough for a message
             bounds = (f"{x[i]}:{x[i + 1]}" for x, i in zip(edges, cell, strict=True))
             texts.append(f": {fault} for [{', '.join(bounds)}]")
     return texts
