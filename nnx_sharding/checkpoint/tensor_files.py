@@ -1,12 +1,19 @@
 """Files in the format of safetensors: their headers, and boxes of elements of their tensors.
 
-A file is the length of a JSON header in eight bytes, the header, and the bytes of the tensors one
-after the other, each in row-major order. A process reads and writes the part of a tensor that its
-shards need: a box, which is a series of contiguous runs in the file.
+A file has three parts: the length of a JSON header in eight bytes, the header, and the bytes of the
+tensors one after the other, each in row-major order. A process reads and writes the part of a
+tensor that its shards need: a box, which is a series of contiguous runs in the file.
 
-The ``safetensors`` library is not used: it has no slices of float8 as NumPy arrays up to 0.8, takes
-no paths in buckets, writes a file from one process, and keeps what it maps resident next to the
-arrays (a peak of 2.00 × what is loaded; here 1.00 ×) or reads complete tensors.
+The ``safetensors`` library is not used, for several reasons. Up to 0.8, it has no slices of float8
+as NumPy arrays. It takes no paths in buckets, and writes a file from one process. It reads complete
+tensors, or keeps mapped memory resident next to the arrays (a peak of 2.00 × the loaded bytes; this
+module has 1.00 ×).
+
+From other modules: `version_of` returns the identity of a file, which differs once the file is
+replaced; None without a file, and in a bucket. `drafts` returns the drafts of a path that exist,
+of writers that are busy or were killed.
+`unique_json` decodes JSON, and raises an error if an object has a key twice. `raise_listed` raises
+an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -49,24 +56,25 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {name: code for code, name in DTYPES.items()}
 
-# Above this many bytes, memory is mapped; the number of mappings of a process is limited.
+# Above this many bytes, memory is mapped. Less memory is not, because the number of mappings of a
+# process is limited.
 _LARGE = 2**20
 
-# Below this many bytes, a read costs more than reading what is between it and the next one.
+# Below this many bytes, a read of its own costs more than reading the gap to the next one as well.
 _SHORT = 256
 
-# As many bytes are collected before they are written.
+# So many bytes are collected before they are written.
 _AT_ONCE = 2**24
 
-# A range of each dimension: where it begins and ends.
+# The range of each dimension: its first index, and the index after the last one.
 Region: TypeAlias = Sequence[tuple[int, int]]
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of an open file: where its bytes begin, its shape and dtype."""
+    """One tensor of an open file."""
 
     file: BinaryIO
-    offset: int
+    offset: int  # the position in the file of the tensor's first byte
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | str  # a string, the name in the file, if NumPy has no such dtype
 
@@ -79,39 +87,43 @@ Tensors: TypeAlias = dict[str, StoredTensor]
 def open_tensors(caller: str, path: str | os.PathLike[str]) -> Iterator[Tensors]:
     """Opens a file, or the files in a folder, and yields their tensors by name.
 
-    Another job may replace the files. Those that are open stay what they are, and if the index has
-    become another one while they were opened, they are opened again.
+    Another job may replace the files. Open files keep their content. If the index has changed while
+    the files were opened, they are opened again.
+
+    Raises:
+      NoCheckpointError: a file does not exist or cannot be read.
+      CheckpointError: a file is damaged, or other jobs keep replacing the files.
     """
     folder = as_folder(path)
     if not is_in_bucket(folder):
         folder = Path(folder)  # `epath` takes up to ten times as long for each operation
     index = folder / INDEX_FILE
     for _ in range(3):
-        version = version_of(index)  # also if there is none
-        with contextlib.ExitStack() as files:  # which closes them
+        version = version_of(index)
+        with contextlib.ExitStack() as files:  # closes the files
             try:
                 tensors = _open_indexed(caller, folder, files)
             except NoCheckpointError:
-                # If the index is another one now, the old files may have been deleted before they
-                # were opened. A damaged file is an error in any case.
+                # If the index has changed, another job may have deleted the old files before they
+                # were opened. A damaged file raises another error in any case.
                 if version == version_of(index):
                     raise
                 continue
             if version == version_of(index):
-                yield tensors  # and then close the files
+                yield tensors
                 return
     raise CheckpointError(f"{caller}: {folder} is being replaced by other jobs. Load it again.")
 
 
 def digest(tensors: Tensors) -> str:
-    """Returns a short text that tells the files of one model from those that replace them.
+    """Returns a short text that differs between the files of a model and files that replace them.
 
-    Files of several have other names then. Of a single one, the numbers differ: the first of the
-    largest tensor are read, which are hardly ever constant.
+    If there are several files, their names differ. If there is a single file, its numbers differ:
+    the first numbers of the largest tensor are read, because they are hardly ever constant.
     """
     places = []
     for name, x in sorted(tensors.items()):
-        path = getattr(x.file, "name", "")  # files in buckets may have none
+        path = getattr(x.file, "name", "")  # files in buckets may have no name
         places.append((name, os.path.basename(path), x.offset))
     numbers = b""
     if tensors:
@@ -122,36 +134,50 @@ def digest(tensors: Tensors) -> str:
 
 
 def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:
-    """Opens the single file, or those that the index of a folder names."""
+    """Opens the single file, or the files that the index of a folder names.
+
+    Raises:
+      NoCheckpointError: a file cannot be read.
+      CheckpointError: a file or the index is damaged, or a file lacks tensors of the index.
+    """
     if not (folder / INDEX_FILE).is_file():
         return _open_file(caller, folder / MODEL_FILE if folder.is_dir() else folder, files)
     try:
         located = read_index(folder)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{caller}: {folder / INDEX_FILE} is damaged: {error!r}") from error
-    names = sorted({*located.values()})
-    inside = {name: _open_file(caller, folder / name, files) for name in names}
-    missing = [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]]
+    file_names = sorted({*located.values()})
+    by_file = {name: _open_file(caller, folder / name, files) for name in file_names}
+    missing = [f"  {name}: {file}" for name, file in located.items() if name not in by_file[file]]
     head = f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:"
     raise_listed(CheckpointError, head, missing)
-    return {name: inside[file][name] for name, file in located.items()}
+    return {name: by_file[file][name] for name, file in located.items()}
 
 
 def read_index(folder: FilePath) -> dict[str, str]:
-    """Returns the name of the file of each tensor; the errors are those of wrong JSON data."""
+    """Returns the name of the file of each tensor.
+
+    Raises:
+      ValueError, KeyError, TypeError, RecursionError: the index has no data of this form.
+    """
     located = unique_json((folder / INDEX_FILE).read_bytes())["weight_map"]
     if type(located) is not dict:
         raise TypeError(f"weight_map is a {type(located).__name__}")
-    # Names only: a path could lead out of the folder.
+    # Only names of files are accepted, because a path could lead out of the folder.
     if outside := [x for x in located.values() if type(x) is not str or Path(x).name != x]:
         raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
     return located
 
 
 def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tensors:
-    """Opens a file, which stays open until ``files`` is closed, and reads its header."""
+    """Opens a file, which stays open until ``files`` is closed, and reads its header.
+
+    Raises:
+      NoCheckpointError: the file cannot be read.
+      CheckpointError: the file is damaged.
+    """
     try:
-        # A buffer would read eight KiB (8192 bytes) each time that few bytes are needed.
+        # The file has no buffer, because that would read 8 KiB each time that few bytes are needed.
         opened = files.enter_context(
             path.open("rb") if is_in_bucket(path) else Path(path).open("rb", buffering=0)  # noqa: SIM115
         )
@@ -163,11 +189,11 @@ def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tens
 
 
 def _hint_at_files(path: FilePath) -> str:
-    """Says what is in the folder of a file that cannot be read; empty if that is not known."""
+    """Returns a text about the folder of a file that cannot be read; empty if nothing is known."""
     if is_in_bucket(path) or not path.parent.is_dir():
         return ""
-    # A killed `save_safetensors` leaves its draft, whichever names its files were to have. That
-    # explains more than a list of the files that are there.
+    # A killed `save_safetensors` leaves its draft, whatever names its files should have got. The
+    # draft explains more than a list of the files in the folder.
     if drafts(Path(path.parent, MODEL_FILE)):
         return " Files were begun there, but not written completely."
     present = sorted(os.listdir(path.parent))
@@ -181,18 +207,23 @@ def _hint_at_files(path: FilePath) -> str:
 
 
 def read_header(caller: str, path: FilePath, file: BinaryIO) -> Tensors:
-    """Reads the header of a file, which may be of anyone: nothing in it is believed unchecked."""
+    """Reads the header of a file. All of it is checked, because anyone may have written the file.
+
+    Raises:
+      CheckpointError: the file is damaged, or it is not a safetensors file.
+    """
     try:
-        first = file.read(8)  # fewer bytes if the file is shorter, which is refused below
-        if first == b"version ":
+        length_bytes = file.read(8)  # a shorter file gives fewer bytes, and is refused below
+        if length_bytes == b"version ":
             raise ValueError("it is a pointer of Git LFS, so the file itself has to be downloaded")
-        start = 8 + int.from_bytes(first, "little")
+        start = 8 + int.from_bytes(length_bytes, "little")
         end = file.seek(0, os.SEEK_END)
-        if not 8 < start <= end:  # before memory is allocated for it
+        # The length is checked before memory is allocated for the header.
+        if not 8 < start <= end:
             raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
         file.seek(8)
         return _checked_tensors(file, unique_json(file.read(start - 8)), start, end)
-    # The first of these also come from a header that is JSON, but of another form, such as a list.
+    # A header that is JSON of another form, such as a list, raises the first three of these.
     except (AttributeError, KeyError, TypeError, RecursionError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."
@@ -203,13 +234,13 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
     """Returns the tensors of a file, whose bytes have to follow each other without gaps.
 
     An entry of another form than ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}``
-    raises any error of wrong JSON data, which `read_header` reports.
+    raises any error of wrong JSON data. `read_header` catches and reports these errors.
 
     Args:
       file: the file, for the tensors.
       entries: the header.
-      start: where the bytes of the first tensor begin in the file.
-      end: where the file ends.
+      start: the position of the first tensor's first byte in the file.
+      end: the length of the file.
     """
     tensors: Tensors = {}
     ranges: list[tuple[int, int, str]] = []
@@ -221,15 +252,16 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
             raise ValueError(f"{name} has the shape {shape} and bytes {first} to {last}")
         if type(code) is not str:
             raise ValueError(f"{name} has the dtype {code!r}")
-        # A dtype that NumPy does not have stays a text: only using the tensor is an error. How many
-        # bytes it needs is not known.
+        # A dtype that NumPy does not have stays a text, because only using the tensor is an error.
+        # The number of its bytes is not known, so it is not checked.
         dtype = jnp.dtype(DTYPES[code]) if code in DTYPES else code
         if isinstance(dtype, np.dtype) and last - first != array_bytes(shape, dtype):
             raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
         ranges.append((first, last, name))
         tensors[name] = StoredTensor(file, start + first, shape, dtype)
     begin = 0
-    for first, last, name in sorted(ranges):  # nothing may hide between tensors
+    # There may be no bytes between tensors, because something could be hidden there.
+    for first, last, name in sorted(ranges):
         if first != begin:
             raise ValueError(f"{name} begins at byte {first}, not at {begin}")
         begin = last
@@ -240,7 +272,8 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
 
 def create(path: FilePath, tensors: Mapping[str, AnyArray]) -> None:
     """Writes a file with the shapes and dtypes of its tensors, but not their values."""
-    # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
+    # The metadata say that names and layouts are PyTorch's, because Transformers reads no other
+    # files.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, x in tensors.items():
@@ -248,16 +281,16 @@ def create(path: FilePath, tensors: Mapping[str, AnyArray]) -> None:
         begin, end = end, end + array_bytes(x.shape, dtype)
         header[name] = {"dtype": NAMES[dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)  # which all processes can fill
+        file.truncate(8 + len(text) + end)  # the full size, so that all processes can write parts
 
 
 class Box(NamedTuple):
     """A box of elements of a tensor, whose dimensions may be split into several axes each."""
 
-    sizes: tuple[int, ...]  # of all axes, in the order of the tensor
+    sizes: tuple[int, ...]  # the sizes of all axes, in the order of the tensor
     ranges: Region  # the elements along each axis
 
     @property
@@ -266,21 +299,24 @@ class Box(NamedTuple):
         return tuple(last - first for first, last in self.ranges)
 
     def check(self) -> None:
-        """Raises an error if the tensor does not have all of it: its bytes are of another one."""
+        """Raises a CheckpointError if the box is not in the tensor.
+
+        Elements outside of it would be bytes of another tensor.
+        """
         for (first, last), size in zip(self.ranges, self.sizes, strict=True):
             if not 0 <= first <= last <= size:
                 raise CheckpointError(f"{first}:{last} is outside of an axis of size {size}.")
 
     def runs(self) -> tuple[int, list[int]]:
-        """Returns the length of its contiguous runs, and where they begin, both in elements.
+        """Returns the length of the box's contiguous runs, and where they begin, in elements.
 
-        Of the first 2 columns in (3, 4), the length is 2, and they begin at 0, 4 and 8.
+        The first 2 columns of a (3, 4) tensor have runs of length 2, which begin at 0, 4 and 8.
         """
         shape = self.shape
         if shape == self.sizes:  # the whole tensor is one run
             return math.prod(shape), [0]
-        # A run has all of the trailing axes that the box has completely, and the part that it has
-        # of the axis before them. `num_outer` becomes the number of axes before that one.
+        # A run has the trailing axes that the box has completely, and the box's part of the axis
+        # before these. `num_outer` becomes the number of axes before that axis.
         num_outer, run_length = len(self.sizes), 1
         while num_outer:
             num_outer -= 1
@@ -289,7 +325,8 @@ class Box(NamedTuple):
                 break
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         pairs = list(zip(self.ranges, strides, strict=True))
-        # There is a run for each combination of indices of the outer axes; the other axes shift it.
+        # There is a run for each combination of indices of the outer axes. The other axes shift
+        # all runs by the same number of elements.
         shift = sum(first * stride for (first, _), stride in pairs[num_outer:])
         offsets = [np.arange(first, last) * stride for (first, last), stride in pairs[:num_outer]]
         begins = functools.reduce(np.add.outer, offsets, np.array(shift))  # (outer axes…)
@@ -298,7 +335,7 @@ class Box(NamedTuple):
     def widened(self, least: int) -> Box:
         """Returns a box around this one whose runs have at least so many elements, if possible.
 
-        Its last axes are taken completely, one after the other, until the runs are long enough.
+        The last axes are made complete, one after the other, until the runs are long enough.
         """
         ranges = list(self.ranges)
         for axis in reversed(range(len(ranges))):
@@ -309,7 +346,7 @@ class Box(NamedTuple):
         return Box(self.sizes, ranges)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Returns where this box is in one around it."""
+        """Returns the place of this box in a box around it."""
         pairs = zip(self.ranges, outer.ranges, strict=True)
         return tuple(slice(first - start, last - start) for (first, last), (start, _) in pairs)
 
@@ -319,44 +356,54 @@ def read_box(
 ) -> np.ndarray[Any, Any]:
     """Reads a box of a tensor, in the dtype of the tensor and the shape of the box.
 
-    If possible, the values are read into ``out``, which has this dtype and is contiguous.
+    The values are read into ``out``, which has this dtype and is contiguous, unless the box is
+    widened for the read. The caller has to use the result.
+
+    Raises:
+      CheckpointError: the box is not in the tensor, or the file ends before it.
     """
-    assert isinstance(tensor.dtype, np.dtype)  # others were refused
+    assert isinstance(tensor.dtype, np.dtype)  # callers have refused tensors of other dtypes
     box.check()
     file, itemsize = tensor.file, tensor.dtype.itemsize
-    # Runs of less than `_SHORT` bytes are read with what is between them.
+    # If runs are shorter than `_SHORT` bytes, the gaps between them are read as well.
     least_elements = -(-_SHORT // itemsize)  # rounded up
-    wide = box.widened(least_elements)
-    if out is not None and wide.shape == box.shape:
+    wide_box = box.widened(least_elements)
+    if out is not None and wide_box.shape == box.shape:
         data = out.reshape(box.shape)
     else:
-        data = _scratch(wide.shape, tensor.dtype)
-    memory, done = data.reshape(-1).view("u1").data, 0  # in bytes
-    run_length, begins = wide.runs()  # in elements
+        data = _scratch(wide_box.shape, tensor.dtype)
+    memory, num_read = data.reshape(-1).view("u1").data, 0  # in bytes
+    run_length, begins = wide_box.runs()  # in elements
     for begin in begins:
         file.seek(tensor.offset + begin * itemsize)
-        end = done + run_length * itemsize
-        while done < end:  # a read may return less than it should
-            if not (count := _read_into(file, memory[done:end])):
+        end = num_read + run_length * itemsize
+        while num_read < end:  # a read may return fewer bytes than asked for
+            if not (count := _read_into(file, memory[num_read:end])):
                 raise CheckpointError(f"{file.name} became shorter while it was read.")
-            done += count
-    return data[box.within(wide)]
+            num_read += count
+    return data[box.within(wide_box)]
 
 
 class Writer:
     """Writes boxes of the tensors of one file, many at once.
 
-    After a large write, the processor's caches have lost all code and data, and what is done next
-    takes several times as long. So this work is done for many boxes before any is written.
+    A large write empties the processor's caches of all code and data, so the work after it takes
+    several times as long. So boxes are prepared one after the other, and then written together.
     """
 
     def __init__(self, file: BinaryIO):
-        """Writes to a file that was opened without a buffer."""
+        """Takes a file that was opened without a buffer."""
         self._file, self._size = file, 0
-        self._runs: list[tuple[int, memoryview]] = []  # where each begins in the file
+        self._runs: list[tuple[int, memoryview]] = []  # (position in the file, bytes)
 
     def add(self, tensor: StoredTensor, box: Box, values: np.ndarray[Any, Any]) -> None:
-        """Adds a box of a tensor: values in its shape and dtype, with bytes in any order."""
+        """Adds a box of a tensor; writes all boxes if they have many bytes.
+
+        The values have the shape of the box and the tensor's dtype, with bytes in any order.
+
+        Raises:
+          CheckpointError: the box is not in the tensor.
+        """
         box.check()
         values = values.astype(tensor.dtype, copy=False)
         itemsize = values.dtype.itemsize
@@ -371,19 +418,24 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was added, which frees its memory."""
+        """Writes all boxes that were added, and frees their memory."""
         for begin, memory in self._runs:
             self._file.seek(begin)
-            while memory:  # a write may be shorter than it should, as on a full disk
+            while memory:  # a write may be shorter than asked for, for example on a full disk
                 memory = memory[self._file.write(memory) :]
         self._runs, self._size = [], 0
 
 
 def _read_into(file: BinaryIO, memory: memoryview) -> int:
-    """Reads up to as many bytes as the memory has; the number of them, 0 at the end of the file."""
+    """Reads bytes until the memory is full, or fewer.
+
+    Returns:
+      The number of bytes; 0 at the end of the file.
+    """
     if hasattr(file, "readinto"):
         return int(file.readinto(memory) or 0)
-    data = file.read(len(memory))  # the files of TensorFlow, which etils may use for buckets
+    # Files of TensorFlow, which etils may use for buckets, have no `readinto`.
+    data = file.read(len(memory))
     memory[: len(data)] = data
     return len(data)
 
@@ -391,13 +443,16 @@ def _read_into(file: BinaryIO, memory: memoryview) -> int:
 def _scratch(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Returns an uninitialised array, in memory that returns to the system once it is unused.
 
-    Repeated ``malloc`` would leave holes between the arrays that are kept.
+    Large arrays are mapped, because repeated ``malloc`` would leave holes between arrays that are
+    kept.
     """
     size = math.prod(shape)
-    if size * dtype.itemsize < _LARGE:  # also without elements, of which there is no mapping
+    # This includes arrays without elements, because a mapping cannot be empty.
+    if size * dtype.itemsize < _LARGE:
         return np.empty(shape, dtype)
-    # All pages at once, where the system can: one after the other takes 1.5 times as long.
+    # If the system can, it maps all pages at once, because one after the other takes 1.5 times as
+    # long.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
-    # The array keeps the mapping, which ends with it.
+    # The array keeps the mapping alive, so the mapping ends with the array.
     return np.frombuffer(memory, dtype, size).reshape(shape)
