@@ -1,15 +1,21 @@
-"""New safetensors files of a model in a folder that has other files, too: all of them or none.
+"""Publishes new safetensors files of a model in a folder with other files: all of them or none.
 
-A folder holds one model: what ``model.safetensors.index.json`` names or, without one,
-``model.safetensors``. So one rename publishes any number of files: that of the index, or of the
-single file. The others get names that are free, before, and the old ones are deleted, after.
+A folder holds one model: the files that ``model.safetensors.index.json`` names or, without such an
+index, ``model.safetensors``. So one rename publishes any number of files: the rename of the index,
+or of the single file. Before it, the other new files get names that are free. After it, the old
+files are deleted.
 
 A *draft* is a hidden folder next to the files (``core/publishing.py``). Files are written there,
 and to publish one is to give it a second name in the folder, by a hard link.
 
-The links also tell what a killed process has left: its draft has a link of each file that it has
-added to the folder, and of each old file. To *sweep* is to delete those that are in the folder and
-the draft, but not of the model that is there now.
+The links also tell which files a killed process has left, because its draft has a link of each file
+that it has added to the folder, and of each old file. To *sweep* is to delete files that are in the
+folder and in the draft, but do not belong to the model that is in the folder now.
+
+From other modules: `identity` returns the identity of a file, which differs once the file is
+replaced, and None without a file. `check_unchanged` raises a FileExistsError if the identity of a
+path is another one. `sync` waits until a file or folder is on the disk. `exchange` moves a file to
+a path; a file that was at the path is then at the old name, or lost.
 """
 
 from __future__ import annotations
@@ -34,16 +40,20 @@ class Release:
 
     folder: Path
     draft: Draft
-    files: list[str]  # their names, the same in the draft and in the folder
-    # What the index and the single file were when this began. Publishing replaces one of them, and
-    # must not replace what another job has published since.
-    was: dict[str, Identity]
+    files: list[str]  # the names of the files, which are the same in the draft and in the folder
+    # The identities of the index and the single file when the release began. Publishing replaces
+    # one of them, and must not replace a file that another job has published since.
+    old_identities: dict[str, Identity]
 
     def publish(self) -> None:
         """Publishes the files, and deletes those of the old model that no longer belong there.
 
-        A process may be killed after any line: then the folder has the old model or the new one,
-        and the next draft sweeps the rest.
+        A process may be killed after any line. The folder then has the old model or the new one,
+        and the next draft sweeps the other files.
+
+        Raises:
+          CheckpointError: a file in the draft is damaged; nothing was changed.
+          FileExistsError: another job has published a model since; nothing was changed.
         """
         folder, draft = self.folder, self.draft.folder
         # 1. Nothing is changed unless all files are on the disk, and can be read.
@@ -54,26 +64,34 @@ class Release:
         new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
         for name in new:
             sync(draft / name)
-        for name, version in self.was.items():
-            check_unchanged(folder / name, version)
+        for name, old_identity in self.old_identities.items():
+            check_unchanged(folder / name, old_identity)
         # 2. Add the files, but not the last one, which makes them the model.
         *shards, last = new
         for name in shards:
             _link(draft / name, folder / name)
-        for name in old.difference(new):  # so that they are swept if they are not deleted below
-            # Not `_link`, whose rename would take them from the old model while that is needed. An
-            # old file may be a symbolic link, which Python follows by default only from 3.14 on.
-            with contextlib.suppress(OSError, NotImplementedError):  # without, they are not swept
+        # The draft gets links of the old files, so that they are swept if they are not deleted
+        # below.
+        for name in old.difference(new):
+            # `_link` is not used, because its rename would take a file from the old model, which
+            # still needs it. `follow_symlinks` is given because an old file may be a symbolic link,
+            # and the default depends on the release of Python (3.14 changed it). If there can be no
+            # link, the file is not swept.
+            with contextlib.suppress(OSError, NotImplementedError):
                 os.link(folder / name, draft / name, follow_symlinks=False)
-        if shards:  # an index must not be on the disk before the files that it names
-            sync(draft, deep=False)  # by which they are swept if there will be no index
+        # The files have to be on the disk before an index that names them. The links in the draft
+        # have to be there as well, because the files are swept by them if there will be no index.
+        if shards:
+            sync(draft, deep=False)
             sync(folder, deep=False)
         # 3. From here on, readers find the new model.
         exchange(draft / last, folder / last)
         sync(folder, deep=False)
-        if last == MODEL_FILE:  # until the old index is gone, readers take that first
+        # Readers prefer an index to a single file, so the old index is deleted first. It has to be
+        # off the disk before the old files, because after a crash it could name missing files.
+        if last == MODEL_FILE:
             (folder / INDEX_FILE).unlink(missing_ok=True)
-            sync(folder, deep=False)  # or after a crash, it may name files that are gone
+            sync(folder, deep=False)
         # 4. Delete the old files.
         for name in old.difference(new):
             (folder / name).unlink(missing_ok=True)
@@ -81,7 +99,7 @@ class Release:
 
 @contextlib.contextmanager
 def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
-    """Begins a release of so many files, whose draft is deleted at the end.
+    """Begins a release of ``count`` files; sweeps the folder, and deletes the draft at the end.
 
     The caller writes the files to the draft and calls ``publish`` within the context. Without that,
     for example after an error, the folder stays as it was.
@@ -89,18 +107,21 @@ def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Releas
     with Draft(
         folder / MODEL_FILE,
         is_ours=lambda name: name == INDEX_FILE or name.endswith(".safetensors"),
-        sweep=lambda draft: _sweep(folder, draft),  # also the drafts of killed processes
+        # The function is called for the drafts of killed processes as well.
+        sweep=lambda draft: _sweep(folder, draft),
     ) as draft:
-        was = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
-        yield Release(folder, draft, _free_names(folder, count, overwrite=overwrite), was)
+        old_identities = {name: identity(folder / name) for name in (INDEX_FILE, MODEL_FILE)}
+        names = _free_names(folder, count, overwrite=overwrite)
+        yield Release(folder, draft, names, old_identities)
 
 
 def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
-    """Returns names for so many files.
+    """Returns names for ``count`` files of a new model.
 
-    A single file may have the name of the old one, which one rename replaces, unless the old index
-    names that, too: readers would take other files of the old model with it until the index is
-    gone. For this reason, no name of files with an index is in the folder yet.
+    A single file may have the name of the old one, because one rename replaces it. If the old index
+    names that file, it may not, because readers would take the new file together with other files
+    of the old model until the index is gone. For the same reason, files with an index get names
+    that are not in the folder yet.
 
     Raises:
       CheckpointError: the folder has a model, and ``overwrite`` is false.
@@ -121,41 +142,44 @@ def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
 
 
 def _model_files(folder: Path) -> set[str]:
-    """Finds the files of the model in a folder: the single one, or the index and what it names."""
+    """Returns the names of a model's files in a folder: the single file, the index, its files."""
     names = {MODEL_FILE, INDEX_FILE} | _indexed_files(folder)
     return {name for name in names if (folder / name).is_file()}
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    """Returns the names of the files that the index of a folder names; none without an index."""
+    """Returns the names of the files that the index of a folder names.
+
+    The set is empty without an index, or if the index is damaged.
+    """
     if (folder / INDEX_FILE).is_file():
-        # Of what is no index, nothing else is known to be of the model.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             return {*read_index(folder).values()}
     return set()
 
 
 def _sweep(folder: Path, draft: Path) -> None:
-    """Deletes the files in the folder that a draft has, too, and that are not of its model."""
+    """Deletes the files in the folder that a draft has links of, but not the folder's model."""
     if not draft.is_dir():
         return
-    # Also a single file beside an index, which may name it. If it is an old one that should have
-    # been deleted, the next release deletes it.
-    current = _model_files(folder)
+    # A single file next to an index counts as the model as well, because the index may name it. If
+    # it is an old file that should have been deleted, the next release deletes it.
+    current_names = _model_files(folder)
     for name in os.listdir(draft):
-        in_folder = folder / name
-        if name in current or not os.path.lexists(in_folder):
+        file = folder / name
+        if name in current_names or not os.path.lexists(file):
             continue
-        # A hard link; a file of another job may have its name. An old file may be a symbolic link,
-        # which leads nowhere from the draft, so links are not followed.
-        if os.path.samestat(in_folder.lstat(), (draft / name).lstat()):
-            in_folder.unlink()
+        # The files are compared, because a file of another job may have the same name. Symbolic
+        # links are not followed, because an old file may be one, which leads nowhere from the
+        # draft.
+        if os.path.samestat(file.lstat(), (draft / name).lstat()):
+            file.unlink()
 
 
 def _link(old: Path, new: Path) -> None:
-    """Gives a file a second name, or in file systems without hard links, a new one.
+    """Gives a file a second name; in file systems without hard links, renames it.
 
-    Without its old name, the file is not swept if this process is killed.
+    A file that was renamed is not swept if this process is killed, because it is not in the draft.
 
     Raises:
       OSError: there is a file of the new name, which is never replaced.
@@ -165,6 +189,6 @@ def _link(old: Path, new: Path) -> None:
     except FileExistsError:
         raise
     except OSError:  # there are no hard links
-        if new.exists():  # `rename` would replace it
+        if new.exists():  # checked because `rename` would replace the file
             raise
         old.rename(new)
