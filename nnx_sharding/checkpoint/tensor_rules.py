@@ -1,13 +1,13 @@
-r"""The rules that users write: where the tensors of a file belong in a model, and how.
+r"""The rules that users write: they say where the tensors of a file belong in a model, and how.
 
     pattern of names   r"h\.(\d+)\.up\.weight"
     rule               Tensor("blocks/{0}/up/kernel", "out in -> in out")
 
-``Rules.targets`` goes from the name of a tensor to arrays, to load; ``places_of_array`` goes from
-an array to tensors, to save. The second needs patterns that are names with *groups*, the parts in
-parentheses, as ``{0}`` in the path is what the first one matched. An *axis* is what dimensions
-consist of: ``(h d)`` is one dimension of two axes. An `Axis` has its size in the tensor and in the
-array, and which part of it both have; a `Placement` has all axes.
+To load, ``Rules.targets`` returns the arrays for the name of a tensor. To save, ``places_of_array``
+returns the tensors for an array. Saving needs patterns that are names with *groups*, the parts in
+parentheses, because ``{0}`` in the path is the text that the first group matched. Dimensions
+consist of *axes*: ``(h d)`` is one dimension of two axes. An `Axis` has its size in the tensor and
+in the array, and the part that both have. A `Placement` has all axes.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Tensor:
             raise ValueError(f"Tensor({path!r}, {dimensions!r}): {fault}.")
 
     def __hash__(self) -> int:
-        return hash((self.path, self.dimensions))  # all else is in dicts
+        return hash((self.path, self.dimensions))  # the other fields are dicts, which have no hash
 
     def _faults(self) -> Iterator[str]:
-        """Yields what is wrong, as ends of error messages.
+        """Yields the faults of the rule, as ends of error messages.
 
-        The constructor stops at the first one, so each check relies on those before it: the axes
-        are only read if ``dimensions`` has the right form, for example.
+        The constructor stops at the first fault, so a check may rely on the checks before it. For
+        example, axes are only read if ``dimensions`` has the right form.
         """
         take, put, sizes = self.take, self.put, self.sizes
         if self.dimensions is None:
@@ -106,14 +106,14 @@ class Tensor:
         form = rf"\s*(?:{dimension}\s*)*"
         if len(texts) != 2 or not all(re.fullmatch(form, text) for text in texts):
             yield "expected dimensions such as '(h d) e -> e h d'"
-        # The rank only matters without `dimensions`.
+        # The rank has no effect, because there are `dimensions`.
         tensor_dimensions, array_dimensions = self.sides(rank=0)
         left, right = names_in(tensor_dimensions), names_in(array_dimensions)
         if any(len(set(names)) < len(names) for names in (left, right)):
             yield "an axis is named twice on one side"
         if re.search(_INDEX, texts[0]):
             yield "an index such as {0} belongs to the dimensions of the array, after '->'"
-        # An axis with an index is on one side only, as the other one is at this index of it.
+        # An axis with an index is on one side only, because the other side is one index of it.
         indexed_left = {axis for axis in left if isinstance(take.get(axis), int)}
         indexed_right = {axis for axis in right if isinstance(put.get(axis), int)}
         indexed_right |= {axis for axis in right if axis.startswith("{")}
@@ -126,13 +126,13 @@ class Tensor:
             yield f"the array has no axis {', '.join(unknown)}"
         if unsized := [axis for axis in take if axis not in sizes]:
             yield f"give the size in the tensor of {', '.join(unsized)}"
-        # A part of an inner axis is no range of the dimension, as `Placement.region` needs it.
+        # `Placement.region` needs a range of the dimension, and a part of an inner axis is none.
         if any(axis in put for axes in array_dimensions for axis in axes[1:]):
             yield "only the first axis of a dimension can be in put"
         yield from self._faults_of_numbers()
 
     def _faults_of_numbers(self) -> Iterator[str]:
-        """Yields which sizes, indices and slices are invalid, after all names have been checked.
+        """Yields the faults of sizes, indices and slices. All names have been checked before.
 
         A part beyond the end of an axis is refused because its bytes belong to other tensors.
         """
@@ -150,24 +150,24 @@ class Tensor:
             if stop > self.sizes[axis]:  # `_faults` has refused a `take` without a size
                 yield f"{axis} has the size {self.sizes[axis]}, and take is {part!r}"
         for axis, part in self.put.items():
-            # How much of the axis the tensor has to offer, and how much the array has room for.
+            # The length of the tensor's part of the axis has to be that of the array's part.
             if axis in self.take:
                 first, last = _start_and_stop(self.take[axis])
-                offered = last - first
+                tensor_length = last - first
             elif axis in self.sizes:
-                offered = self.sizes[axis]
+                tensor_length = self.sizes[axis]
             else:
                 continue  # without a size, the tensor's axis is as long as `put`
             start, stop = _start_and_stop(part)
-            if stop - start != offered:
-                yield f"{axis}: {offered} of the tensor do not fit into {part!r}"
+            if stop - start != tensor_length:
+                yield f"{axis}: {tensor_length} of the tensor do not fit into {part!r}"
 
     def sides(self, rank: int) -> tuple[Dimensions, Dimensions]:
         """Returns the axes of each dimension of the tensor, and of each dimension of the array.
 
-        For ``"(h d) e -> {0} e h d"``, these are ``[["h", "d"], ["e"]]`` and
-        ``[["{0}"], ["e"], ["h"], ["d"]]``. If ``dimensions`` is None, both are
-        ``[["axis0"], ["axis1"], …]``, one for each dimension of an array of this rank.
+        For ``"(h d) e -> {0} e h d"``, they are ``[["h", "d"], ["e"]]`` and
+        ``[["{0}"], ["e"], ["h"], ["d"]]``. If ``dimensions`` is None, both sides are
+        ``[["axis0"], ["axis1"], …]``, with one axis for each dimension of an array of this rank.
         """
         if self.dimensions is None:
             names = [[f"axis{i}"] for i in range(rank)]
@@ -180,7 +180,7 @@ class Tensor:
 
         Args:
           name: the name of the tensor.
-          groups: what the groups of the pattern matched in this name, such as ``["3"]``.
+          groups: the texts that the groups of the pattern matched in the name, such as ``["3"]``.
           shape: the shape of the array.
 
         Raises:
@@ -194,19 +194,20 @@ class Tensor:
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
         axes: dict[str, Axis] = {}
         for names, size in zip(right, shape, strict=True):
-            # One axis of a dimension may have any size: it gets what the others leave.
-            known = {axis: self._size_by_rule(axis) for axis in names}
-            product = math.prod(n for n in known.values() if n is not None)
-            free = [axis for axis, n in known.items() if n is None]
-            if len(free) > 1:
-                raise ValueError(f"give the size of {' or '.join(free)} in {self.dimensions!r}")
-            if size % product or (not free and size != product):
-                product_text = " × ".join(f"{axis} ({known[axis] or '?'})" for axis in names)
+            # The size of one axis may be unknown. It follows from the sizes of the other axes.
+            rule_sizes = {axis: self._size_by_rule(axis) for axis in names}
+            product = math.prod(n for n in rule_sizes.values() if n is not None)
+            unsized = [axis for axis, n in rule_sizes.items() if n is None]
+            if len(unsized) > 1:
+                raise ValueError(f"give the size of {' or '.join(unsized)} in {self.dimensions!r}")
+            if size % product or (not unsized and size != product):
+                product_text = " × ".join(f"{axis} ({rule_sizes[axis] or '?'})" for axis in names)
                 raise ValueError(f"{size} is not {product_text}")
             for axis in names:
-                axes[axis] = self._axis(axis, known[axis] or size // product, groups)
+                axes[axis] = self._axis(axis, rule_sizes[axis] or size // product, groups)
         for axis in names_in(left):
-            if axis not in axes:  # the array lacks this axis: `take` has an index of it
+            # The array lacks this axis. `_faults` has checked that `take` has an index of it.
+            if axis not in axes:
                 index, _ = _start_and_stop(self.take[axis])
                 axes[axis] = Axis(
                     tensor_size=self.sizes[axis],
@@ -218,14 +219,15 @@ class Tensor:
         return Placement(name, left, right, axes)
 
     def _size_by_rule(self, axis: str) -> int | None:
-        """Returns the size of an axis of the array, or None if only the array can tell it.
+        """Returns the size of an axis of the array; None if the rule does not tell it.
 
-        The rule cannot tell it if the tensor fills only a part of the axis (``put``) or one index
+        The rule does not tell it if the tensor fills only a part of the axis (``put``) or one index
         of it (``put`` or ``{0}``), or if ``sizes`` leaves it out.
         """
         if axis in self.put or axis.startswith("{"):
             return None
-        if axis in self.take:  # a slice: of an axis that `take` indexes, the array has nothing
+        # `take` has a slice here, because the array lacks the axes that `take` indexes.
+        if axis in self.take:
             start, stop = _start_and_stop(self.take[axis])
             return stop - start
         return self.sizes.get(axis)
@@ -236,7 +238,7 @@ class Tensor:
         Args:
           axis: the name of the axis, such as ``h``, or ``{0}`` for an index.
           size: the size of the axis in the array.
-          groups: what the groups of the pattern matched. ``groups[0]`` is the index in ``{0}``.
+          groups: the texts that the groups matched. ``groups[0]`` is the index for ``{0}``.
 
         Raises:
           ValueError: the part is beyond the end of the axis, or a group has not matched an index.
@@ -248,7 +250,7 @@ class Tensor:
                 raise ValueError(f"{axis} is {text!r}, which is no index of 0 or more")
             filled = int(text)
         start, stop = _start_and_stop(filled)
-        # `_faults` could not check this, because only the array tells this size.
+        # This is not checked in `_faults`, because only the array tells the size.
         if stop > size:
             raise ValueError(
                 f"{axis} has the size {size} in the array, and the tensor is {start}:{stop}"
@@ -266,11 +268,11 @@ class Tensor:
 def _axes_by_dimension(text: str) -> Dimensions:
     """Returns the axes of each dimension: ``"(h d) {0}"`` is ``[["h", "d"], ["{0}"]]``."""
     words = re.findall(r"\(.*?\)|[^\s()]+", text)  # "(h d)" and "{0}"
-    # An index such as "{0}" has no name in it, so it is the name of its axis itself.
+    # An index such as "{0}" has no name in it, so the text itself is the name of the axis.
     return [re.findall(_NAME, word) or [word] for word in words]
 
 
-@functools.cache  # most tensors of a model have few different shapes
+@functools.cache  # the tensors of a model have few different shapes
 def _whole_axes(shape: tuple[int, ...]) -> Mapping[str, Axis]:
     """Returns the axes, by the names of ``Tensor.sides``, of a tensor that is the whole array."""
     return {
@@ -282,7 +284,7 @@ def _whole_axes(shape: tuple[int, ...]) -> Mapping[str, Axis]:
 
 
 def _plain(part: Any) -> Any:
-    """Returns a size, an index or a slice with integers of NumPy as ints, which JSON can hold."""
+    """Returns a size, an index or a slice with ints in place of NumPy integers, for JSON."""
     if isinstance(part, slice):
         start = 0 if part.start is None else part.start
         return slice(_plain(start), _plain(part.stop), _plain(part.step))
@@ -290,11 +292,11 @@ def _plain(part: Any) -> Any:
 
 
 def _is_part(part: Any) -> bool:
-    """Whether a part is an index, or a slice without gaps, of an axis of any size."""
+    """Whether a part is an index of 0 or more, or a slice of such indices without gaps."""
     if not isinstance(part, slice):
-        return type(part) is int and part >= 0  # neither True nor 1.0
-    is_whole = type(part.start) is type(part.stop) is int and part.step in (None, 1)
-    return is_whole and 0 <= part.start < part.stop
+        return type(part) is int and part >= 0  # `type` excludes True and 1.0
+    is_plain_slice = type(part.start) is type(part.stop) is int and part.step in (None, 1)
+    return is_plain_slice and 0 <= part.start < part.stop
 
 
 def _start_and_stop(part: slice | int) -> tuple[int, int]:
@@ -302,7 +304,8 @@ def _start_and_stop(part: slice | int) -> tuple[int, int]:
     return (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
 
 
-# What a tensor becomes: an array by its path, one in another layout, several, or nothing.
+# A rule says what a tensor becomes: an array at a path, an array in another layout (`Tensor`),
+# several arrays, or nothing (None).
 Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
 
 
@@ -310,12 +313,12 @@ class Target(NamedTuple):
     """An array that a tensor belongs to."""
 
     tensor: Tensor  # the rule
-    path: str  # of the array
-    groups: Sequence[str]  # what the groups of the rule's pattern matched in the tensor's name
+    path: str  # the path of the array
+    groups: Sequence[str]  # the texts that the pattern's groups matched in the tensor's name
 
 
 class Rules(NamedTuple):
-    """Patterns for the names of tensors, and what these become."""
+    """Patterns for the names of tensors, each with the `Tensor` objects of its rule."""
 
     pairs: Sequence[tuple[re.Pattern[str], Sequence[Tensor]]]
 
@@ -329,11 +332,16 @@ class Rules(NamedTuple):
 
 
 def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
-    """Compiles the rules that a user wrote; an error lists all that cannot be understood."""
+    """Compiles the rules that a user wrote.
+
+    Raises:
+      TypeError: rules are of other types; all are listed.
+      ValueError: patterns or paths cannot be understood; all are listed.
+    """
     pairs, wrong_types, wrong = [], [], []  # the last two have lines of errors
     for text, rule in rules.items():
         entries: Any = rule if isinstance(rule, list | tuple) else [rule]
-        if rule is None:  # these tensors are ignored: they fill nothing, and are not missed
+        if rule is None:  # None ignores tensors: they fill nothing, and their arrays are not missed
             entries = []
         if not all(isinstance(entry, str | Tensor) for entry in entries):
             wrong_types.append(f"  {text!r}: {rule!r}")
@@ -343,7 +351,8 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
             pattern = re.compile(text)
             for tensor in tensors:
                 for words in tensor.path, tensor.dimensions or "":
-                    words.format(*[""] * pattern.groups)  # only to see that it has these groups
+                    # An error shows that the pattern lacks a group. The result is not needed.
+                    words.format(*[""] * pattern.groups)
         except (re.error, IndexError, KeyError, ValueError) as error:
             wrong.append(f"  {text!r}: {error}")
             continue
@@ -355,97 +364,110 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
 
 
 def places_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
-    """Returns the tensors that an array is written to, each with its place in the array.
+    """Returns the places, in an array, of the tensors that the array is written to.
 
     Raises:
       ValueError: no rule has this path, or no names can be made by the rules that have it.
     """
-    places: list[Placement] = []
-    firsts: list[Placement] = []  # for each Tensor in the rules that is written, its first place
+    all_placements: list[Placement] = []
+    # The first placement of each `Tensor` in the rules that is written.
+    first_placements: list[Placement] = []
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
             placements = list(_places_by_rule(rules, pattern, tensor, path, shape))
-            # If an array can be read from one of several names, only the first name is written.
-            # Tensors of a stack fill all indices in order, so two such stacks share their first.
-            if placements and not any(placements[0].overlaps(first) for first in firsts):
-                firsts.append(placements[0])
-                places += placements
-    if not places:
+            # If an array can be read from one of several names, only the first name is written. The
+            # first placements tell whether two rules fill the same elements, because the tensors of
+            # a stack fill all indices in order.
+            if placements and not any(placements[0].overlaps(first) for first in first_placements):
+                first_placements.append(placements[0])
+                all_placements += placements
+    if not all_placements:
         raise ValueError("no rule has this path")
-    return places
+    return all_placements
 
 
 def _places_by_rule(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
-    r"""Yields the places of all tensors that one rule makes of an array.
+    r"""Yields the places of all tensors that an array is written to by one rule.
 
-    The rule ``h\.(\d+)\.e\.(\d+)`` → ``Tensor("blocks/{0}/experts", "out in -> {1} in out")``
-    makes of the array ``blocks/3/experts``, of shape (2, in, out), the tensors ``h.3.e.0`` and
-    ``h.3.e.1``. Nothing is yielded if the path is none of the rule.
+    By the rule ``h\.(\d+)\.e\.(\d+)`` → ``Tensor("blocks/{0}/experts", "out in -> {1} in out")``,
+    the array ``blocks/3/experts`` of shape (2, in, out) is written to the tensors ``h.3.e.0`` and
+    ``h.3.e.1``. Nothing is yielded if the rule is not for this path.
 
     Args:
       rules: all rules.
       pattern: the pattern of the rule, for the names of the tensors.
       tensor: the rule.
-      path: that of the array.
+      path: the path of the array.
       shape: the shape of the array.
+
+    Raises:
+      ValueError: no name can be made, another rule would read the name, or the shape does not fit.
     """
     match = _path_pattern(pattern, tensor.path).fullmatch(path)
     if match is None:
         return
-    # The groups that the path tells, by number: {0: "3"} of the match {"group0": "3"}.
+    # The groups that the path tells, by number: the match {"group0": "3"} → {0: "3"}.
     from_path = {int(name.removeprefix("group")): text for name, text in match.groupdict().items()}
-    # The groups that count tensors along a dimension of the array: {1: 2}, as {1} has the size 2.
+    # The groups that count tensors along a dimension of the array, with its size: {1: 2}.
     stack_sizes: dict[int, int] = {}
     _, array_dimensions = tensor.sides(len(shape))
-    # Not strict, because `place` refuses another number of dimensions, with a better message.
+    # The numbers of dimensions may differ here, because `place` refuses that with a better message.
     for axes, size in zip(array_dimensions, shape, strict=False):
         if axes[0].startswith("{"):
             stack_sizes[int(axes[0][1:-1])] = size
     for indices in itertools.product(*map(range, stack_sizes.values())):
         groups = from_path | dict(zip(stack_sizes, map(str, indices), strict=True))
         name = _name(pattern, groups)
-        # An earlier rule may match this name, too: then the array could not be read again.
+        # If an earlier rule matches this name as well, the array could not be read again.
         targets = rules.targets(name) or []
         if not any(target.tensor == tensor and target.path == path for target in targets):
             raise ValueError(f"its tensor would be {name}, which the rules read into another array")
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
 
 
-# The parts of a pattern from which names can be made. Of `h\.(\d+)`: `h`, `\.` and `(\d+)`.
+# The parts of a pattern from which names can be made: `h\.(\d+)` has `h`, `\.` and `(\d+)`.
 _PART = re.compile(
     r"(?P<group>\((?:[^()\\]|\\.)*\))|\\(?P<escaped>\W)|(?P<character>[^\\()\[\]{}|?*+^$])"
 )
-# What a group that captures has inside: `\d+` of `(\d+)` and of `(?P<layer>\d+)`.
+# A group that captures, with its content: `\d+` in `(\d+)` and in `(?P<layer>\d+)`.
 _GROUP = re.compile(r"\((?:\?P<\w+>)?(?P<inside>(?!\?).*)\)", re.DOTALL)
 
 
-@functools.lru_cache(maxsize=1024)  # each rule is compared with each array
+@functools.lru_cache(maxsize=1024)  # each rule is compared with each array, so calls are repeated
 def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
-    r"""Makes a pattern for the paths of the arrays that a rule gives to what ``pattern`` matches.
+    r"""Returns a pattern for the paths of a rule's arrays.
 
-    Of ``h\.(\d+)\.up`` and the template ``blocks/{0}/up`` it makes ``blocks/(?P<group0>\d+)/up``.
-    A number that comes again has to match the same text: the second ``{0}`` is ``(?P=group0)``.
+    The pattern ``h\.(\d+)\.up`` and the template ``blocks/{0}/up`` give
+    ``blocks/(?P<group0>\d+)/up``. A number that comes again has to match the same text: the second
+    ``{0}`` is ``(?P=group0)``.
+
+    Args:
+      pattern: the rule's pattern for the names of tensors.
+      template: the rule's path.
     """
-    inside = []  # what each group of the pattern matches: `\d+`
+    contents = []  # the content of each group of the pattern: `\d+`
     for part in _PART.finditer(pattern.pattern):
         if part["group"] and (group := _GROUP.fullmatch(part["group"])):
-            inside.append(group["inside"])
-    seen: set[int] = set()
+            contents.append(group["inside"])
+    seen: set[int] = set()  # the numbers that have a group already
 
     def group_of_number(match: re.Match[str]) -> str:
-        if match[1] is None:  # a brace, which is written twice as in `str.format`
+        """Returns the group for a number in the template, or the brace for a double brace."""
+        if match[1] is None:  # a brace is written twice, as in `str.format`
             return match[0][:2]
         number = int(match[1])
         if number in seen:
             return f"(?P=group{number})"
         seen.add(number)
-        # Of nested groups, only the innermost are in `inside`; `_name` refuses them later.
-        text = inside[number] if number < len(inside) else ".+"
+        # If groups are nested, only the innermost are in `contents`, so there may be fewer than
+        # numbers. Any text is allowed then, because `_name` refuses such patterns later.
+        text = contents[number] if number < len(contents) else ".+"
         return f"(?P<group{number}>{text})"
 
-    # All but numbers and braces is matched as it is: `{0}` is `\{0\}` once it is escaped.
+    # Numbers and braces are replaced, and all other text is matched as it is. Escaping has made
+    # `\{0\}` of `{0}`.
     escaped = re.escape(template)
     return re.compile(re.sub(r"\\{(\d+)\\}|\\{\\{|\\}\\}", group_of_number, escaped))
 
@@ -453,25 +475,26 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
     r"""Returns the name that a pattern matches with these groups, by their numbers.
 
-    Of ``h\.(\d+)\.up`` and ``{0: "3"}``, it is ``h.3.up``.
+    For ``h\.(\d+)\.up`` and ``{0: "3"}``, it is ``h.3.up``.
 
     Raises:
       ValueError: the pattern is more than a name with groups, or ``groups`` lacks one.
     """
     regex = pattern.pattern
     group_texts = [part["group"] for part in _PART.finditer(regex) if part["group"]]
-    # Many names match `(?:a|b)`, which captures nothing, and `x+`, whose `+` is no part.
+    # A pattern with other parts has many names: `(?:a|b)` is a group that captures nothing, and the
+    # `+` in `x+` is not matched by `_PART`.
     has_one_name = all(map(_GROUP.fullmatch, group_texts)) and not _PART.sub("", regex)
     if not has_one_name or set(groups) != set(range(pattern.groups)):
         raise ValueError(
             f"no name can be made of {regex!r}: it is not a name with groups, or a group "
             "is neither in the path nor among the dimensions"
         )
-    numbers = itertools.count()  # of groups, in the order of their appearance
+    group_numbers = itertools.count()  # groups are numbered in the order of their appearance
 
     def text_of(part: re.Match[str]) -> str:
         if part["group"]:
-            return groups[next(numbers)]
+            return groups[next(group_numbers)]
         return part["escaped"] or part["character"]
 
     return _PART.sub(text_of, regex)
