@@ -1,7 +1,12 @@
-"""The arrays of a tree: their names in a checkpoint, which of them are wanted, new values.
+"""The arrays of a tree: their names in a checkpoint, the choice of some of them, new values.
 
-An array has a path (``blocks/0/kernel``), for users, and a name, the keys that Orbax stores: those
-of the flattened ``nnx.state``, where each Variable is a level of its own with the key ``value``.
+An array has a path (``blocks/0/kernel``), for users, and a name, which are the keys that Orbax
+stores. They are the keys of the flattened ``nnx.state``, in which each Variable is a level of its
+own with the key ``value``.
+
+From other modules: `keys_inside` returns the paths of arrays in the value of a Variable. `rebuild`
+puts other arrays into a tree, and checks what it can before it changes anything. `raise_listed`
+raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -37,21 +42,21 @@ Name: TypeAlias = tuple[str, ...]
 # The key of a Variable's value when JAX or Orbax flattens an ``nnx.State``.
 VALUE = "value"
 
-# The heading of arrays whose dtypes differ in the errors of all readers.
+# The heading, in the errors of all readers, for arrays whose dtypes differ.
 OF_ANOTHER_DTYPE = "Of another dtype (cast=True converts among floats and among integers)"
-_MOST = 40  # names that are compared with each other for suggestions
+_MOST = 40  # the largest number of names that are compared with each other for suggestions
 
 
 class NamedArray(NamedTuple):
     """One array of a tree."""
 
-    slot: int  # its index in the flat list
-    leaf: Any
-    name: Name  # its keys in a checkpoint of the `nnx.state` of the tree
-    plain_name: Name  # without the key of the Variable's value, as in `nnx.to_pure_dict`
-    path: str  # for messages
-    variable_path: Path  # of its Variable, as NNX filters see it
-    variable: Any  # or the array itself outside of any
+    slot: int  # the index in the flat list of arrays
+    leaf: Any  # the array, a number, or a reference to an array
+    name: Name  # the keys in a checkpoint of the `nnx.state` of the tree
+    plain_name: Name  # the keys in `nnx.to_pure_dict`, without the key of the Variable's value
+    path: str  # the path for messages
+    variable_path: Path  # the path of the Variable, as NNX filters see it
+    variable: Any  # the Variable, or the array itself outside of any
 
 
 def named_arrays(flat: Flat) -> list[NamedArray]:
@@ -66,19 +71,20 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
         index = location.object_index  # None for a bare array
         entry = None if index is None else structure.entries[index]
         has_value_key = isinstance(entry, VariableEntry)
-        if not location.path:  # the tree is one array, which needs some key, too
+        # If the tree is a single array, it has an empty path, but its name needs a key.
+        if not location.path:
             has_value_key = True
         value_key = (VALUE,) if has_value_key else ()
-        # A Variable may hold a pytree: the paths of its arrays in that. Otherwise it is one, ().
-        paths = keys_inside(flat, index, len(location.slots))
-        for slot, inside in zip(location.slots, paths, strict=True):
+        # The paths of arrays in the pytree that a Variable may hold; [()] for a single array.
+        inner_paths = keys_inside(flat, index, len(location.slots))
+        for slot, inner_path in zip(location.slots, inner_paths, strict=True):
             leaf = flat.leaves[slot]
             array = NamedArray(
                 slot=slot,
                 leaf=leaf,
-                name=tuple(map(str, (*location.path, *value_key, *inside))),
-                plain_name=tuple(map(str, (*location.path, *inside))),
-                path=path_string((*location.path, *inside)) or "the root",
+                name=tuple(map(str, (*location.path, *value_key, *inner_path))),
+                plain_name=tuple(map(str, (*location.path, *inner_path))),
+                path=path_string((*location.path, *inner_path)) or "the root",
                 variable_path=location.path,
                 variable=leaf if index is None else flat.objects[index],
             )
@@ -93,13 +99,13 @@ def digest(arrays: Iterable[NamedArray]) -> str:
 
 
 def digest_of(facts: object) -> str:
-    """Returns a short text that is the same for facts of the same ``repr``."""
-    # Eight digits are enough: it finds mistakes, not attacks.
+    """Returns a short text that is the same for facts with the same ``repr``."""
+    # Eight digits are enough, because the text is for finding mistakes, not attacks.
     return f"of digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
 def check_unique(caller: str, arrays: Sequence[NamedArray]) -> None:
-    """Raises a ValueError that lists arrays which are one to Orbax, as it joins keys by dots."""
+    """Raises a ValueError that lists arrays with equal keys once Orbax joins these by dots."""
     counts = Counter(".".join(array.name) for array in arrays)
     same = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
     head = f"{caller}: these paths are the same once their keys are joined by dots:"
@@ -118,24 +124,24 @@ def selected(
 
     Args:
       caller: the function that the user called, for messages.
-      arrays: those of a model.
+      arrays: the arrays of a model.
       only: an NNX filter; None for all.
-      is_supported: whether the caller can store an array.
-      what: what it can store, for messages.
-      remedy: what to do with others, for messages.
+      is_supported: says whether the caller can store an array.
+      what: the kinds of arrays that the caller can store, for messages.
+      remedy: what to do with other arrays, for messages.
 
     Raises:
-      TypeError: some of those that are selected are not supported.
+      TypeError: selected arrays are not supported; all are listed.
       ValueError: there are arrays, but none is selected.
     """
-    is_wanted = to_predicate(... if only is None else only)  # of path and Variable
-    found = [array for array in arrays if is_wanted(array.variable_path, array.variable)]
-    if arrays and not found:
+    is_wanted = to_predicate(... if only is None else only)  # a function of path and Variable
+    wanted = [array for array in arrays if is_wanted(array.variable_path, array.variable)]
+    if arrays and not wanted:
         paths = ", ".join(shortened(array.path for array in arrays))
         raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}.")
-    wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in found if not is_supported(x.leaf)]
+    wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in wanted if not is_supported(x.leaf)]
     raise_listed(TypeError, f"{caller}: these are not {what}:", wrong, remedy)
-    return found
+    return wanted
 
 
 def filled(
@@ -147,19 +153,20 @@ def filled(
     """Returns the tree with new arrays, which modules and Variables in it get in place.
 
     Args:
-      flat: the tree.
-      values: arrays of it, each with what takes its place.
+      flat: the tree, flattened.
+      values: arrays of the tree, each with its new value.
       caller: the function that the user called, for messages.
-      finish: is called before anything changes, while devices may still compute the values.
+      finish: a function that is called before anything changes. It waits for devices, which may
+        still compute the values, and may raise an error.
     """
     leaves, references = list(flat.leaves), []
     for array, value in values:
-        if is_reference(array.leaf):  # a `jax.Ref` stays where it is, and gets another value
+        if is_reference(array.leaf):  # a `jax.Ref` is kept, and gets another value below
             references.append((array.leaf, value))
         else:
             leaves[array.slot] = value
-    # All values have the shapes and dtypes of the tree, so nothing below should fail. `rebuild`
-    # checks first what it can, and then writes.
+    # All values have the shapes and dtypes of the tree, so nothing below should fail. References
+    # are written last, because `rebuild` checks what it can before it writes.
     tree = rebuild(flat, leaves, caller, finish=finish)
     for reference, value in references:
         reference[...] = value
@@ -168,7 +175,7 @@ def filled(
 
 def present_sharding(leaf: Any) -> Sharding | None:
     """Returns the sharding of an array; None if it has none or is uncommitted."""
-    # JAX moves an uncommitted array where it is needed, so its device says nothing.
+    # JAX moves an uncommitted array where it is needed, so its device is not a choice of the user.
     if isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed:
         return None
     present: Sharding | Format | None = sharding_of(leaf)
@@ -186,12 +193,12 @@ def is_global(x: object) -> bool:
 
 
 def is_storable(x: object) -> bool:
-    """Whether ``x`` is an array or a number that Orbax can store; it may be abstract."""
-    if isinstance(x, int):  # also a bool; Orbax stores numbers as those of 64 bits
+    """Whether ``x`` is an array, which may be abstract, or a number that Orbax can store."""
+    if isinstance(x, int):  # an int or a bool: Orbax stores numbers in 64 bits
         return -(2**63) <= x < 2**63
     kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | float | complex
     is_array_or_number = isinstance(x, kinds) and not isinstance(x, jax.core.Tracer)
-    # A reference is stored as its value, which is an array.
+    # A reference is accepted because its value, an array, is stored.
     if not is_array_or_number and not is_reference(x):
         return False
     return not hasattr(x, "dtype") or is_keys(x) or _has_tensorstore(x.dtype)
@@ -202,7 +209,7 @@ def _has_tensorstore(dtype: np.dtype[Any]) -> bool:
     """Whether TensorStore, which stores the arrays for Orbax, has this dtype."""
     try:
         return dtype.kind not in "OSUMmT" and bool(tensorstore.dtype(dtype))
-    except ValueError:  # such as uint4
+    except ValueError:  # TensorStore has no such dtype, for example uint4
         return False
 
 
@@ -214,7 +221,10 @@ def kind_of(x: object) -> str:
 
 
 def suggestions(count: int) -> Callable[[str, Iterable[str]], str]:
-    """Returns ``suggestion``, or for so many names that comparing all takes too long, no hints."""
+    """Returns the function ``suggestion``, or one that returns "" if there are many names.
+
+    Comparing many names with each other would take too long.
+    """
     return suggestion if count < _MOST else lambda name, names: ""
 
 
@@ -225,16 +235,17 @@ def is_castable(source: np.dtype[Any] | str, target: np.dtype[Any] | str, cast: 
     """
     if isinstance(source, str):
         return False
-    if isinstance(target, np.dtype):  # files have one order of bytes, and NumPy arrays any
+    # The order of bytes does not count: files have one order, and NumPy arrays may have any.
+    if isinstance(target, np.dtype):
         source, target = native(source), native(target)
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating) if cast else ()
-    same = (jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in kinds)
-    return bool(source == target) or any(same)
+    are_both = (jnp.issubdtype(source, kind) and jnp.issubdtype(target, kind) for kind in kinds)
+    return bool(source == target) or any(are_both)
 
 
 def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns a dtype in the order of bytes of this machine, as files and JAX have it."""
-    # Also of PRNG keys, whose dtypes are not of NumPy.
+    # The dtypes of PRNG keys are not NumPy's and have no `isnative`. They are returned unchanged.
     return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 
