@@ -203,13 +203,15 @@ class Frame:
         """Returns how an output is sharded, and who decided so."""
         if (sharding := self.sharding_of(x)) is not None:
             return sharding, self.chosen_by
-        typed = jax.typeof(x).sharding
-        if axes_of_type(typed.mesh, AxisType.Explicit):
-            if AxisType.Auto in typed.mesh.axis_types:
+        type_sharding = jax.typeof(x).sharding
+        if axes_of_type(type_sharding.mesh, AxisType.Explicit):
+            if AxisType.Auto in type_sharding.mesh.axis_types:
                 # Over Auto axes, the compiler may shard dimensions that are whole in the type.
-                entries = [entry or PartitionSpec.UNCONSTRAINED for entry in typed.spec.partitions]
-                typed = typed.update(spec=with_entries(typed.spec, entries))
-            return typed, "strategy" if self.is_by_strategy else "types"
+                entries = [
+                    entry or PartitionSpec.UNCONSTRAINED for entry in type_sharding.spec.partitions
+                ]
+                type_sharding = type_sharding.update(spec=with_entries(type_sharding.spec, entries))
+            return type_sharding, "strategy" if self.is_by_strategy else "types"
         return None, "compiler"
 
 

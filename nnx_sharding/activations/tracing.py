@@ -526,10 +526,14 @@ class Scope:
         value = _compat.differentiated_value(x)
         # Arguments outside of modules are found by their tracers, because each has its own.
         slots = self._plan.structure.root_slots
-        of_argument = [self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value]
-        in_type = jax.typeof(x).sharding  # a type names no Auto axes
-        of_constraint = _compat.constrained_by(value)  # None unless a constraint made the array
-        return [*of_argument, in_type, of_constraint]
+        argument_shardings = [
+            self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value
+        ]
+        type_sharding = jax.typeof(x).sharding  # a type names no Auto axes
+        constraint_sharding = _compat.constrained_by(
+            value
+        )  # None unless a constraint made the array
+        return [*argument_shardings, type_sharding, constraint_sharding]
 
     def declared_rows(self, x: jax.Array) -> NamedSharding | None:
         """Returns the declared sharding of the rows of an array (its first dimension), or None.

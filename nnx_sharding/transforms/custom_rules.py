@@ -246,10 +246,13 @@ class _Call:
           call_rule: calls the rule with the arguments of the function. Returns a pair: the output
             of the rule, and anything else, which becomes the second result.
           arrays: the arrays in ``slots``.
+
+        Raises:
+          ValueError: the rule did not do the same to objects as the function or another rule.
         """
         second_results = list[Any]()
 
-        # The pure function must return the output alone, so the second result leaves on the side.
+        # The pure function must return the output alone, so a list keeps the second result.
         @functools.wraps(rule, updated=())
         def output_of_rule(*args: object) -> Any:
             output, second_result = call_rule(*args)

@@ -627,10 +627,10 @@ class Compiled(Stage):
         ``xla_dump_to``, for the files in which the compiler says where it puts each array.
 
         Args:
-          depth: how many attributes or keys below an argument modules are listed; those further
-            down are part of them. None lists all.
-          hardware: for the column of seconds, as for :meth:`roofline`; None for the devices that it
-            was compiled for.
+          depth: how many attributes or keys below an argument modules are listed. Modules further
+            down count for the modules that hold them. None lists all.
+          hardware: the peak figures for the column of seconds, as for :meth:`roofline`; None for
+            the devices for which it was compiled.
           profile: a profile of calls of this function, to measure each module, as for
             :meth:`by_line`.
 
@@ -638,8 +638,8 @@ class Compiled(Stage):
           The table. Its memory is None if the compiler writes no such files; ``why`` says so.
 
         Raises:
-          ValueError: what the function captures, or a setting of JAX, has changed since it was
-            compiled, so that it is another program now.
+          ValueError: the function is another program now, because something that it captures, or a
+            setting of JAX, has changed since it was compiled.
 
         Example:
           >>> import jax.numpy as jnp
@@ -665,7 +665,7 @@ class Compiled(Stage):
         The first call traces and compiles the function once more, as for :meth:`by_module`.
 
         Args:
-          hardware: for the column of seconds, as for :meth:`by_module`.
+          hardware: the peak figures for the column of seconds, as for :meth:`by_module`.
           profile: a profile of calls of this function, to measure each line: a
             ``jax.profiler.ProfileData``, or the folder given to ``jax.profiler.trace``, or a file
             in it. The mean of the devices and calls is in ``measured``.
@@ -766,8 +766,8 @@ class Compiled(Stage):
 
         Args:
           name: the name in the report; None for the name of the function.
-          hardware: as for :meth:`roofline`; None for the devices that it was compiled for; if the
-            table does not have these, the roofline is None.
+          hardware: the peak figures, as for :meth:`roofline`; None for the devices for which it was
+            compiled. If the table does not have these, the roofline is None.
           by_module: whether it has the tables of :meth:`by_module` and :meth:`by_line`, for which
             the program is compiled once more, and the reasons of :meth:`why`.
 

@@ -151,7 +151,7 @@ class _Vmap(Mapped):
                 try:
                     return jax.vmap(function, in_axes, **options)(*leaves)
                 except Exception as error:
-                    # Adds a note to JAX's error if a key is the keys of all elements.
+                    # Adds a note to JAX's error if it is about the keys of all elements.
                     _explain_stacked_keys(error, plan, leaves)
                     raise
             slots = [slot for slot in range(len(leaves)) if slot not in captured]
