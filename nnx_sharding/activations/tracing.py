@@ -530,9 +530,8 @@ class Scope:
             self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value
         ]
         type_sharding = jax.typeof(x).sharding  # a type names no Auto axes
-        constraint_sharding = _compat.constrained_by(
-            value
-        )  # None unless a constraint made the array
+        # None unless a constraint has made the array.
+        constraint_sharding = _compat.constrained_by(value)
         return [*argument_shardings, type_sharding, constraint_sharding]
 
     def declared_rows(self, x: jax.Array) -> NamedSharding | None:
