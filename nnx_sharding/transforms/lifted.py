@@ -646,7 +646,7 @@ def unbind(fun: object) -> tuple[Any, tuple[Any, ...]]:
 
     ``model.loss`` → ``(Model.loss, (model,))``; a plain ``f`` → ``(f, ())``.
     """
-    # Only NNX objects become arguments; other objects stay captured, as by `jax.jit`.
+    # Only NNX objects become arguments. `jax.jit` captures other objects, and they stay captured.
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
     # `model.step` is such a function, if its class has `@jit def step(self, …)`.
