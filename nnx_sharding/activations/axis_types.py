@@ -19,9 +19,9 @@ declaration (`InOutSharding`) chooses the type of the axes for one method.
 
 From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebuild` puts others
 into them; with ``foreign`` it also changes modules that another trace has made. `AxisTypeChange`
-and `RetypedArrays` give arrays the types of other axes and back; `RetypedArrays.leave` returns by
-slot the arrays with the types outside, and the new arrays, which have none yet. `LEFT_AUTO_AXES`
-keeps new arrays with their types inside, too: if the traced function returns one with a declared
+and `RetypedArrays` give arrays the types of other axes and back.
+`RetypedArrays.with_outer_types` returns by slot the arrays with the types outside, and the new
+arrays, whose types outside are not known. `LEFT_AUTO_AXES` keeps new arrays with their types inside, too: if the traced function returns one with a declared
 sharding, the array goes there directly from the Auto axes.
 """
 
@@ -83,7 +83,7 @@ def with_auto_axes(
         raise
     # By slot: arrays with the types outside (unchanged arrays, and arrays that replace others), and
     # the new arrays, whose types nothing here tells.
-    outer_leaves, untyped = arrays.leave(flat_inputs.structure, flat_after)
+    outer_leaves, untyped = arrays.with_outer_types(flat_inputs.structure, flat_after)
     left_auto_axes = LEFT_AUTO_AXES.get()
     for slot, x in untyped.items():
         outer_leaves[slot] = retype(x)

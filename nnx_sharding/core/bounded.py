@@ -1,6 +1,6 @@
 """Tables that keep only their newest entries.
 
-Without a lock, since comparing keys and collecting garbage may run the user's code.
+No lock is taken, because comparing keys and collecting garbage may run the user's code.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ V = TypeVar("V")
 
 
 def make_room(table: dict[Any, V], limit: int) -> list[V]:
-    """Removes the oldest entries of a dict until no more than ``limit`` are left; returns them."""
+    """Removes the oldest entries of a dict beyond ``limit``; returns the removed values."""
     removed = []
     while len(table) > limit:
         try:
             removed.append(table.pop(next(iter(table))))
-        except (RuntimeError, StopIteration, KeyError):  # changed by another thread or a finalizer
-            continue
+        except (RuntimeError, StopIteration, KeyError):
+            continue  # another thread or a finalizer has changed the dict meanwhile
     return removed

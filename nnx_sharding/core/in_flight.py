@@ -1,9 +1,10 @@
 """Limits how many programs are in flight on virtual CPU devices, for releases of JAX before 0.12.
 
 XLA runs all virtual CPU devices of a process on one thread pool, and in a collective each device
-waits for the others. With many programs queued, all threads may wait for devices that have no
-thread, and after a while XLA aborts the process: with jax 0.10.2 on 2 cores, 2,000 evaluation steps
-do so. With the limit they run. With jax 0.12 they run without it, also with 64 devices on one core.
+waits for the others. If many programs are queued, all threads may wait for devices that have no
+thread, and after a while XLA aborts the process. With jax 0.10.2 on 2 cores, 2,000 evaluation steps
+abort without the limit, and run with it. With jax 0.12 they run without the limit, also with 64
+devices on one core.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .outcome import OutputGroup
 
-MAX_IN_FLIGHT = 16  # programs that may be queued in one thread
+MAX_IN_FLIGHT = 16  # the most programs that may be queued in one thread
 
 
 @functools.cache
@@ -41,23 +42,24 @@ _IN_FLIGHT = _InFlight()
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
     """Waits for a program on several devices, once ``MAX_IN_FLIGHT`` have been started.
 
-    Programs on the same devices run in their order, so all earlier ones have ended, too.
+    Programs on the same devices run in their order, so all earlier programs have ended as well.
 
     Args:
       groups: the outputs of the program that was started last.
     """
     _IN_FLIGHT.count += 1
     if _IN_FLIGHT.count >= MAX_IN_FLIGHT:
-        has_waited = wait(groups)  # False if this program runs on one device: the next one is asked
+        # False: the program runs on one device, so the next program is waited for instead.
+        has_waited = wait(groups)
         if has_waited:
             _IN_FLIGHT.count = 0
 
 
 def wait(groups: Sequence[OutputGroup]) -> bool:
-    """Waits for a program, if it runs on several devices; returns whether it does."""
-    # All results of a program are on the same devices, and ready at the same time.
+    """Waits for a program if it runs on several devices; returns whether it has waited."""
+    # All results of a program are on the same devices, and ready at the same time, so one is
+    # enough. Values of other types, such as hijax Variables, have no sharding.
     first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
-    # None without results. Other types, such as those of hijax Variables, have no sharding.
     if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
         return False
     smallest = min((x for group in groups for x in group.arrays), key=jnp.size)

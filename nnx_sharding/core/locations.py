@@ -21,13 +21,13 @@ class NamedLocation(NamedTuple):
     """Where a Variable or a bare array is in an argument or output, with the names for it."""
 
     argument: Argument
-    part: ArgumentPart  # of the argument
-    location: Location  # its first path from the part, its index and its slots
-    name: str  # the expression for it: ``model.blocks[3].kernel``
-    paths: Sequence[Path]  # all paths from the part, the first one first
+    part: ArgumentPart  # the part of the argument
+    location: Location  # the first path from the part, the index and the slots
+    name: str  # the expression for the Variable or array: ``model.blocks[3].kernel``
+    paths: Sequence[Path]  # all paths from the part; the first is that of ``location``
 
     def name_of(self, path: Path) -> str:
-        """Returns the expression for it by another path."""
+        """Returns the expression for the Variable or array by another path."""
         return accessor(self.argument.name, (*self.part.keys, *path))
 
     def subject(self, objects: Objects, leaves: Arrays) -> Any:
@@ -39,34 +39,35 @@ class NamedLocation(NamedTuple):
 def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLocation]:
     """Finds every Variable and array in arguments or outputs, each with its name and all its paths.
 
-    A Variable that parts share is found in each.
+    A Variable that several parts share has a location in each of them.
 
     Args:
       structure: describes the arguments or outputs.
       arguments: all of them, in the order in which they were flattened.
     """
-    # The slots of arrays outside of objects, in the order of all parts: one iterator for all walks,
-    # each of which takes as many as there are such arrays in its part.
+    # The slots of arrays outside of objects, in the order of all parts. All walks share the
+    # iterator, because each walk takes a slot for each such array in its part.
     root_slots = iter(structure.root_slots)
     locations = []
     for argument in arguments:
         for part in argument.parts:
-            # All paths of each Variable that has several, by its index.
+            # By the index of a Variable that has several paths: all its paths.
             aliases: Mapping[Any, Sequence[Path]] = structure.aliases(part.child)
-            part_name = accessor(argument.name, part.keys)  # such as ``models[0]``
-            # Each Variable and array below the part, once, under its first path.
+            part_name = accessor(argument.name, part.keys)  # an expression like ``models[0]``
+            # The walk yields each Variable and array of the part once, under its first path.
             for location in structure.walk(part.child, root_slots):
                 paths: tuple[Path, ...] = (location.path,)
-                if aliases:  # without duplicates, since the first path is one of them
-                    others = aliases.get(location.object_index, ())
-                    paths = tuple(dict.fromkeys((location.path, *others)))
+                if aliases:
+                    # `fromkeys` removes the duplicate of the first path, which is also an alias.
+                    alias_paths = aliases.get(location.object_index, ())
+                    paths = tuple(dict.fromkeys((location.path, *alias_paths)))
                 name = accessor(part_name, location.path)
                 locations.append(NamedLocation(argument, part, location, name, paths))
     return locations
 
 
 def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
-    """Returns the first expression for each array; empty for one in no location."""
+    """Returns the first expression for each array, by slot; "" for an array in no location."""
     names = [""] * num_leaves
     for named in locations:
         for slot in named.location.slots:

@@ -172,7 +172,9 @@ def call_and_pack(
     if isinstance(transform, Sharded) and transform.passes_shardings:
         after = left.as_declared(after, specs)
     option = transform.out_name
-    after = arrays.leave_with_specs(plan.structure, after, specs, names, name=name, option=option)
+    after = arrays.with_declared_types(
+        plan.structure, after, specs, names, name=name, option=option
+    )
     # 5. Check the whole trace for outputs that the transform refuses, captured sharded arrays, and
     # operations that XLA would compute wrong.
     transform.check_outputs(fun_name, names, after.leaves, specs)

@@ -1,10 +1,11 @@
-"""Calls of a function under other axis types, as ``auto_axes`` makes: arrays before, in and after.
+"""Types of the arrays before, in and after a call under other axis types, such as ``auto_axes``.
 
-The axes of a mesh have types: over an Explicit axis, the sharding of an array is a part of its type
-in a trace; over an Auto axis, the compiler chooses it. An array that gets other axis types is
-*retyped*. On the way in, an array keeps its sharding over the axes that remain Explicit. On the way
-out, an unchanged array is the original one, a new one in an existing object gets the type of what
-it replaces, and anything else needs a declared spec: on Auto axes, nobody knows its sharding.
+The axes of a mesh have types. Over an Explicit axis, the sharding of an array is a part of the
+array's type in a trace. Over an Auto axis, the compiler chooses the sharding. An array that gets
+other axis types is *retyped*. On the way into the call, an array keeps its sharding over the axes
+that remain Explicit. On the way out, an unchanged array is the original one, and a new array in an
+existing object gets the type of the array that it replaces. Any other array needs a declared spec,
+because nobody knows its sharding on Auto axes.
 
 The objects before and after the call are described by two tables (``structure.py``) with the same
 objects first. A *slot* is the position of an array in the list of all arrays.
@@ -13,8 +14,8 @@ From other modules:
 
     retype      gives an array the axis types of a mesh, and a spec over its Explicit axes;
                 `retype_all` does so for several arrays, in less time
-    type_mesh   the mesh in the type of an array, and `type_spec` the spec over its Explicit axes;
-                None without any
+    type_mesh   the mesh in the type of an array; None without one
+    type_spec   the spec over the Explicit axes in the type of an array; None without such axes
     rebuild     puts other arrays into a flattened tree: changes its modules, makes new containers
     Flat        a flattened tree: its structure, its arrays (``leaves``) and its objects
 """
@@ -43,23 +44,27 @@ from .structure import Structure
 class _Left(NamedTuple):
     """One array of a trace that left Auto axes."""
 
-    typed: jax.Array  # outside, with a sharding over Explicit axes in its type
+    typed: jax.Array  # the array outside, with a sharding over Explicit axes in its type
     inside: jax.Array  # the same array, still on Auto axes
 
 
 class LeftAutoAxes:
-    """Arrays of one trace that left Auto axes, each with the array that is still on them.
+    """Arrays of one trace that left Auto axes, each with the same array still on Auto axes.
 
-    Modules of a strategy run on Auto axes, and what they return is typed before anyone knows what
-    the function does with it: whole in the dimensions of columns, as JAX refuses many operations on
-    sharded ones. If the function only returns it, that type would gather what the declared sharding
-    divides again. So a result goes to its declared sharding from the Auto axes.
+    Modules of a strategy run on Auto axes, and their outputs are typed before anyone knows what the
+    function does with them. They are whole in the dimensions of columns, because JAX refuses many
+    operations on sharded columns. If the function only returns an output, that type would gather
+    what the declared sharding then divides again. So a result goes from the Auto axes directly to
+    its declared sharding.
 
     Attributes:
       declared: the ids of the arrays that are results with a declared sharding.
 
-    By the id of the array that left, ``_left`` has it with the one on Auto axes, and ``_notes``
-    what is called with its declared sharding. Ids, as tracers have no hash.
+    Private attributes, whose keys are ids, because tracers have no hash:
+
+        _trace   the trace to which the arrays belong
+        _left    by the id of an array that left: the array, and the same array on Auto axes
+        _notes   by this id: functions that are called with the declared sharding of the array
     """
 
     def __init__(self) -> None:
@@ -72,16 +77,17 @@ class LeftAutoAxes:
     def add(self, typed: jax.Array, inside: jax.Array) -> None:
         """Records an array: as it is outside, and as it is still on Auto axes.
 
-        Those of inner traces are left out: they cannot be results, and JAX would see a leak.
+        Arrays of inner traces are left out, because they cannot be results, and JAX would take
+        references to them for leaks.
         """
         if _compat.trace_of(inside) is self._trace:
             self._left[id(typed)] = _Left(typed, inside)
 
     def note_declared(self, typed: jax.Array, note: Callable[[NamedSharding], None]) -> None:
-        """Calls ``note`` with the declared sharding of an array, if it is a result with one.
+        """Remembers to call ``note`` with the declared sharding of an array, if it has one.
 
-        It is called by :meth:`as_declared`, when the function has returned: for a report of how
-        activations are sharded.
+        :meth:`as_declared` calls ``note`` when the function has returned, if the array is a result.
+        The report of activations uses this. An array that did not leave Auto axes is ignored.
         """
         if id(typed) in self._left:
             self._notes.setdefault(id(typed), []).append(note)
@@ -99,14 +105,14 @@ class LeftAutoAxes:
         for slot, declared in enumerate(specs):
             left = self._left.get(id(leaves[slot]))
             if left is None or not isinstance(declared, PartitionSpec | NamedSharding):
-                continue  # it did not leave Auto axes, or nothing is declared for it
+                continue  # the array did not leave Auto axes, or nothing is declared for it
             mesh = type_mesh(left.typed)
-            pair = spec_and_mesh(declared, mesh)  # with this mesh for a plain spec
-            assert pair is not None  # ``declared`` has a spec
+            pair = spec_and_mesh(declared, mesh)  # a plain spec is for ``mesh``
+            assert pair is not None  # safe because ``declared`` has a spec
             spec, declared_mesh = pair
             has_same_axes = declared_mesh.axis_names == mesh.axis_names
-            # An array on Auto axes can be given any sharding as its type, but UNCONSTRAINED
-            # dimensions are no type, and an array that is whole is not an unreduced sum.
+            # An array on Auto axes can get any sharding as its type, with two exceptions: types
+            # have no UNCONSTRAINED dimensions, and a whole array is not an unreduced sum.
             is_type = not spec.unreduced and PartitionSpec.UNCONSTRAINED not in spec
             if has_same_axes and is_type:
                 self.declared.add(id(left.typed))
@@ -117,7 +123,7 @@ class LeftAutoAxes:
         return after._replace(leaves=leaves)
 
 
-# Of the innermost function of ours that is being traced.
+# The arrays of the innermost lifted function that is being traced; None outside of one.
 LEFT_AUTO_AXES: ContextVar[LeftAutoAxes | None] = ContextVar("LEFT_AUTO_AXES", default=None)
 
 
@@ -155,19 +161,20 @@ class AxisTypeChange(NamedTuple):
 
         Args:
           mesh: the mesh.
-          axes: the axes; True or None for all that are not Manual, which cannot change. False, for
-            none, is left to the caller.
-          kind: the type that they get.
+          axes: the axes. True or None stand for all axes but Manual ones, which cannot change. The
+            caller must not pass False.
+          kind: the type that the axes get.
           name: the function that the user called, for messages.
           option: the option with the axes, for messages.
 
         Raises:
-          ValueError: the mesh has no such axis, or a ``shard_map`` around maps over it.
+          ValueError: the mesh has no such axis, or an enclosing ``shard_map`` maps over it.
         """
         outer = mesh.abstract_mesh
         allowed = [axis for axis in outer.axis_names if axis not in axes_of_type(outer, _MANUAL)]
         chosen = allowed if axes is None or isinstance(axes, bool) else axes
-        # A spec with these axes fits the mesh if it has all of them, none twice, none Manual.
+        # A spec with these axes fits the mesh if the mesh has all of them, if none is Manual, and
+        # if none is named twice.
         if reasons := fit_sharding(PartitionSpec(*chosen), outer).reasons:
             raise ValueError(
                 f"{name}: {option}={axes!r}: {reasons}\nThe mesh is {describe_mesh(outer)}."
@@ -179,16 +186,16 @@ class AxisTypeChange(NamedTuple):
 class LeavingArrays(NamedTuple):
     """The arrays of a result, on their way out of a call under other axis types."""
 
-    arrays: list[Any]  # by slot, with the types outside of the call where these are known
-    untyped: dict[int, Any]  # the others, by slot, which still have the types of the call
+    arrays: list[Any]  # all arrays by slot; those in ``untyped`` have the types of the call
+    untyped: dict[int, Any]  # by slot: arrays whose types outside of the call are not known
 
 
 class RetypedArrays(NamedTuple):
     """The arrays that go into a call, before and during it.
 
     Attributes:
-      change: the mesh outside and inside of the call; None if no axis type changes for it.
-      leaves: the arrays before, on the outer mesh.
+      change: the mesh outside and inside of the call; None if no axis type changes.
+      leaves: the arrays before the call, on the outer mesh.
       inside: the same arrays during the call, on the inner mesh.
     """
 
@@ -209,16 +216,16 @@ class RetypedArrays(NamedTuple):
         return cls(None, leaves, leaves)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Returns the context in which the function has to be called: the inner mesh."""
+        """Returns the context in which the function has to be called; it sets the inner mesh."""
         if self.change is None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self.change.inner)
 
-    def leave(self, before: Structure, after: Flat) -> LeavingArrays:
-        """Gives the arrays of a result the axis types that they have outside of the call.
+    def with_outer_types(self, before: Structure, after: Flat) -> LeavingArrays:
+        """Returns the arrays of a result with their types outside of the call, if these are known.
 
-        That is possible where the sharding over Explicit axes is known. An unchanged array is the
-        original one; a new one in an old object has the type of the array that it replaces; scalars
+        A type is known if the sharding over Explicit axes is. An unchanged array is the original
+        one, a new array in an old object has the type of the array that it replaces, and scalars
         are replicated.
 
         Args:
@@ -227,33 +234,36 @@ class RetypedArrays(NamedTuple):
         """
         assert self.change is not None
         outer, inner = self.change
-        # What the function returns unchanged is the original array, not its retyped copy.
+        # If the function returns an array unchanged, the result has the original array, and not
+        # its retyped copy.
         originals = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
         arrays: list[Any] = [originals.get(id(leaf), leaf) for leaf in after.leaves]
-        # The slots of arrays that still have the types of the call. Others need no type: they are
-        # original ones, or on no mesh.
-        inside = [slot for slot, array in enumerate(arrays) if type_mesh(array) == inner]
-        # The specs over Explicit axes that are known, by slot: of scalars, then of old objects.
-        specs = {slot: PartitionSpec() for slot in inside if not arrays[slot].ndim}
-        # Objects that the function made come after the old ones, and have no old slots.
+        # The slots of arrays that still have the types of the call. All other arrays need no new
+        # type, because they are original ones, or on no mesh.
+        inner_slots = [slot for slot, array in enumerate(arrays) if type_mesh(array) == inner]
+        # By slot: the specs over Explicit axes that are known, for scalars and for old objects.
+        specs = {slot: PartitionSpec() for slot in inner_slots if not arrays[slot].ndim}
+        # zip is not strict, because objects that the function made come after the old ones.
         for old_slots, slots in zip(before.slots, after.structure.slots, strict=False):
-            # With as many arrays as before, an object has a new one in the place of each old one.
+            # An object with as many arrays as before has a new array in place of each old one.
             if len(old_slots) == len(slots):
                 old_specs = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
                 specs.update(zip(slots, old_specs, strict=True))
-        # Updates may have other shapes, which the old spec does not divide.
-        known = [
+        # An update may have another shape, which the old spec does not divide.
+        typed_slots = [
             slot
-            for slot in sorted(specs.keys() & {*inside})
+            for slot in sorted(specs.keys() & {*inner_slots})
             if not fit_sharding(specs[slot], outer, arrays[slot].shape).problems
         ]
-        typed = retype_all([arrays[slot] for slot in known], outer, [specs[x] for x in known])
-        for slot, array in zip(known, typed, strict=True):
+        typed_arrays = retype_all(
+            [arrays[slot] for slot in typed_slots], outer, [specs[slot] for slot in typed_slots]
+        )
+        for slot, array in zip(typed_slots, typed_arrays, strict=True):
             arrays[slot] = array
-        untyped = {slot: arrays[slot] for slot in sorted({*inside} - {*known})}
+        untyped = {slot: arrays[slot] for slot in sorted({*inner_slots} - {*typed_slots})}
         return LeavingArrays(arrays, untyped)
 
-    def leave_with_specs(
+    def with_declared_types(
         self,
         before: Structure,
         after: Flat,
@@ -265,13 +275,14 @@ class RetypedArrays(NamedTuple):
     ) -> Flat:
         """Returns the graph after a call, with the types of the outer mesh.
 
-        Declared specs decide on the type of an array, otherwise :meth:`leave` does.
+        The declared spec of an array decides on its type. If there is none,
+        :meth:`with_outer_types` decides.
 
         Args:
           before: the structure of the arguments.
           after: the graph after the call, with the same objects first.
           specs: the declared spec of each array of ``after``.
-          names: the expression for each of them, for messages.
+          names: the expression for each array of ``after``, for messages.
           name: the name of the transform, for messages.
           option: the name of the option that declares specs of results, for messages.
 
@@ -280,11 +291,11 @@ class RetypedArrays(NamedTuple):
         """
         if self.change is None:
             return after
-        # ``untyped`` are those of which `leave` does not know the sharding outside, by slot.
-        arrays, untyped = self.leave(before, after)
+        # ``untyped`` has the arrays whose types outside of the call are not known, by slot.
+        arrays, untyped = self.with_outer_types(before, after)
         for slot, declared in enumerate(specs):
             pair = spec_and_mesh(declared, self.change.outer)  # None without a declared spec
-            # A ref has no sharding in its type, and is not among the untyped ones either.
+            # A ref has no sharding in its type, so it is left out here and in ``untyped``.
             if pair is not None and not _compat.is_ref(arrays[slot]):
                 spec, _ = pair
                 arrays[slot] = retype(arrays[slot], self.change.outer, spec)
@@ -302,20 +313,20 @@ class RetypedArrays(NamedTuple):
 def call_retyped(flat: Flat, arrays: RetypedArrays, call: Callable[[Any], Any]) -> Flat:
     """Calls a function of a tree under other axis types, and flattens what it returns.
 
-    This changes the user's modules in place: they hold the arrays of the call, also after it. The
-    caller then gives them other arrays, by `rebuild` with the result. After an exception, it has to
-    give them the old ones.
+    This changes the user's modules in place: they hold the arrays of the call, even after it. The
+    caller then has to give them other arrays, by `rebuild` with the result. After an exception, the
+    caller has to give them the old arrays.
 
     Args:
       flat: the tree, flattened.
-      arrays: its arrays, before and during the call.
+      arrays: the arrays of the tree, before and during the call.
       call: a function of the tree.
 
     Returns:
       The result, with the objects of the tree first, at the same indices as in ``flat``.
     """
     with arrays.context():  # the mesh with the axis types of the call
-        # `foreign`: the modules may also belong to an outer trace, since they get their arrays back
-        # when the call is over.
+        # ``foreign=True`` is safe because the modules get their arrays back when the call is over.
+        # So they may also belong to an outer trace.
         out = call(rebuild(flat, arrays.inside, foreign=True))
     return flatten(out, first_objects=flat.objects)

@@ -297,7 +297,7 @@ class _AxisMode:
         declared = self._declared_specs(locations, names, flat_after, change.outer)
         # On the outer mesh, an array has the declared type, or the type of the array that it
         # replaces. An array with neither is an error.
-        typed = arrays.leave_with_specs(
+        typed = arrays.with_declared_types(
             flat.structure, flat_after, declared, names, name=self.name, option=self.option
         )
         return _CallResult(flat_after, typed.leaves)
@@ -322,7 +322,7 @@ class _AxisMode:
         # On the outer mesh, unchanged arrays are the arrays of the arguments again, and a new array
         # in a Variable has the type of the one that it replaces. `outer_leaves` has both, and
         # `untyped` has all other arrays, by slot.
-        outer_leaves, untyped = arrays.leave(flat.structure, flat_after)
+        outer_leaves, untyped = arrays.with_outer_types(flat.structure, flat_after)
         # Untyped arrays need no spec, because a type has no sharding over Auto axes.
         for slot, array in untyped.items():
             outer_leaves[slot] = retype(array, change.outer)

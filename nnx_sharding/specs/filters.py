@@ -1,12 +1,12 @@
 """NNX filters as predicates, and filters for paths.
 
-A *filter* of NNX chooses Variables: by type, by tag or by exact path; its *predicate* is a function
-``(path, variable) -> bool``. Here are filters by pattern, and what messages need to know of any
-filter: whether it depends on paths or on values, and which words of it may be misspelt.
+A *filter* of NNX chooses Variables by type, by tag or by exact path. The *predicate* of a filter is
+a function ``(path, variable) -> bool``. This module has filters by pattern. It also tells messages
+whether a filter depends on paths or on values, and which of its words may be misspelt.
 
-A path is a tuple of keys, ``("blocks", 3, "up")``; patterns see it as text, ``blocks/3/up``
-(`path_string`). `suggestion` returns the end of a message, such as ``; did you mean 'kernel'?``,
-if one of some names is close to a word.
+A path is a tuple of keys, ``("blocks", 3, "up")``, and patterns see it as text, ``blocks/3/up``
+(`path_string`). `suggestion` returns the end of a message, such as ``; did you mean 'kernel'?``, if
+a word is close to one of some names, and "" otherwise.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 
 
 def to_predicate(filter_: Any) -> Predicate:
-    """Returns the predicate ``(path, value) -> bool`` for a filter."""
+    """Returns the predicate ``(path, value) -> bool`` for a filter.
+
+    Raises a ``TypeError`` if it is no filter.
+    """
     try:
         predicate: Predicate = nnx.filterlib.to_predicate(filter_)
-    except (TypeError, ValueError):  # Flax fails while it formats its message
+    except (TypeError, ValueError):  # Flax may fail while it formats its own message
         raise TypeError(
             f"{show(filter_)} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
             "(path, variable) -> bool, or a tuple of these."
@@ -41,11 +44,11 @@ def to_predicate(filter_: Any) -> Predicate:
 
 
 def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """Returns the pairs of filters and what they choose, from a mapping or pairs.
+    """Returns pairs of a filter and the value that it chooses, from a mapping or pairs.
 
-    ``name`` is that of what takes them, for the message.
+    ``name`` is the class that takes the filters, for the message of a ``TypeError``.
     """
-    items = getattr(given, "items", lambda: given)  # of a mapping, or pairs as they are
+    items = getattr(given, "items", lambda: given)  # pairs have no method ``items``
     try:
         return [(_without_lists(filter_), chosen) for filter_, chosen in items()]
     except (TypeError, ValueError):
@@ -56,12 +59,12 @@ def filter_pairs(name: str, given: Any) -> list[tuple[Any, Any]]:
 
 
 def _without_lists(filter_: Any) -> Any:
-    """Returns a filter with tuples in place of lists, which mean the same but have no hash."""
+    """Returns a filter with tuples instead of lists. Both mean the same, but lists have no hash."""
     return tuple(map(_without_lists, filter_)) if isinstance(filter_, list | tuple) else filter_
 
 
 def module_predicate(filter_: object) -> Predicate:
-    """Returns the predicate for a filter for modules: a string is searched in the path."""
+    """Returns the predicate of a filter for modules; a string is a regular expression for paths."""
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
 
 
@@ -74,30 +77,30 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     """
     names = list(map(str, keys))
     words = _words(filter_)  # the keys that the filter names
-    # First, since nearly every glob is a valid regular expression, too, but one for other paths.
+    # Globs come first, because nearly every glob is a valid regular expression for other paths.
     if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
-        return f".{hint.removesuffix('.')}"  # a sentence of its own; the caller ends it
-    # The first word that is close to a key, as `; did you mean 'kernel'?`.
+        return f".{hint.removesuffix('.')}"  # the hint is a sentence, and the caller ends it
+    # The suggestion for the first word that is close to a key, such as `; did you mean 'kernel'?`.
     suggestions = [suggestion(word, names) for word in words if word not in names]
-    near = next((text for text in suggestions if text), "")
-    # A string is a tag, as in Flax. In `activation_shardings` it is a pattern for paths, so users
-    # write one here, too: if its words are keys, or nearly so, that is what was meant.
-    if isinstance(filter_, str) and (near or not set(names).isdisjoint(words)):
+    first_suggestion = next((text for text in suggestions if text), "")
+    # A string is a tag here, as in Flax. In `activation_shardings` a string is a pattern for paths,
+    # so users may mean a pattern here. That is likely if its words are keys, or close to keys.
+    if isinstance(filter_, str) and (first_suggestion or not set(names).isdisjoint(words)):
         return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
-    return near
+    return first_suggestion
 
 
 def _words(filter_: object) -> list[str]:
     """Returns the keys that a filter for paths names: ``blocks`` and ``up`` of ``blocks/*/up``.
 
-    Tuples and lists of filters, ``nnx.Any`` and ``nnx.All`` name what their parts name. All other
-    filters name none.
+    Tuples and lists of filters, ``nnx.Any`` and ``nnx.All`` name the keys that their parts name.
+    All other filters name no keys.
     """
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
     if isinstance(filter_, str | PathPattern):
         text = filter_ if isinstance(filter_, str) else filter_.text
-        # Of two letters or more: single ones are often escapes, such as `d` of `\d`.
+        # A word has two letters or more, because one letter may be an escape, such as `d` of `\d`.
         return re.findall(r"[A-Za-z_]\w+", text)
     # `nnx.Any` and `nnx.All` have their parts in `predicates`.
     parts = filter_ if isinstance(filter_, tuple | list) else getattr(filter_, "predicates", ())
@@ -105,16 +108,17 @@ def _words(filter_: object) -> list[str]:
 
 
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Returns the filters that never match first, each with the earlier ones that do.
+    """Returns the filters that never decide, each with the earlier filters that decide instead.
 
-    Of two filters and matches [[0], [0, 1]], it returns {1: (0,)}: 1 matches only what 0 does. A
-    filter that matches nothing has no earlier ones.
+    For two filters and the matches [[0], [0, 1]], the result is {1: (0,)}, because filter 1 matches
+    only what filter 0 matches. A filter that matches nothing has an empty tuple.
 
     Args:
       count: the number of filters.
       matches: for each Variable or module, the numbers of the filters that match it, in order.
     """
-    deciding: dict[int, set[int]] = {number: set() for number in range(count)}  # where it matches
+    # By the number of a filter: the filters that decide about what it matches.
+    deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:
             deciding[number].add(numbers[0])
@@ -124,8 +128,8 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 def subject_text(subject: object) -> str:
     """Returns a Variable or an array as text, for messages: ``Param of shape (2,)``.
 
-    A Variable that holds a pytree, and any other pytree, lists the shapes of its arrays:
-    ``State with arrays of shape (2,), (3, 2)``.
+    For a Variable that holds a pytree, and for any other pytree, the text lists the shapes of its
+    arrays: ``State with arrays of shape (2,), (3, 2)``.
     """
     if isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         kind = "array"
@@ -137,9 +141,9 @@ def subject_text(subject: object) -> str:
     if shape is not None:
         return f"{kind} of shape {shape}"
     value = _compat.get_value(subject) if _compat.is_variable(subject) else subject
-    # Each shape once; a number has none, and shows as ().
+    # Each shape is shown once. The shape of a number is ().
     shapes = dict.fromkeys(str(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(value))
-    first_shapes = shortened(shapes)  # the first ten
+    first_shapes = shortened(shapes)  # at most ten shapes
     return f"{kind} with arrays of shape {', '.join(first_shapes)}" if shapes else kind
 
 
@@ -165,8 +169,9 @@ class Paths(nnx.filterlib.PathIn):
 
     Args:
       paths: the paths, each the keys from the argument to a Variable.
-      note: why they have their sharding, for reports.
-      strategy: what chose it, for reports: ``column of tensor_parallel, fsdp over dimension 0``.
+      note: why the Variables have their sharding, for reports.
+      strategy: what chose the sharding, for reports: ``column of tensor_parallel, fsdp over
+        dimension 0``.
 
     Example:
       >>> from nnx_sharding import filters
@@ -197,8 +202,8 @@ class PathPattern:
     search: Callable[[str], Any] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Compiles the pattern; an invalid one is a ``TypeError`` or a ``ValueError``."""
-        # A string, or a compiled regular expression of strings, whose `pattern` is the string.
+        """Compiles the pattern; raises a ``TypeError`` or ``ValueError`` if it is invalid."""
+        # A pattern is a string, or a compiled regular expression whose `pattern` is a string.
         if not isinstance(getattr(self.pattern, "pattern", self.pattern), str):
             raise TypeError(f"{type(self).__name__} takes a string, not {self.pattern!r}.")
         try:
@@ -226,11 +231,11 @@ class PathPattern:
 
 
 class PathRegex(PathPattern):
-    r"""A filter that matches where ``re.search`` finds a regular expression in the path.
+    r"""A filter that matches if ``re.search`` finds a regular expression in the path.
 
     Args:
       pattern: a string or a compiled regular expression, for paths such as
-        ``blocks/3/up/kernel``. They end at the Variable, so ``kernel$`` matches that name.
+        ``blocks/3/up/kernel``. A path ends at the Variable, so ``kernel$`` matches its name.
 
     Example:
       >>> from nnx_sharding import filters
@@ -266,20 +271,21 @@ class PathGlob(PathPattern):
         if not isinstance(self.pattern, str):
             raise TypeError(f"PathGlob takes a string, not {self.pattern!r}.")
         regex = ""
-        slash = ""  # what comes before the next key: nothing before the first one
+        slash = ""  # the text before the next key, which is empty before the first key
         for key in self.pattern.removesuffix("$").split("/"):
             if key == "**":
-                # Any number of keys, each with one slash. After a key, the slash is before each of
-                # them. Before the first key, it is after each, and `slash` stays empty.
+                # `**` is any number of keys, each with one slash. The slash is before each key if a
+                # key came before. Otherwise the slash is after each key, and `slash` stays empty.
                 regex += "(?:/.*)?" if slash else "(?:.*/)?"
             elif not key or "**" in key:
                 raise ValueError(f"{self!r}: write keys and `**` like a/b/**/c.")
             else:
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
-        if not slash:  # only `**`: an empty regular expression is found in every path
+        if not slash:  # the glob is `**`, and an empty regular expression is found in every path
             return ""
-        # The full path (\A to \Z), which is not empty; (?s): a dot matches line breaks, too.
+        # \A and \Z stand for the ends of the path, and (?=.) says that it is not empty. (?s) makes
+        # a dot match line breaks as well.
         return rf"(?s)\A(?=.){regex}\Z"
 
 
@@ -303,7 +309,7 @@ def _part_regex(part: re.Match[str]) -> str:
     """
     star, negated, characters, other = part.group("star", "negated", "characters", "other")
     if characters is not None:
-        # These characters have a meaning between the brackets of regular expressions.
+        # Characters with a meaning between the brackets of regular expressions are escaped.
         escaped = re.sub(r"([\\\[\]^&|~])", r"\\\1", characters)
         return f"(?!/)[{'^' if negated else ''}{escaped}]"
     if other == "[":

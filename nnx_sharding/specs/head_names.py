@@ -3,4 +3,4 @@
 import re
 
 QUERIES = re.compile("query|(to_|w)?q(_proj)?")
-KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")  # also those to values
+KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")  # projections to keys and to values

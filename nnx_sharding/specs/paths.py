@@ -1,7 +1,7 @@
 """Paths from the root of a model to its Variables and other parts, in the keys that NNX uses.
 
-A path is a tuple of keys: the names of attributes, indices, and the keys of dicts. It is written
-``blocks/3/up/kernel`` for filters, and ``model.blocks[3].up.kernel`` in messages.
+A path is a tuple of keys: the names of attributes, indices, and the keys of dicts. Filters see a
+path as ``blocks/3/up/kernel``, and messages show it as ``model.blocks[3].up.kernel``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 class Item(str):
-    """A key of a dict in a path: equals the plain string, but is written ``['key']``."""
+    """A string that is a key of a dict in a path: equal to the string, but shown as ``['key']``."""
 
     __slots__ = ()
 
@@ -30,13 +30,13 @@ class Metadata(str):
 def path_key(key: object) -> Any:
     """Returns a key of a JAX key path as NNX writes it: index, dict key, attribute name."""
     if isinstance(key, jax.tree_util.DictKey):
-        # As an `Item`, or messages would show `.up` for `["up"]`.
+        # A string becomes an `Item`, because messages would show `.up` for `["up"]` otherwise.
         return Item(key.key) if type(key.key) is str else key.key
     # SequenceKey has an index in `idx`, FlattenedIndexKey one in `key`, and GetAttrKey a `name`.
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
-    return str(key)  # of a class that the user has registered with keys of another type
+    return str(key)  # the user may register a class with keys of another type
 
 
 def plain_key(key: object) -> Any:
@@ -54,7 +54,7 @@ def accessor(name: str, path: Path) -> str:
     return name + "".join(map(_accessed, path))
 
 
-# Cached: models have thousands of paths, with few different keys.
+# Results are cached, because models have thousands of paths, with few different keys.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _accessed(key: object) -> str:
     if type(key) is str and key.isidentifier():
@@ -67,5 +67,5 @@ _PART = re.compile(r"(?<!^)[.\[]")
 
 
 def enclosing_paths(path: str) -> list[str]:
-    """Lists the expressions for all that an array, or a module, is in; the outermost first."""
+    """Returns the expressions for all objects that an array or module is in, outermost first."""
     return [path[: match.start()] for match in _PART.finditer(path)]

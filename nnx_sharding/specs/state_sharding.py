@@ -1,7 +1,8 @@
 """``StateSharding``: one sharding for each part of a model, chosen by NNX filters.
 
-It is an ordered list of *filters*, each with a sharding; the first that matches the path of a
-Variable decides. A filter of NNX is a type of Variables, a tag, a pattern for paths, or a function.
+A ``StateSharding`` is an ordered list of *filters*, each with a sharding. The first filter that
+matches a Variable decides. A filter of NNX is a type of Variables, a tag, a pattern for paths, or a
+function.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from .fitting import ON_INDIVISIBLE, OnIndivisible, show, suggested_spec
 from .paths import Path, path_string
 from .types import Axis
 
-if TYPE_CHECKING:  # which takes shardings of this class
+if TYPE_CHECKING:  # activation_sharding.py imports this module
     from .activation_sharding import ActivationSharding
 
 
 class FilterMatch(NamedTuple):
     """The first filter of a ``StateSharding`` that matches a Variable or an array."""
 
-    path: Path  # the path that it matches: see `candidates`
-    number: int | None  # of the filter; None if no filter matches
-    sharding: Any  # as the user wrote it; also None if that is to be left to JAX
+    path: Path  # the path that the filter matches: see `candidates`
+    number: int | None  # the number of the filter; None if no filter matches
+    sharding: Any  # the user's sharding, which may be None; None if no filter matches
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -111,10 +112,10 @@ class StateSharding:
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
-        # `find` tests each filter by its predicate. For patterns, of which there may be many, it
-        # calls `search` with the text of the path instead, and makes this text only once.
+        # `find` calls the predicate of each filter. For a pattern it calls `search` with the text
+        # of the path instead, because there may be many patterns, and the text is made only once.
         searches = [p.search if isinstance(p, PathPattern) else None for p in predicates]
-        # Through `vars`, since a frozen class refuses to set attributes.
+        # Attributes are set through `vars`, because a frozen class refuses to set them.
         vars(self).update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(sharding for _, sharding in pairs),
@@ -131,7 +132,7 @@ class StateSharding:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether shapes or dtypes matter, to a user's predicates or for corrections."""
+        """Whether shapes or dtypes matter to a user's predicate or to corrections."""
         action = self.on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
@@ -155,13 +156,17 @@ class StateSharding:
         )
 
     def find(self, path: tuple[Any, ...], variable: object) -> tuple[int | None, Any]:
-        """Returns the index of the first filter that matches, and its sharding; else Nones.
+        """Returns the index of the first filter that matches, and its sharding.
+
+        Returns two Nones if no filter matches. The index is needed to tell this from a filter whose
+        sharding is None, and to find filters that match nothing.
 
         Args:
           path: the keys from the argument to the Variable.
           variable: the Variable, or the array where the argument holds a bare one.
         """
-        # ("up", "kernel") -> "up/kernel", which only patterns read: a strategy makes none.
+        # Only patterns read the text of the path, such as "up/kernel" for ("up", "kernel").
+        # Strategies make no patterns, so the text is left out for them.
         path_text = path_string(path) if self._has_patterns else ""
         for index, (predicate, search) in enumerate(self._tests):
             # A pattern has the `search` of its regular expression; other filters have None.
@@ -173,29 +178,29 @@ class StateSharding:
     def find_below(self, start: Path, path: Path, variable: object) -> FilterMatch:
         """Finds the first filter that matches one of the paths of a Variable.
 
-        Filters see the path in the module first: ``("up",)``. Only if none matches, they see the
-        path in the tuple, list or dict that holds the module: ``(0, "up")``. If none matches that
-        either, the number and the sharding of the result are None.
+        Filters see the path in the module first: ``("up",)``. Only if no filter matches this path,
+        they see the path in the tuple, list or dict that holds the module: ``(0, "up")``. If no
+        filter matches either path, the number and the sharding of the result are None.
 
         Args:
           start: the path of the module in a tuple, list or dict; empty without one.
-          path: that of the Variable in the module.
+          path: the path of the Variable in the module.
           variable: the Variable, or the array where the argument holds a bare one.
         """
-        *first, last = candidates(start, path)
-        for candidate in first:
+        *earlier_paths, last_path = candidates(start, path)
+        for candidate in earlier_paths:
             index, sharding = self.find(candidate, variable)
             if index is not None:
                 return FilterMatch(path=candidate, number=index, sharding=sharding)
-        index, sharding = self.find(last, variable)
-        return FilterMatch(path=last, number=index, sharding=sharding)
+        index, sharding = self.find(last_path, variable)
+        return FilterMatch(path=last_path, number=index, sharding=sharding)
 
     def __repr__(self) -> str:
         pairs = zip(self.names, self.shardings, strict=True)
-        inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
+        items = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
         action = self.on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
-        return f"{type(self).__name__}({{{inside}}}{option})"
+        return f"{type(self).__name__}({{{items}}}{option})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateSharding) and self._key == other._key
@@ -226,14 +231,14 @@ def filter_remedy(
     Args:
       rules: the filters.
       subjects: the Variables or arrays.
-      added: the paths of those that a jitted function has added to its arguments.
+      added: the paths of Variables or arrays that a jitted function has added to its arguments.
     """
     if not any(isinstance(filter_, Paths) for filter_ in rules.filters):
-        # The user wrote the filters: a last one, for all that is left, may be missing.
+        # The user wrote the filters, and may have forgotten a last one for all other Variables.
         is_of_axes = any(isinstance(sharding, Axis) for sharding in rules.shardings)
         default = "None" if is_of_axes else "PartitionSpec()"
         return f"Add one for these, or a last entry `...: {default}`."
-    # A strategy made the filters, which list all paths of the model that it was given.
+    # A strategy made the filters. They list all paths of the model that the strategy was given.
     if added:
         entries = ", ".join(shortened(f"'^{path_string(path)}$': P()" for path in added))
         return (
@@ -241,7 +246,7 @@ def filter_remedy(
             f"or pass nnx_sharding.partition.override(sharding, {{{entries}}})."
         )
     remedy = "call the strategy again for this model"
-    types = list(dict.fromkeys(map(type, subjects)))  # those of arrays are no Variables
+    types = list(dict.fromkeys(map(type, subjects)))
     if types and all(issubclass(subject_type, nnx.OptState) for subject_type in types):
         return (
             "They are state of an optimizer: pass it to the strategy, as in fsdp(model, mesh=mesh, "
@@ -259,11 +264,11 @@ def filter_remedy(
 
 
 def candidates(start: Path, path: Path) -> Sequence[Path]:
-    """Returns the paths by which filters find a Variable: from its module, from the pytree.
+    """Returns the paths by which filters find a Variable: from its module, then from the pytree.
 
-    For ``(0,)`` and ``("up",)`` these are ``("up",)`` and ``(0, "up")``. The first is what filters
-    see if the module is an argument by itself, so that the same filters work for both. By the
-    second, they can tell several modules apart.
+    For ``(0,)`` and ``("up",)`` these are ``("up",)`` and ``(0, "up")``. Filters see the first path
+    if the module is an argument by itself, so the same filters work for both. By the second path,
+    filters can tell several modules apart.
 
     Args:
       start: the path in a tuple, list or dict, to a module, or to a bare Variable or array.
@@ -271,15 +276,15 @@ def candidates(start: Path, path: Path) -> Sequence[Path]:
     """
     if start and path:
         return path, (*start, *path)
-    return (path or start,)  # there is only one of them
+    return (path or start,)  # one of the two is empty, so there is only one path
 
 
 def _show(filter_: object) -> str:
-    """Returns a filter as the user wrote it, types by their name."""
+    """Returns a filter as text, as the user wrote it; a type is shown by its name."""
     if filter_ is ...:
         return "..."
     if type(filter_) is nnx.filterlib.PathIn and len(filter_.paths) > 3:
-        return repr(Paths(filter_.paths))  # the first of them
+        return repr(Paths(filter_.paths))  # shows only the first three paths
     return filter_.__name__ if isinstance(filter_, type) else repr(filter_)
 
 
@@ -289,23 +294,24 @@ def is_single_spec(x: object) -> bool:
 
 
 def pairs_of(name: str, given: Any) -> list[tuple[Any, Any]]:
-    """Returns what a user passed to ``StateSharding`` as pairs of a filter and a sharding.
+    """Returns the argument of a ``StateSharding`` as pairs of a filter and a sharding.
 
     Args:
       name: the class, for messages.
       given: a mapping, pairs, or an ``nnx.State`` (or nested dicts) with a sharding at each path.
-        Of the latter, all paths with equal shardings become one filter.
+        All paths with equal shardings in a State or nested dict become one filter.
     """
     if isinstance(given, Mapping) and not isinstance(given, nnx.State):
         # No sharding is a mapping. So a dict of strings with a dict among its values is a nested
-        # dict of paths, and one without is a mapping from filters: a string is a tag.
+        # dict of paths. Any other dict of strings is a mapping from filters: a string is a tag.
         is_nested = any(isinstance(value, Mapping) for value in given.values())
         if is_nested and all(isinstance(key, str | int) for key in given):
             given = nnx.State(given)
     if not isinstance(given, nnx.State):
         return filter_pairs(name, given)
     paths_by_sharding: dict[Any, list[Path]] = {}
-    wrong: list[tuple[Any, Any]] = []  # what has no hash, as a list, and is refused by the caller
+    # Pairs whose sharding has no hash, such as a list. The caller refuses these.
+    wrong: list[tuple[Any, Any]] = []
     for path, leaf in nnx.to_flat_state(given):
         sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
         if isinstance(sharding, Hashable):

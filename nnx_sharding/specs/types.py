@@ -10,7 +10,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-AxisName: TypeAlias = Hashable  # of a mesh; a string, nearly always
+AxisName: TypeAlias = Hashable  # the name of a mesh axis, nearly always a string
 
 # An array of JAX or NumPy, a tracer, an abstract array, a number or a reference. Before arguments
 # have been checked it may also be anything else that the user passed.
@@ -23,11 +23,11 @@ Objects: TypeAlias = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """How an array enters or leaves each step of a mapped function, in place of a sharding.
+    """How an array enters or leaves each step of a mapped function; a spec instead of a sharding.
 
     Attributes:
-      index: the dimension along which it is mapped; None if it is not mapped.
-      is_carry: whether each step gets what the previous one returned.
+      index: the dimension along which the array is mapped; None if it is not mapped.
+      is_carry: whether each step gets the array that the previous step returned.
     """
 
     index: int | None = None
