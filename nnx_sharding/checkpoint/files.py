@@ -1,10 +1,12 @@
 """``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers.
 
 A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
-complete. So an error, a full disk or the end of the process leaves the old one.
+complete. So an error, a full disk or the end of the process leaves the old checkpoint.
 
-At ``operation.agree()``, each process waits for all others, and fails if one has failed. It raises
-an error if the named facts differ among processes, and returns what the first process passes.
+At ``operation.agree()``, each process waits for all others, and raises an error if one of them has
+failed. It raises an error if the named facts differ among processes, and returns the value that the
+first process passes. ``operation.wait_for(function)`` calls a function in all processes, and raises
+an error in all of them if one has failed.
 """
 
 from __future__ import annotations
@@ -80,14 +82,15 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
     folder = stored.as_folder(path)
     with Operation("save", folder) as operation:
         operation.agree(path=str(folder))
-        # 1. The first process makes the folder to write to: in a draft, which is published at the
-        # end; or in a bucket, where nothing can be renamed, the final one.
+        # 1. The first process makes the folder to write to. It is in a draft, which is published at
+        # the end. In a bucket it is the final folder, because nothing can be renamed there.
         new, draft = folder, None
         if operation.is_first:
             stored.check_replaceable(folder, overwrite)
             if not stored.is_in_bucket(folder):
                 draft = operation.enter(Draft(Path(folder), is_ours=_is_of_orbax_in_draft))
-                # Again: what others do there before the draft is begun, `publish` cannot notice.
+                # The folder is checked again, because `publish` cannot notice changes that other
+                # jobs have made before the draft was begun.
                 stored.check_replaceable(folder, overwrite)
                 new = draft.folder / _IN_DRAFT
             # Orbax lets the other processes wait until the first one makes this folder.
@@ -95,11 +98,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
         new = stored.as_folder(operation.agree(str(new)))
         # 2. All processes write.
         with progress(f"save {folder.name}"):
-            ModelHandler().save(new, args=ModelSave(tree))  # which returns once all have written
+            ModelHandler().save(new, args=ModelSave(tree))  # returns once all have written
         # 3. The first process publishes.
         if operation.is_first:
-            (new / "commit_success.txt").write_text("")  # by which Orbax knows complete ones
-            stored.opened("save", new)  # an error if it cannot be read
+            (new / "commit_success.txt").write_text("")  # marks complete checkpoints for Orbax
+            stored.opened("save", new)  # raises an error if the new checkpoint cannot be read
             if draft is not None:
                 draft.publish(Path(new))
 
@@ -159,7 +162,8 @@ def restore(
       See :func:`save`.
     """
     with Operation("restore", path) as operation:
-        folder = stored.item_folder("restore", path)  # where the arrays are: in it, or in an item
+        # The arrays are in the folder itself, or in the folder of an item in it.
+        folder = stored.item_folder("restore", path)
         operation.agree(path=str(folder))
         # The arguments are a record because Orbax's managers pass them as one.
         arguments = ModelRestore(tree, sharding, mesh, only, cast)
@@ -171,12 +175,14 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     """Saves and restores models; Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`."""
 
     async def async_save(self, directory: FilePath, args: ModelSave) -> list[_Written]:
-        """Starts to write the arrays of a :class:`ModelSave`."""
+        """Starts to write the arrays of a :class:`ModelSave`; returns futures for Orbax."""
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
-            operation.agree(arrays=lambda: names.digest(arrays))  # before devices compute together
+            # The processes have to agree before their devices compute together in the next line.
+            operation.agree(arrays=lambda: names.digest(arrays))
             standard = operation.wait_for(lambda: _standard_args(flat, arrays))
-            # In a mesh, JAX 0.10 refuses to slice single shards, as Orbax does.
+            # The mesh in context is replaced by an empty one, because Orbax slices single shards,
+            # and JAX 0.10 refuses that in a mesh.
             with _writing(directory), jax.set_mesh(Mesh(np.empty((), object), ())):
                 futures = await super().async_save(directory, args=standard)
         finalize = functools.partial(super().finalize, directory)
@@ -188,7 +194,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         written.result()
 
     def finalize(self, directory: FilePath) -> None:
-        """Does nothing: what was written is complete, see :class:`_Written`."""
+        """Does nothing, because :class:`_Written` has completed the checkpoint."""
 
     def restore(self, directory: FilePath, args: ModelRestore) -> Any:
         """Restores a :class:`ModelRestore`."""
@@ -196,18 +202,21 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
 
 def _outside_of_loop(function: Callable[[], T]) -> T:
-    """Calls a function that runs an event loop of asyncio, which refuses to run within another.
+    """Calls a function that runs an event loop of asyncio, and returns its result.
 
-    In a notebook, this thread runs a loop already, so the function is called in a new thread.
+    If this thread runs a loop already, as in a notebook, the function is called in a new thread,
+    because asyncio refuses to run a loop within another.
     """
     try:
         asyncio.get_running_loop()
         is_in_loop = True
     except RuntimeError:
         is_in_loop = False
-    if not is_in_loop:  # not called above, or its errors would have the RuntimeError as context
+    # The function is not called in the `except` block, because its errors would have the
+    # RuntimeError as context.
+    if not is_in_loop:
         return function()
-    # In a copy of the context, where operations find the one that they are part of.
+    # The thread gets a copy of the context, in which operations find the one that they are part of.
     context = copy_context()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(context.run, function).result()
@@ -215,9 +224,10 @@ def _outside_of_loop(function: Callable[[], T]) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What Orbax waits for, perhaps in a thread: all processes have written their arrays.
+    """A future that Orbax waits for, perhaps in a thread: all processes have written their arrays.
 
-    In ``finalize`` of a handler, the first process alone could fail, and the others would wait.
+    It also completes the checkpoint. ``finalize`` of the handler does not do so, because if it
+    failed in the first process alone, the other processes would wait.
     """
 
     folder: FilePath
@@ -226,16 +236,16 @@ class _Written:
     finalize: Callable[[], object]
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits, and raises the error of any process."""
+        """Waits until all arrays are written, and raises the error of any process."""
         with self.operation, _writing(self.folder):
             self.operation.wait_for(lambda: [future.result(timeout) for future in self.futures])
             self.operation.agree()
             if self.operation.is_first:
-                _outside_of_loop(self.finalize)  # joins what all have written
+                _outside_of_loop(self.finalize)  # joins the files of all processes
 
 
 def _writing(folder: FilePath) -> AbstractContextManager[None]:
-    """Returns a context in which errors of Orbax are about writing to a folder."""
+    """Returns a context that turns errors of Orbax into errors about writing to a folder."""
     return stored.orbax_errors(f"save: {folder} could not be written")
 
 
@@ -287,18 +297,23 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
     """Returns the arguments for Orbax: nested dicts of arrays, and metadata (`manifest_of`).
 
-    The metadata say what Orbax does not keep, such as checksums and the kinds of PRNG keys.
+    The metadata have the facts that Orbax does not keep, such as checksums and the kinds of PRNG
+    keys.
 
     Args:
       flat: the tree to save.
-      arrays: its arrays, with the names under which they are stored.
+      arrays: the arrays of the tree, with the names under which they are stored.
+
+    Raises:
+      ValueError: no array has an element.
     """
-    # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
+    # The sums of unreduced and reduced arrays are stored, because Orbax supports neither.
     targets: list[Sharding | None] = []  # None leaves an array where it is
     for leaf in flat.leaves:
         sharding = getattr(leaf, "sharding", None)
-        summed = without_reductions(sharding)  # the same object if nothing is unreduced
-        targets.append(None if summed is sharding else summed)
+        # `without_reductions` returns the same object if nothing is unreduced or reduced.
+        summed_sharding = without_reductions(sharding)
+        targets.append(None if summed_sharding is sharding else summed_sharding)
     leaves = place_arrays(flat.leaves, targets)
     contents = {array.name: _value_for_orbax(leaves[array.slot]) for array in arrays}
     # The manifest has the arrays without elements, which Orbax does not store.
@@ -313,7 +328,11 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
 
 
 def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
-    """Returns a tree, flattened, and its arrays with their names, if all of them can be saved."""
+    """Returns a tree, flattened, and its arrays with their names.
+
+    Raises:
+      TypeError, ValueError: some arrays cannot be saved; all are listed.
+    """
     flat = flatten(tree)
     arrays = names.named_arrays(flat)
     wrong, deleted = [], []
@@ -334,14 +353,15 @@ def _value_for_orbax(leaf: Any) -> Any:
     """Returns an array or a number in a form that Orbax can store."""
     value = leaf[...] if names.is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
-        # Of numbers, Orbax stores bool, int and float. A NumPy number is float to Python, but would
-        # lose its dtype.
+        # Orbax stores bool, int and float, but no other numbers. NumPy numbers become arrays as
+        # well, because a NumPy number may be a float to Python, and would lose its dtype.
         value = np.asarray(value) if isinstance(value, complex | np.generic) else value
-        # TensorStore would read another order of bytes as this machine's.
+        # The order of bytes is changed to this machine's, because TensorStore would ignore another.
         is_array = isinstance(value, np.ndarray)
         return value.astype(names.native(value.dtype), copy=False) if is_array else value
-    # Of several processes, Orbax refuses arrays that one of them alone has, but takes NumPy arrays,
-    # and these have no PRNG keys. Keys of all processes it stores as their words itself.
+    # With several processes, Orbax refuses arrays that only one of them has, but takes NumPy
+    # arrays. NumPy has no PRNG keys, so their words are stored. Orbax does the same for keys that
+    # are on all processes.
     if jax.process_count() > 1 and value.is_fully_addressable:
         return np.asarray(jax.random.key_data(value) if is_keys(value) else value)
     return value
