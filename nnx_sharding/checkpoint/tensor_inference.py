@@ -1,34 +1,35 @@
-r"""``match_tensors``: rules for a file that nobody has described, or an error that says why not.
+r"""``match_tensors`` infers the rules for a file, or raises an error that says why it cannot.
 
-    names of tensors ─┐ tensor_links: which mean     ┌─ shapes, tensor_candidates:
-    paths of arrays ──┘ the same                ────►│  in which ways they fit      ────► rules
+    names of tensors ─┐ tensor_links: the names      ┌─ shapes, tensor_candidates:
+    paths of arrays ──┘ that mean the same      ────►│  the ways in which they fit  ────► rules
 
-Names alone decide what belongs together, and shapes alone how. Nothing is chosen among several
-*ways* that fit, with four exceptions, each of which the rules mention:
+Names alone decide which tensors and arrays belong together, and shapes alone decide how. If several
+*ways* fit, none is chosen, with four exceptions, each of which the rules mention:
 
-- A square matrix fits in two ways. An array that is called ``kernel`` is (in, out), as all of Flax
-  are, and ``embedding`` is as PyTorch has it. Matrices of a file are (out, in), unless those that
-  are not square show the other order.
-- All arrays of stacked layers have these in the same dimension.
-- Tensors called ``query_key_value`` have the parts of each head together, others all heads of each.
+- A square matrix fits in two ways. An array that is called ``kernel`` is (in, out), like all
+  kernels of Flax, and an ``embedding`` is like PyTorch's. Matrices of a file are (out, in), unless
+  matrices that are not square show the other order.
+- All arrays of stacked layers have the layers in the same dimension.
+- A tensor called ``query_key_value`` has the parts of each head together. Other fused tensors have
+  all heads of each part together.
 - In a file without a tensor for the head, the embedding is the head.
 
-What a file cannot show is not seen here: the order of rotary dimensions within heads, a norm that
-adds 1 to its scale, or which of two halves an activation is applied to. The model has to be as the
-file's, or the rules have to be edited.
+Some facts cannot be seen in a file: the order of rotary dimensions within heads, a norm that adds 1
+to its scale, or the half to which an activation is applied. The model has to do the same as the
+file's model, or the rules have to be edited.
 
 From other modules:
 
-    Template   what names have in common that differ in their *numbers* only: its ``text`` is
-               "h.{}.q.weight", what each number counts are its ``counters`` ("layer"), and its
-               ``part`` is "q", whatever the name calls that
+    Template   the common form of names that differ in their *numbers* only. Its ``text`` is
+               "h.{}.q.weight". Its ``counters`` say what each number counts ("layer"). Its ``part``
+               is "q", whatever the name calls it
     Group      the tensors, or arrays, of one template: ``names`` and ``shapes`` by numbers, such as
                {(0,): "h.0.q.weight", (1,): "h.1.q.weight"}
-    Link       a group of tensors that fill a group of arrays. ``sources`` are the numbers of the
-               tensors that fill an array, by the numbers of the array. Counters that only tensors
-               have are ``stacked``: dimensions of the array
+    Link       a group of tensors that fill a group of arrays. ``sources`` has the numbers of the
+               tensors that fill an array, by the numbers of the array. ``stacked`` has the counters
+               that only tensors have: they are dimensions of the array
     Candidate  one way in which a tensor can fill an array; ``is_usual`` if it is the convention
-    Order      of the matrices in a file: "out in" or "in out"
+    Order      the order of the matrices in a file: "out in" or "in out"
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from .tensor_table import Match, TensorRules, loaded_rules
 
 _MATCH = "match_tensors"
 
-# Names of the tensors that a quantised weight needs beside it, such as its scales.
+# Names of tensors that belong to a quantised weight, such as its scales.
 _OF_QUANTISED = re.compile(
     r".*(weight_scale(_inv)?|qweight|qzeros|g_idx|SCB|absmax|quant_map|_(blocks|scales))"
 )
@@ -113,34 +114,36 @@ def match_tensors(
       }
     """
     flat = flatten(model)
-    everything = names.named_arrays(flat)
-    arrays = selected_weights(_MATCH, everything, only)
-    given = loaded_rules(rules or {})
-    known = read_rules(_MATCH, given)
+    all_arrays = names.named_arrays(flat)
+    arrays = selected_weights(_MATCH, all_arrays, only)
+    given_rules = loaded_rules(rules or {})
+    compiled_rules = read_rules(_MATCH, given_rules)
     head = f"{_MATCH}: {os.fspath(path)} does not fit the model."
     with tensor_files.open_tensors(_MATCH, path) as tensors:
-        # 1. Leave out the tensors that have a rule already, and the arrays that these fill.
-        known_targets = {name: known.targets(name) for name in tensors}  # None without a rule
-        filled = {target.path for targets in known_targets.values() for target in targets or ()}
-        unknown = {name: x for name, x in tensors.items() if known_targets[name] is None}
-        unread = [f"  {name}: {x.dtype}" for name, x in unknown.items() if isinstance(x.dtype, str)]
+        # 1. Leave out the tensors that have a rule already, and the arrays that they fill.
+        targets_by_rule = {name: compiled_rules.targets(name) for name in tensors}  # None: no rule
+        filled = {target.path for targets in targets_by_rule.values() for target in targets or ()}
+        unruled = {name: x for name, x in tensors.items() if targets_by_rule[name] is None}
+        unread = [f"  {name}: {x.dtype}" for name, x in unruled.items() if isinstance(x.dtype, str)]
         raise_listed(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
 
-        # 2. Match the rest. Arrays that `only` leaves out count, as their tensors need rules, too.
-        to_fill = selected_weights(_MATCH, everything, WEIGHTS) | arrays
+        # 2. Match the others. Arrays that `only` leaves out are matched as well, because their
+        # tensors need rules.
+        to_fill = selected_weights(_MATCH, all_arrays, WEIGHTS) | arrays
         shapes = {path: x.leaf.shape for path, x in to_fill.items() if path not in filled}
-        braces = [f"  {name}" for name in (*unknown, *shapes) if {"{", "}"} & {*name}]
+        braces = [f"  {name}" for name in (*unruled, *shapes) if {"{", "}"} & {*name}]
         hint = "Say what becomes of them by rules=..., with {{ and }} for the braces of a path."
         raise_listed(CheckpointError, f"{head}\nNames with braces have no rules:", braces, hint)
-        # An Einsum has text for the order of its dimensions, so its kernel may have any.
+        # The kernel of an Einsum may have any order, because a text says the order of its
+        # dimensions.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
         matching = _Matching(
-            {name: unknown[name].shape for name in sorted(unknown)},
+            {name: unruled[name].shape for name in sorted(unruled)},
             shapes,
             in_any_order={path for path, x in to_fill.items() if id(x.variable) in einsums},
         )
 
-        # 3. Refuse what has no match, or several.
+        # 3. Raise an error for tensors and arrays without a match, or with several.
         problems = by_kind(matching.problems({*arrays}))
         remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
         unmatched = [type(arrays[path].variable) for path in matching.unmatched_arrays({*arrays})]
@@ -153,10 +156,10 @@ def match_tensors(
             remedy = "The file is quantised, but only numbers without scales can be loaded."
         raise_listed(CheckpointError, head, problems, remedy)
 
-        # 4. Believe the rules only if they fill each array completely, and once.
-        result = TensorRules({**given, **matching.rules()}, matching.matches)
+        # 4. Check that the rules fill each array completely, and once; raise an error otherwise.
+        result = TensorRules({**given_rules, **matching.rules()}, matching.matches)
         leaves = {name: array.leaf for name, array in arrays.items()}
-        paths = {array.path for array in everything}
+        paths = {array.path for array in all_arrays}
         fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, paths, cast=True)
     return result
 
@@ -166,12 +169,12 @@ class _Fit:
     """One array of a link, the tensors that fill it, and the ways in which they may.
 
     Attributes:
-      link: the tensors and arrays that belong together; this is about one of the arrays.
+      link: the group of tensors and the group of arrays that belong together.
       numbers: the numbers of the array.
       sources: the numbers of the tensors that fill it: several if they are stacked in the array.
-      by_order: for each order that matrices of the file may have, all ways in which they fit; empty
-        for stacked tensors of different shapes.
-      ways: the ways that are left after `_agree_on_order` and `_agree_on_stacks`; none before.
+      by_order: for each order that matrices of the file may have, all ways in which the tensors
+        fit; empty for stacked tensors of different shapes.
+      ways: the ways that are left after `_agree_on_order` and `_agree_on_stacks`; empty before.
     """
 
     link: Link
@@ -192,7 +195,7 @@ class _Fit:
 
     @property
     def tensor_shape(self) -> Shape:
-        """The shape of the first tensor, which is that of all if any way fits."""
+        """The shape of the first tensor. If any way fits, all tensors have this shape."""
         return self.link.tensors.shapes[self.sources[0]]
 
     @property
@@ -201,13 +204,13 @@ class _Fit:
         return self.link.arrays.shapes[self.numbers]
 
     def orders(self) -> set[Order]:
-        """Returns the orders in which it fits; of those only the usual ones, if there are any."""
+        """Returns the orders with a usual way that fits; without any, those with a way that fits."""
         fitting = {order for order, ways in self.by_order.items() if ways}
         usual = {order for order in fitting if any(x.is_usual for x in self.by_order[order])}
         return usual or fitting
 
     def dimension_of(self, counter: str, way: Candidate) -> int:
-        """Returns which dimension of the array a stacked counter is if it is filled in this way."""
+        """Returns the dimension of the array that a stacked counter has in this way."""
         return way.stacked_at[self.link.stacked.index(counter)]
 
     def chosen_way(self) -> Candidate | None:
@@ -218,9 +221,9 @@ class _Fit:
 
 
 class _Matching:
-    """Matches tensors and arrays by names, then by shapes, when it is made.
+    """Matches tensors and arrays by names, then by shapes; the constructor does so.
 
-    Then ``rules`` has what matched, and ``problems`` what did not.
+    ``rules`` then returns the rules of all that matched, and ``problems`` lines about all others.
 
     Args:
       tensors: the shapes of tensors, by name.
@@ -238,16 +241,15 @@ class _Matching:
         in_any_order: Collection[str],
     ):
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
-        # The template of tensors → their numbers → the paths of the arrays that each fills, with
-        # the rules for these.
+        # Template of tensors → their numbers → path of each array that they fill → the rule for it.
         self._rules: dict[str, dict[Numbers, dict[str, Tensor]]] = {}
         self._ambiguous, self._misfits = list[str](), list[str]()  # lines of the error
-        # The names of tensors and the paths of arrays that are in a rule, or in one of these lines.
+        # The names of tensors and the paths of arrays that are in a rule, or in a line of an error.
         self._settled: set[str] = set()
-        # The templates of tensors and of arrays, and the dimensions, that have a row in `matches`.
+        # The rows in `matches`: (template of tensors, template of arrays, dimensions).
         self._keys_of_matches: set[tuple[str, str, str | None]] = set()
         self.matches: list[Match] = []
-        # Names decide what belongs together, and then shapes how.
+        # Names decide which tensors and arrays belong together. Then shapes decide how.
         links = Links(self._tensors, self._arrays)
         self._links = links.links
         self._note_ambiguous_names(links)
@@ -264,14 +266,15 @@ class _Matching:
         for template, arrays in arrays_of.items():
             rivals = rivals_of[template]
             for numbers, path in arrays.names.items():
-                # If tensors and arrays are not numbered alike, the template says which are meant.
+                # If tensors and arrays are not numbered alike, the line has the template of the
+                # tensors instead of a name.
                 possible = [rival.names.get(numbers, rival.template.text) for rival in rivals]
                 self._ambiguous.append(f"  {path}: {' or '.join(possible)}")
             for group in (arrays, *rivals):
                 self._settled |= {*group.names.values()}
 
     def _choose_ways(self, in_any_order: Collection[str]) -> None:
-        """Adds a rule for each array of a link, or a line that says why shapes allow none."""
+        """Adds a rule for each array of a link, or a line that says why there is none."""
         fits = [fit for link in self._links for fit in _fits(link, in_any_order)]
         _agree_on_order(fits)
         _agree_on_stacks(fits)
@@ -288,18 +291,19 @@ class _Matching:
                 count = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""  # if stacked
                 line = f"  {source}, shape {fit.tensor_shape}{count}: "
                 line += f"{fit.path}, shape {fit.array_shape}"
-                # Queries, say, that are in turns with keys and values in the rows of each head. If
-                # the array has no dimension for heads, shapes do not tell how many there are.
+                # The tensor has queries, keys and values in turns in the rows of each head. If the
+                # array has no dimension for heads, shapes do not tell their number, so the user
+                # gets a hint.
                 if fit.link.parts and fit.link.tensors.template.part == QKV_BY_HEAD:
                     line += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
                 self._misfits.append(line)
 
     def _add_rule(self, fit: _Fit, way: Candidate) -> None:
-        """Adds the rule of an array, and a row of the table for the first of its template."""
+        """Adds the rule of an array, and a row of the table for the first array of its template."""
         link = fit.link
         template, path = link.tensors.template.text, link.path(fit.numbers)
         tensor = way.rule(path)
-        # A fused tensor fills several arrays, so it is in several links.
+        # A fused tensor fills several arrays, so it is in several links, and gets several rules.
         by_numbers = self._rules.setdefault(template, {})
         for numbers in fit.sources:
             by_numbers.setdefault(numbers, {})[fit.path] = tensor
@@ -309,8 +313,8 @@ class _Matching:
         self._keys_of_matches.add(key)
         convention = ""
         if len(fit.ways) > 1:
-            # One was usual: (in, out) for a kernel. Either this transposed the matrix, or the file
-            # has the order already. An embedding, too, stays as it is.
+            # One of the ways was usual. For a kernel, (in, out) is: the matrix is transposed, or
+            # the file has this order already. An embedding always stays as it is.
             usual = "a kernel is (in, out)" if way.is_transposed else "it stays as it is"
             convention = f"by convention, as {len(fit.ways)} ways fit: {usual}"
         note = "; ".join(filter(None, [way.described(), convention, link.note]))
@@ -319,8 +323,8 @@ class _Matching:
     def unmatched_arrays(self, wanted: Collection[str]) -> dict[str, Shape]:
         """Returns the shapes of the arrays that no tensor may fill, by path.
 
-        Only arrays whose paths are ``wanted`` count. Those with several tensors, or with a tensor
-        of another shape, are other problems.
+        Only arrays whose paths are ``wanted`` count. Arrays with several possible tensors, or with
+        a tensor of another shape, are left out, because they are other problems.
         """
         return {
             path: group.shapes[numbers]
@@ -330,22 +334,22 @@ class _Matching:
         }
 
     def problems(self, wanted: Collection[str]) -> dict[str, list[str]]:
-        """Returns what has no rule, as lines of an error by the kind of the problem.
+        """Returns lines of an error about tensors and arrays without a rule, by kind of problem.
 
         Args:
-          wanted: the paths of the arrays that the user selects. If others have no tensor, that is
-            no problem.
+          wanted: the paths of the arrays that the user selects. Other arrays need no tensor.
         """
-        # Tensors that fill nothing. Models may do without buffers, such as masks.
+        # Tensors that fill nothing. Buffers, such as masks, are left out, because a model may do
+        # without them.
         unmatched_tensors: list[str] = []
-        names_by_size: dict[int, list[str]] = {}  # the number of elements → the names of these
+        names_by_size: dict[int, list[str]] = {}  # number of elements → names of such tensors
         for group in self._tensors:
             for numbers, name in group.names.items():
                 if name not in self._settled and not group.is_buffer:
                     unmatched_tensors.append(self._line_of_unmatched(name, group, numbers))
                     size = math.prod(group.shapes[numbers])
                     names_by_size.setdefault(size, []).append(name)
-        # Arrays that nothing fills, with up to three tensors that might.
+        # Arrays that nothing fills, each with up to three unmatched tensors of the same size.
         unmatched_arrays: list[str] = []
         for path, shape in self.unmatched_arrays(wanted).items():
             alike = names_by_size.get(math.prod(shape), [])[:3]
@@ -359,41 +363,44 @@ class _Matching:
         }
 
     def _line_of_unmatched(self, name: str, group: Group, numbers: Numbers) -> str:
-        """Writes the line of a tensor that fills no array, and says which one fills that instead.
+        """Returns the line of an error about a tensor that fills no array.
+
+        If another tensor fills the array with the same role, the line names both.
 
         Args:
           name: the name of the tensor.
-          group: the group that it is in.
-          numbers: its numbers, such as that of the layer.
+          group: the group that the tensor is in.
+          numbers: the numbers of the tensor, such as the number of its layer.
         """
         for link in self._links:
-            # An array in the same layer with the same role: the part, such as "q", and the kind,
-            # such as "weight". If arrays count layers otherwise, the hint is left out.
+            # The array has the same numbers and the same role: the part, such as "q", and the kind,
+            # such as "weight". If arrays count layers in another way, none is found.
             path = link.arrays.names.get(numbers)
             if path and link.arrays.template.role == group.template.role:
-                others = [link.tensors.names[source] for source in link.sources.get(numbers, ())]
-                return f"  {name}: {path} has {', '.join(others)}"
+                sources = [link.tensors.names[source] for source in link.sources.get(numbers, ())]
+                return f"  {name}: {path} has {', '.join(sources)}"
         return f"  {name}, shape {group.shapes[numbers]}"
 
     def rules(self) -> dict[str, Rule]:
-        r"""Returns the rules of all tensors, in the order of the file; sorts the table likewise.
+        r"""Returns the rules of all tensors, in the order of the file, and sorts the table alike.
 
-        If all tensors of a template have the same rule, its pattern is ``h\.(\d+)\.up``. If layers
-        differ, as in every fourth one, each has a rule of its own, such as ``h\.3\.up``. So have
-        names with numbers such as 03, which {0} would not write again.
+        If all tensors of a template have the same rule, the pattern is ``h\.(\d+)\.up``. If some
+        layers differ, such as every fourth one, each name has a rule of its own, ``h\.3\.up``.
+        Names with numbers such as 03 have rules of their own as well, because {0} would write them
+        as 3.
         """
         rules: dict[str, Rule] = {}
         for group in self._tensors:
             template = group.template.text
-            # PyTorch stores some tensors that are no weights; their rule None ignores them.
+            # PyTorch stores some tensors that are no weights. The rule None ignores them.
             if group.is_buffer and template not in self._rules:
                 rules[_pattern(template)] = None
                 continue
             by_numbers = self._rules[template]
-            first, *others = ([*by_path.values()] for by_path in by_numbers.values())
+            first_rules, *later_rules = ([*by_path.values()] for by_path in by_numbers.values())
             has_zeros = any(re.search(r"\b0[0-9]", name) for name in group.names.values())
-            if all(tensors == first for tensors in others) and not has_zeros:
-                rules[_pattern(template)] = _rule(first)
+            if all(tensors == first_rules for tensors in later_rules) and not has_zeros:
+                rules[_pattern(template)] = _rule(first_rules)
                 continue
             for numbers, by_path in by_numbers.items():
                 tensors = [_without_groups(*item, numbers) for item in by_path.items()]
@@ -404,15 +411,18 @@ class _Matching:
 
 
 def _rule(tensors: Sequence[Tensor]) -> Rule:
-    """Writes a rule as users do: a path if nothing is rearranged, and a list of several arrays."""
+    """Returns a rule in the form that users write.
+
+    It is a path if nothing is rearranged, else a ``Tensor``; and a list for several arrays.
+    """
     entries = [tensor.path if tensor.dimensions is None else tensor for tensor in tensors]
     return entries[0] if len(entries) == 1 else entries
 
 
 def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
-    """Yields the arrays of a link that have tensors, each with all ways in which these fit.
+    """Yields the arrays of a link that have tensors, each with all ways in which the tensors fit.
 
-    ``in_any_order`` are the paths of kernels whose dimensions may be in any order.
+    ``in_any_order`` has the paths of kernels whose dimensions may be in any order.
     """
     for numbers, path in link.arrays.names.items():
         sources = link.sources.get(numbers)
@@ -420,7 +430,7 @@ def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
             continue
         by_order: dict[Order, Sequence[Candidate]] = {}
         shapes = {link.tensors.shapes[source] for source in sources}
-        if len(shapes) == 1:  # tensors of different shapes cannot be stacked: no way fits
+        if len(shapes) == 1:  # no way fits tensors of different shapes, which cannot be stacked
             [shape] = shapes
             for order in get_args(Order):
                 by_order[order] = candidates(
@@ -429,62 +439,62 @@ def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
                     order,
                     _convention(link, in_any_order=path in in_any_order),
                     stacks=link.stacks_of(numbers),
-                    fused=link.fused_part(numbers, sources[0]),  # layers of a stack are alike
+                    fused=link.fused_part(numbers, sources[0]),  # the layers of a stack are alike
                 )
         yield _Fit(link, numbers, sources, by_order)
 
 
 def _convention(link: Link, *, in_any_order: bool) -> Convention:
-    """Returns what names say of the dimensions of an array and its tensor.
+    """Returns the facts that names tell about the dimensions of an array and its tensor.
 
-    ``in_any_order`` says that the kernel is one of those whose dimensions may be in any order.
+    ``in_any_order`` says whether the array is a kernel whose dimensions may be in any order.
     """
     arrays, tensors = link.arrays.template, link.tensors.template
-    leaf = arrays.text.rpartition("/")[2]  # "kernel" of "blocks/{}/up/kernel"
+    leaf = arrays.text.rpartition("/")[2]  # "blocks/{}/up/kernel" → "kernel"
     order: Literal["in, out", "as the tensor"] | None = None
     # Tables of tokens, of positions and of the class token have the order (number, features) in
-    # Flax and PyTorch alike.
+    # both Flax and PyTorch.
     if leaf == "embedding" or arrays.part in {"embed", "pos", "cls"}:
         order = "as the tensor"
     elif leaf == "kernel" and not in_any_order:
         order = "in, out"
     heads: Literal["in", "out"] | None = None
     if tensors.part in {"q", "k", "v", "kv", "qkv", QKV_BY_HEAD}:
-        heads = "out"  # these projections return heads
+        heads = "out"  # the outputs of a projection to queries, keys or values are heads
     elif tensors.part == "o":
-        heads = "in"  # the output projection of attention takes them
+        heads = "in"  # the inputs of the output projection of attention are heads
     return Convention(order, heads)
 
 
 def _agree_on_order(fits: Sequence[_Fit]) -> None:
-    """Sets the ways of each array to those for the order of matrices that the file has.
+    """Sets the ``ways`` of each array: the ways for the order of matrices that the file has.
 
-    Matrices that are not square show the order. Those outside of layers say nothing of layers, and
-    those of another rank nothing either.
+    Matrices that are not square show the order. They only show it for matrices of the same rank,
+    and matrices outside of layers do not show it for those in layers.
     """
-    # Whether tensors are in layers, and their rank → the orders that these show.
-    shown: dict[tuple[bool, int], set[Order]] = {}
-    unclear: list[tuple[_Fit, set[Order]]] = []  # each with the set of those like it in `shown`
+    # (whether tensors are in layers, their rank) → the orders that such tensors show.
+    shown_orders: dict[tuple[bool, int], set[Order]] = {}
+    unclear: list[tuple[_Fit, tuple[bool, int]]] = []  # fits that show no order, with their key
     for fit in fits:
         key = fit.link.tensors.template.in_layer, len(fit.tensor_shape)
-        shown_alike = shown.setdefault(key, set())
-        own = fit.orders()
-        if len(own) == 1:
-            shown_alike |= own  # also in the pairs of `unclear`, which hold the same set
-            [order] = own
+        orders_of_fit = fit.orders()
+        if len(orders_of_fit) == 1:
+            shown_orders.setdefault(key, set()).update(orders_of_fit)
+            [order] = orders_of_fit
             fit.ways = fit.by_order[order]
         else:
-            unclear.append((fit, shown_alike))
-    for fit, shown_alike in unclear:
-        orders = shown_alike
+            unclear.append((fit, key))
+    for fit, key in unclear:
+        orders = shown_orders.get(key)
         if not orders:
             # PyTorch has (out, in), but GPT-2 has (in, out) under names such as c_attn. Models that
             # copied these names may have either.
             word = fit.link.tensors.template.words[-1]
             orders = {"out in", "in out"} if word.startswith("c_") else {"out in"}
-        # Two orders may offer the same way. A set has no order, but messages list the ways in one.
-        both = (fit.by_order.get(order, ()) for order in get_args(Order) if order in orders)
-        fit.ways = distinct(itertools.chain.from_iterable(both))
+        # Two orders may offer the same way, which `distinct` drops. The loop is over all orders,
+        # not over the set, because messages list the ways in a fixed order.
+        ways = (fit.by_order.get(order, ()) for order in get_args(Order) if order in orders)
+        fit.ways = distinct(itertools.chain.from_iterable(ways))
 
 
 def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
@@ -492,7 +502,7 @@ def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
 
     If no dimension is possible for all arrays, every way stays.
     """
-    # What arrays have as a dimension and tensors count in their names, such as "layer".
+    # The counters, such as "layer", that are a dimension of arrays and a number in tensors' names.
     for counter in dict.fromkeys(counter for fit in fits for counter in fit.link.stacked):
         stacked_fits = [fit for fit in fits if counter in fit.link.stacked and fit.ways]
         possible = [{fit.dimension_of(counter, way) for way in fit.ways} for fit in stacked_fits]
@@ -503,15 +513,15 @@ def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
 
 
 def _pattern(template: str) -> str:
-    r"""Returns the pattern of the names of a template: ``h\.(\d+)\.up`` of ``h.{}.up``."""
+    r"""Returns the pattern for the names of a template: ``h.{}.up`` → ``h\.(\d+)\.up``."""
     return r"(\d+)".join(map(re.escape, template.split("{}")))
 
 
 def _without_groups(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
-    """Returns the rule of one tensor and one array, with its numbers in place of ``{0}``, …."""
+    """Returns the rule of one tensor and one array, with numbers in place of ``{0}``, …."""
     dimensions, put = tensor.dimensions, {**tensor.put}
     for i, number in enumerate(numbers):
-        if dimensions and f"{{{i}}}" in dimensions:  # the array has what this number counts
+        if dimensions and f"{{{i}}}" in dimensions:  # the number is an index of a dimension
             dimensions = dimensions.replace(f"{{{i}}}", f"stack{i}")
             put[f"stack{i}"] = number
     return Tensor(path, dimensions, take=tensor.take, put=put, **tensor.sizes)
