@@ -3,16 +3,18 @@
     names of tensors ── tensor_rules, tensor_matching ──► placements of tensors in arrays
     a shard's region ── tensor_layouts ──► boxes of tensors ── tensor_files ──► runs of bytes
 
-Loading, JAX asks for the region of each shard, and its boxes are read. Saving goes the same way in
-reverse: each process writes the boxes of its shards into files that all share, which
-``tensor_release`` publishes once all are complete.
+To load, JAX asks for the region of each shard, and the boxes of the region are read. Saving goes
+the same way in reverse: each process writes the boxes of its shards into files that all processes
+share, and ``tensor_release`` publishes the files once they are complete.
 
 A *region* of an array is a range of each of its dimensions. A *placement* says which part of a
-tensor is which part of an array, so it tells what a region shares with the tensor: *boxes*, ranges
-of each axis of the tensor.
+tensor is which part of an array. So it also tells which elements of a region are in the tensor:
+*boxes*, ranges of each axis of the tensor.
 
-At ``operation.agree()``, each process waits for all others, and fails if one has failed. It raises
-an error if the named facts differ among processes, and returns what the first process passes.
+At ``operation.agree()``, each process waits for all others, and raises an error if one of them has
+failed. It raises an error if the named facts differ among processes, and returns the value that the
+first process passes. ``operation.wait_for(function)`` calls a function in all processes, and raises
+an error in all of them if one has failed.
 """
 
 from __future__ import annotations
@@ -54,13 +56,13 @@ from .tensor_table import loaded_rules
 
 _LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
-# What files of weights contain: all but the state of random streams.
+# The filter for the content of files: all but the state of random streams.
 WEIGHTS = nnx.Not(nnx.RngState)
 
-_CHUNK = 2**24  # bytes
-_SHORT = 2**26  # bytes, below which no progress is shown: its thread takes 0.6 ms
+_CHUNK = 2**24  # bytes that are converted, or moved to devices, at once
+_SHORT = 2**26  # bytes; below, no progress is shown, because its thread takes 0.6 ms
 
-# What fills an array: tensors, and where each belongs in it.
+# The tensors that fill an array, each with its placement in the array.
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
@@ -122,29 +124,31 @@ def load_safetensors(
       >>> np.testing.assert_array_equal(other.up.kernel, model.up.kernel)
     """
     flat = flatten(model)
-    everything = names.named_arrays(flat)
-    # A process that has all shards waits for nobody, and may load something else.
-    is_alone = not any(names.is_global(array.leaf) for array in everything)
+    all_arrays = names.named_arrays(flat)
+    # A process that has all shards waits for no other process, and may load another model.
+    is_alone = not any(names.is_global(array.leaf) for array in all_arrays)
     with Operation(_LOAD, os.fspath(path), alone=is_alone) as operation:
-        arrays = selected_weights(_LOAD, everything, only)
+        arrays = selected_weights(_LOAD, all_arrays, only)
         patterns = read_rules(_LOAD, loaded_rules(rules))
         leaves = {array_path: array.leaf for array_path, array in arrays.items()}
-        paths = {array.path for array in everything}
-        head = f"{_LOAD}: {os.fspath(path)} does not fit the model."  # of an error
+        paths = {array.path for array in all_arrays}
+        head = f"{_LOAD}: {os.fspath(path)} does not fit the model."  # the first line of an error
         with tensor_files.open_tensors(_LOAD, path) as tensors:
-            # 1. From the headers alone: what fills each array. An error comes before all reading.
+            # 1. Find the tensors that fill each array, from the headers alone, so that an error is
+            # raised before anything is read.
             filled_by = fill_by_rules(head, patterns, tensors, leaves, paths, cast=cast)
-            # 2. All processes load the same. If another job replaces the files, some may have
-            # opened those of another model.
+            # 2. Check that all processes load the same. If another job replaces the files, some
+            # processes may have opened the files of another model.
             operation.agree(
                 path=lambda: str(as_folder(path)),
                 arrays=lambda: names.digest(arrays.values()),
                 files=lambda: tensor_files.digest(tensors),
             )
-            # 3. Each process reads its own shards, without the others.
+            # 3. Each process reads its own shards, without waiting for the others.
             values = _load_arrays(arrays, filled_by, tensors)
-        # 4. The devices of all processes move arrays together. A program would wait forever for a
-        # process that failed to read, so all have to be here; one may still fail meanwhile.
+        # 4. The devices of all processes move arrays together. The processes meet before that,
+        # because a program would wait forever for a process that has failed to read. A process may
+        # still fail later, so the others use `wait_for`.
         operation.agree()
         shardings = [names.present_sharding(leaf) for leaf in leaves.values()]
         placed = operation.wait_for(lambda: place_arrays(values, shardings))
@@ -155,17 +159,20 @@ def load_safetensors(
 def _load_arrays(
     arrays: Mapping[str, NamedArray], filled_by: Filled, tensors: Tensors
 ) -> list[Array]:
-    """Reads all arrays; an error lists those whose numbers do not fit into the model's dtype.
+    """Reads all arrays, and returns them in the order of ``arrays``.
 
     Args:
-      arrays: those of the model, by path.
+      arrays: the arrays of the model, by path.
       filled_by: for each path the names of the tensors that fill it, and their placements.
       tensors: the tensors of the files, by name.
+
+    Raises:
+      CheckpointError: numbers do not fit into the model's dtypes; all such arrays are listed.
     """
     values: list[Array] = []
     overflows = []
-    # The indices of values that are still on the host, and have to be on a device. Many are moved
-    # at once, which is faster, but not all, since those on the host take memory, too.
+    # The indices of values that are still on the host, but have to be on a device. Many are moved
+    # at once, because that is faster. Not all are, because values on the host take memory.
     pending: list[int] = []
     pending_bytes = 0
     leaves = [array.leaf for array in arrays.values()]
@@ -201,35 +208,36 @@ def _put_on_device(values: list[Array], indices: Sequence[int]) -> None:
 
     CPUs adopt the memory of the NumPy arrays.
     """
-    # One call for many arrays takes a third of the time of one for each.
+    # One call for many arrays takes a third of the time of a call for each.
     arrays = jax.device_put([values[i] for i in indices])
     for i, array in zip(indices, arrays, strict=True):
         values[i] = array
 
 
 def selected_weights(
-    caller: str, everything: Sequence[NamedArray], only: Any
+    caller: str, all_arrays: Sequence[NamedArray], only: Any
 ) -> dict[str, NamedArray]:
-    """Returns the arrays that can be in safetensors files, by path.
+    """Returns the arrays that a filter selects, by path; all of them can be in safetensors files.
 
     Args:
       caller: the function that the user called, for messages.
-      everything: the arrays of the model.
-      only: an NNX filter for those to return.
+      all_arrays: the arrays of the model.
+      only: an NNX filter for the arrays to return.
 
     Raises:
-      TypeError: one that is selected has a dtype that these files do not support.
-      ValueError: there are no arrays, or none is selected, or one has a sharding without devices.
+      TypeError: a selected array has a dtype that these files do not support.
+      ValueError: there are no arrays, none is selected, two have one path, or one has a sharding
+        without devices.
     """
 
     def is_supported(leaf: object) -> bool:
-        """Whether it is an array of a dtype that files may have; a number is not."""
+        """Whether a leaf is an array of a dtype that files may have; a number is not."""
         return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
 
-    # This raises the errors for what is selected, and if nothing is.
+    # `selected` raises an error if an array is not supported, or none is selected.
     weights = names.selected(
         caller,
-        everything,
+        all_arrays,
         only,
         is_supported,
         what="arrays of a dtype that safetensors supports",
@@ -251,32 +259,33 @@ def selected_weights(
 
 
 def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
-    """Reads what becomes of a leaf of the model.
+    """Reads the new array for a leaf of the model.
 
     Args:
       leaf: the array of the model, which may be abstract.
       parts: the tensors that fill it.
-      misfits: gets the dtypes of tensors whose numbers do not fit into the dtype of the leaf.
+      misfits: a set to which the dtypes of tensors are added whose numbers do not fit into the
+        dtype of the leaf.
 
     Returns:
-      An array in the sharding of the leaf, or if that has none, or is on no certain device, a NumPy
-      array. Unreduced and reduced axes are left out of the sharding; `load_safetensors` places the
-      array with them at last.
+      An array in the sharding of the leaf, or a NumPy array, if the leaf has no sharding or is
+      uncommitted. Unreduced and reduced axes are left out of the sharding, because
+      `load_safetensors` places the array with them in the end.
     """
     sharding = None if isinstance(leaf, np.ndarray) else names.present_sharding(leaf)
     if sharding is None:
         return _read_region(leaf, parts, tuple((0, size) for size in leaf.shape), misfits)
 
-    @functools.cache  # devices may hold the same shard
+    @functools.cache  # several devices may hold the same shard
     def read(bounds: Bounds) -> np.ndarray[Any, Any]:
         return _read_region(leaf, parts, bounds, misfits)
 
-    def read_shard(index: Any) -> np.ndarray[Any, Any]:  # a tuple of slices
+    def read_shard(index: Any) -> np.ndarray[Any, Any]:  # the index is a tuple of slices
         return read(bounds_of(index, leaf.shape))
 
-    without_sums = without_reductions(sharding)
-    array: jax.Array = jax.make_array_from_callback(leaf.shape, without_sums, read_shard)
-    # Otherwise what is read for the next array would take memory simultaneously.
+    sharding_to_read = without_reductions(sharding)
+    array: jax.Array = jax.make_array_from_callback(leaf.shape, sharding_to_read, read_shard)
+    # Without waiting, the bytes of the next array would be in memory at the same time.
     jax.block_until_ready(array)
     return array
 
@@ -286,7 +295,8 @@ def _read_region(
 ) -> np.ndarray[Any, Any]:
     """Reads the values of a region of an array from all tensors that fill it.
 
-    ``misfits`` gets the dtypes of tensors whose numbers do not fit into that of ``leaf``.
+    The dtypes of tensors whose numbers do not fit into the dtype of ``leaf`` are added to
+    ``misfits``.
     """
     result = aligned([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
@@ -295,10 +305,10 @@ def _read_region(
             # Bytes can be read to their final place if nothing is converted or transposed.
             may_read_in_place = target.dtype == tensor.dtype and target.flags.c_contiguous
             values = tensor_files.read_box(tensor, box, target if may_read_in_place else None)
-            if np.may_share_memory(values, target):  # they are in place
+            if np.may_share_memory(values, target):  # `read_box` has read into `target`
                 continue
             values = values.reshape(target.shape)
-            # What does not fit is reported by the caller, for all tensors at once.
+            # NumPy's warnings are off, because the caller reports misfits of all tensors at once.
             with np.errstate(over="ignore", invalid="ignore"):
                 target[...] = values
             if not _fits(values, target):
@@ -312,11 +322,11 @@ def _boxes_in_region(
     """Yields boxes of a tensor, each with a view of the same elements in a region of an array.
 
     Args:
-      placement: where the tensor is in the array.
+      placement: the place of the tensor in the array.
       bounds: the region.
       data: the values of the region, which may still be unset.
     """
-    # In chunks, so that converting or transposing them takes little memory.
+    # The region is split into chunks, so that converting or transposing takes little memory.
     for chunk_bounds, chunk in _chunks(data, bounds):
         for piece in placement.pieces(chunk_bounds):
             yield piece.box, piece.view(chunk)
@@ -325,7 +335,8 @@ def _boxes_in_region(
 def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool:
     """Whether converting numbers wrapped no integer and made nothing infinite or NaN.
 
-    Both dtypes are integers, or both are floats or complex, as `names.is_castable` has it.
+    Both dtypes are integers, or both are floats, or both complex, because `names.is_castable`
+    allows no other pairs.
     """
     old, new = values.dtype, converted.dtype
     if not values.size or old == new:
@@ -333,8 +344,8 @@ def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool
     if jnp.issubdtype(new, jnp.integer):
         return not out_of_range(values, new)
     old_largest, new_largest = (float(limits.max) for limits in map(jnp.finfo, (old, new)))
-    # Counting takes time, and is left out for float32 as bfloat16, too, whose largest number is
-    # 0.4 % smaller.
+    # Counting takes time, so it is left out if the range is about as large. That includes float32
+    # as bfloat16, whose largest number is 0.4 % smaller.
     if old_largest <= 1.01 * new_largest:
         return True
     return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
@@ -345,13 +356,14 @@ def _chunks(
 ) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     """Splits a region of an array along one dimension into chunks of about `_CHUNK` bytes.
 
-    They are larger if no dimension is long enough for so many.
+    The chunks are larger if no dimension is long enough for so many chunks.
     """
     num_chunks = -(-data.nbytes // _CHUNK)  # rounded up
     if num_chunks <= 1:
         yield bounds, data
         return
-    # The first dimension that is long enough: parts along it are contiguous in most files.
+    # The first dimension that is long enough is split, because parts along it are contiguous in
+    # most files.
     long_enough = [axis for axis, size in enumerate(data.shape) if size >= num_chunks]
     axis = long_enough[0] if long_enough else int(np.argmax(data.shape))
     begin, end = bounds[axis]
@@ -359,8 +371,8 @@ def _chunks(
     for first in range(begin, end, step):
         last = min(first + step, end)
         chunk_bounds = (*bounds[:axis], (first, last), *bounds[axis + 1 :])
-        before = [slice(None)] * axis  # all of the dimensions before this one
-        yield chunk_bounds, data[(*before, slice(first - begin, last - begin))]
+        outer_slices = [slice(None)] * axis  # the dimensions before this one are whole
+        yield chunk_bounds, data[(*outer_slices, slice(first - begin, last - begin))]
 
 
 @_compat.api_boundary
@@ -398,7 +410,7 @@ def save_safetensors(
       See :func:`load_safetensors`.
     """
     folder = as_folder(path)
-    if is_in_bucket(folder):  # where no file can be written in part, or exchanged
+    if is_in_bucket(folder):  # in a bucket, no file can be written in part, or exchanged
         raise ValueError(
             f"{_SAVE}: files cannot be written to {folder}. Save to a file system that all "
             "processes share, and upload the files."
@@ -410,13 +422,13 @@ def save_safetensors(
         raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))
         operation.agree(path=str(folder), arrays=lambda: names.digest(arrays.values()))
-        # 2. The first process creates the files in a draft, a folder next to the files that are
-        # there, and tells the others where.
+        # 2. The first process creates the files in a draft, a folder next to the existing files,
+        # and tells the other processes its path.
         groups = _group_into_files(tensors, max_shard_size)
         release, draft_and_files = None, None
         if operation.is_first:
-            begun = new_release(Path(folder), len(groups), overwrite=overwrite)
-            release = operation.enter(begun)
+            release_context = new_release(Path(folder), len(groups), overwrite=overwrite)
+            release = operation.enter(release_context)
             _create_files(release, groups, tensors)
             draft_and_files = [str(release.draft.folder), release.files]
         draft, files = operation.agree(draft_and_files)
@@ -434,7 +446,7 @@ def save_safetensors(
 def _create_files(
     release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
 ) -> None:
-    """Creates the files without values, and their index, which a single file may not need."""
+    """Creates the files without values, and their index, unless there is only `MODEL_FILE`."""
     located: dict[str, str] = {}  # the name of the file of each tensor
     for name, group in zip(release.files, groups, strict=True):
         tensor_files.create(release.draft.folder / name, {x: tensors[x] for x in group})
@@ -447,12 +459,12 @@ def _create_files(
 def _fill_file(
     path: Path, tensors: Mapping[str, NewTensor], advance: Callable[[str], object]
 ) -> None:
-    """Writes the values that this process has of the tensors of one file.
+    """Writes this process's values of the tensors of one file, and syncs the file.
 
     Args:
       path: the file, whose header says where each tensor begins.
       tensors: the tensors of the file, by name.
-      advance: is called with each name, to show the progress.
+      advance: a function that is called with each name, to show the progress.
     """
     with path.open("r+b", buffering=0) as file:
         stored = tensor_files.read_header(_SAVE, path, file)
@@ -462,20 +474,24 @@ def _fill_file(
                 _write(writer, stored[name], placement, value)
             advance(name)
         writer.flush()
-        # In a network file system, only the machine that wrote them can bring bytes to the disk,
-        # so it does not suffice that the first process syncs the file before it publishes it.
+        # The first process syncs the file before it publishes it, but that does not suffice in a
+        # network file system, because only the machine that wrote bytes can bring them to the disk.
         os.fsync(file.fileno())
 
 
 def _write(
     writer: tensor_files.Writer, tensor: StoredTensor, placement: Placement, value: Array
 ) -> None:
-    """Writes the shards that this process holds of an array to where they are in a tensor."""
+    """Writes the shards of an array that this process holds into a tensor.
+
+    ``placement`` is the place of the tensor in the array.
+    """
     for region, data in _shards(value):
         for box, values in _boxes_in_region(placement, region, data):
             writer.add(tensor, box, values)
-        # The writer keeps `data` until it flushes. Of accelerators, `data` is a copy on the host:
-        # without this, large copies of several shards would be in memory at once.
+        # The writer keeps `data` until it flushes. For an array on an accelerator, `data` is a copy
+        # on the host, so the writer is flushed to keep large copies of several shards from being in
+        # memory at once.
         if data.nbytes >= _CHUNK:
             writer.flush()
 
@@ -489,13 +505,17 @@ class NewTensor(NamedTuple):
 
 
 def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
-    """Returns the tensors to write, by name; an error lists the arrays that do not fit into them.
+    """Returns the tensors to write, by name.
 
-    ``arrays`` are the arrays to save, by path.
+    ``arrays`` has the arrays to save, by path.
+
+    Raises:
+      ValueError: arrays have no rule, or no names can be made; all are listed.
+      CheckpointError: arrays do not fill tensors, or do not fit; all are listed.
     """
     values: dict[str, Array] = {}
     for path, array in arrays.items():
-        # A `jax.Ref` is read by an index: its value is what is saved.
+        # The value of a `jax.Ref` is saved. It is read by an index.
         values[path] = array.leaf[...] if names.is_reference(array.leaf) else array.leaf
     tensors: dict[str, NewTensor] = {}
     unnamed = []
@@ -507,8 +527,9 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
     raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
-    # It raises an error unless arrays fill each tensor completely, and lose nothing. What it has
-    # checked is what is written: where nothing is written, files have zeros.
+    # `fill_by_rules` raises an error unless arrays fill each tensor completely, and no part of an
+    # array is lost. Its result is used for writing, because files have zeros where nothing is
+    # written.
     head = f"{_SAVE}: the arrays do not fit the tensors of the rules."
     filled_by = fill_by_rules(
         head,
@@ -535,7 +556,7 @@ def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> 
     for name, tensor in tensors.items():
         size = array_bytes(tensor.shape, tensor.dtype)
         if groups[-1] and total + size > max_shard_size:
-            groups.append([])  # a tensor is in one file
+            groups.append([])  # a tensor is never split between files
             total = 0
         groups[-1].append(name)
         total += size
@@ -544,16 +565,18 @@ def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> 
 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
     """Yields the regions of an array that this process writes, with their values."""
+    # If each process has the whole array, the first one writes it.
     if not names.is_global(value) and jax.process_index() != 0:
-        return  # this process has all of it, as have all others: the first one writes it
+        return
     if not isinstance(value, jax.Array):
         yield [(0, size) for size in value.shape], np.asarray(value)
         return
-    # Each device has a summand of an unreduced array, and a file has their sum.
+    # Each device has a summand of an unreduced array. A file has the sum.
     summed = value
-    sharding = without_reductions(value.sharding)  # the same object if nothing is unreduced
+    # `without_reductions` returns the same object if nothing is unreduced or reduced.
+    sharding = without_reductions(value.sharding)
     if sharding is not value.sharding:
         [summed] = place_arrays([value], [sharding])
     for shard in summed.addressable_shards:
-        if shard.replica_id == 0:  # of all copies, one is written
+        if shard.replica_id == 0:  # one copy of each shard is written
             yield bounds_of(shard.index, summed.shape), np.asarray(shard.data)
