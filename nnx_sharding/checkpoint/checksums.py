@@ -1,7 +1,7 @@
 """Checksums of arrays, which do not depend on their shardings.
 
-Orbax stores checksums of its own metadata, but none of the values of arrays: of 59 checkpoints in
-each of which one bit of the values was flipped, it restored 59, with wrong numbers. So a checkpoint
+Orbax stores checksums of its own metadata, but not of the values of arrays. One bit of the values
+was flipped in each of 59 checkpoints, and Orbax restored all with wrong numbers. So a checkpoint
 has a checksum of each array in its manifest.
 
 The checksum is a sum modulo 2³² of a hash of each 32-bit word and its position. A sum needs no
@@ -9,7 +9,7 @@ order, so each device can hash its own shard wherever it is, and only the sums a
 
     words   1.5f32  → 0x3fc00000, at the position 7 of the array
     salt    the position times a constant, modulo 2³², so that equal words count differently
-    sum     of the hashes of each word ^ salt
+    sum     the sum of the hashes of each word ^ salt
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Value: TypeAlias = Any
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
 _SMALL = 1 << 16
 
-# Words that NumPy hashes at once: what it computes in between stays in the processor's caches,
-# which takes a third of the time.
+# The number of words that NumPy hashes at once. Intermediate results of so many words stay in the
+# processor's caches, which takes a third of the time.
 _CHUNK = 1 << 15
 
-# The end of MurmurHash3: a shift and a factor for each round, and a last shift.
+# The last steps of MurmurHash3: a shift and a factor for each round, and a last shift.
 _ROUNDS = ((np.uint32(16), np.uint32(0x85EBCA6B)), (np.uint32(13), np.uint32(0xC2B2AE35)))
 _LAST_SHIFT = np.uint32(16)
 
 
 def checksums(arrays: Sequence[Value]) -> list[int | None]:
-    """Returns the checksum of each array; None for one of which this process holds no shard.
+    """Returns the checksum of each array; None if this process holds no shard of it.
 
     Large arrays are summed on their devices, all at once.
     """
@@ -53,8 +53,8 @@ def checksums(arrays: Sequence[Value]) -> list[int | None]:
 def _sum(x: Value) -> jax.Array | np.uint32 | None:
     """Returns the checksum of one array, which may still be computed when this returns.
 
-    Large arrays, and those of which this process holds only a part, are summed where they are,
-    others on the host. None if this process holds no part.
+    Large arrays, and arrays of which this process holds only a part, are summed on their devices.
+    Others are summed on the host. None if this process holds no part.
     """
     if isinstance(x, jax.Array):
         if x.is_fully_replicated:  # one copy is enough
@@ -62,8 +62,8 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
         if x is None:
             return None
         if x.nbytes > _SMALL or not x.is_fully_addressable:
-            # On several CPU devices, this waits for the result: the programs for several arrays
-            # would compete for threads there, and may deadlock.
+            # On several CPU devices, `finish_on_cpu` waits for the result, because the programs for
+            # several arrays would compete for threads, and might deadlock.
             [device_total] = finish_on_cpu([_sum_on_devices(x)])
             return _first_local_shard(device_total)  # each device has the total
     return _sum_on_host(_words(np.atleast_1d(x), np).reshape(-1))
@@ -72,21 +72,21 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
 def _sum_on_host(words: np.ndarray[Any, np.dtype[np.uint32]]) -> np.uint32:
     """Returns the checksum of the words of an array, chunk by chunk in the same memory.
 
-    New arrays for what is computed in between take 1.6 times as long: the system gives and takes
-    back the memory of each.
+    The memory of intermediate results is reused. New arrays would take 1.6 times as long, because
+    the system would give and take back the memory of each.
     """
     total = np.uint32(0)
     size = min(len(words), _CHUNK)
     hashes, shifted = np.empty(size, np.uint32), np.empty(size, np.uint32)
-    with np.errstate(over="ignore"):  # it is a sum modulo 2**32
+    with np.errstate(over="ignore"):  # sums and products are modulo 2**32
         first_salts = _salts(np.arange(size, dtype=np.uint32))
         for first in range(0, len(words), _CHUNK):
             chunk = words[first : first + _CHUNK]
             x, y = hashes[: len(chunk)], shifted[: len(chunk)]
-            # Salts are linear: that of the position first + i is the sum of both.
+            # Salts are linear, so the salt of position first + i is the sum of the salts of both.
             np.add(first_salts[: len(chunk)], _salts(np.uint32(first % 2**32)), out=x)
             np.bitwise_xor(x, chunk, out=x)
-            # As `_hashes`, in place.
+            # The same steps as in `_hashes`, but in place.
             for shift, factor in _ROUNDS:
                 np.right_shift(x, shift, out=y)
                 np.bitwise_xor(x, y, out=x)
@@ -106,10 +106,10 @@ def _first_local_shard(x: jax.Array) -> jax.Array | None:
 @jax.jit
 def _sum_on_devices(x: jax.Array) -> jax.Array:
     """Returns the checksum of a sharded array, as a replicated number."""
-    words = _words(fetch(x), jnp)  # from the memory of the host, if it is there
-    # The position of each word in row-major order, modulo 2**32 as all numbers here.
+    words = _words(fetch(x), jnp)  # `fetch` moves an array in the memory of the host to the device
+    # The position of each word in row-major order, modulo 2**32 like all numbers here. Iotas are
+    # used because the compiler shards them like the words; it would replicate a reshaped arange.
     positions = jnp.uint32(0)
-    # The compiler shards iotas like the words; it would replicate a reshaped arange.
     for axis, size in enumerate(words.shape):
         index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         positions = positions * jnp.uint32(size % 2**32) + index
@@ -117,12 +117,15 @@ def _sum_on_devices(x: jax.Array) -> jax.Array:
 
 
 def _salts(positions: Any) -> Any:  # np.ndarray or jax.Array, of uint32
-    """Returns the salt of each position. It is linear: the salt of a sum is the sum of both."""
+    """Returns the salt of each position. Salts are linear: salt(i + j) = salt(i) + salt(j)."""
     return positions * np.uint32(0x9E3779B9)
 
 
 def _hashes(words: jax.Array, salts: jax.Array) -> jax.Array:
-    """Returns a hash of each word with its salt, one to one in the word, as MurmurHash3 ends."""
+    """Returns a hash of each word with its salt: the last steps of MurmurHash3.
+
+    For one salt, different words have different hashes.
+    """
     x = words ^ salts
     for shift, factor in _ROUNDS:
         x = (x ^ (x >> shift)) * factor
@@ -132,16 +135,16 @@ def _hashes(words: jax.Array, salts: jax.Array) -> jax.Array:
 def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as numpy says
     """Returns the bits of an array as 32-bit words.
 
-    Numbers of fewer bits are one word each. Those of 64 bits are two words, and complex ones are
-    the words of the real and of the imaginary part.
+    Numbers of fewer bits are one word each. Numbers of 64 bits are two words. Complex numbers have
+    the words of the real part and of the imaginary part.
 
     Args:
       x: the array, of NumPy or JAX.
-      numpy: ``np`` or ``jnp``, for the same.
+      numpy: ``np`` for an array of NumPy, ``jnp`` for one of JAX.
     """
-    if x.dtype == np.bool_:  # of which JAX views no bits
+    if x.dtype == np.bool_:  # JAX cannot view the bits of booleans
         return x.astype(np.uint32)
-    if x.dtype.kind == "c":  # which JAX cannot view as words
+    if x.dtype.kind == "c":  # JAX cannot view complex numbers as words
         x = numpy.stack([x.real, x.imag], axis=-1)
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     if (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits < 8:
