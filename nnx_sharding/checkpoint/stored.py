@@ -1,11 +1,14 @@
 """An open checkpoint: its folder, the names, shapes and dtypes of its arrays, their values.
 
 A checkpoint is a folder of Orbax for an ``nnx.state``. The *name* of an array is its path in that
-state, as a tuple of strings; a Variable may be a dict there, with its array under ``value``, a key
-that the *plain* name and the ``path`` leave out. What Orbax does not keep is in its metadata, under
-the name of this library, the *manifest*: checksums, the kinds of PRNG keys (Orbax stores their
-integers, the *words*), and arrays without elements. A checkpoint that Orbax wrote alone has none of
-it, and can be read as well.
+state, as a tuple of strings. A Variable may be a dict in the state, with its array under the key
+``value``; the *plain* name and the ``path`` leave this key out. The metadata of the checkpoint have
+a *manifest*, under the name of this library, with the facts that Orbax does not keep: checksums,
+the kinds of PRNG keys (Orbax stores their integers, the *words*), and arrays without elements. A
+checkpoint that Orbax alone wrote has no manifest, and can be read as well.
+
+From other modules: `identity` returns the identity of a file or folder, which differs once it is
+replaced. `drafts` returns the drafts of a path that exist, of writers that are busy or were killed.
 """
 
 from __future__ import annotations
@@ -42,19 +45,19 @@ from .names import VALUE, Name, NamedArray, digest_of
 FilePath: TypeAlias = Any
 
 MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
-_VERSION = 1  # of the manifest
+_VERSION = 1  # the version of the manifest
 _MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
 
 _NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
-# The files of a checkpoint; TensorStore writes each under the second name first.
+# The files of a checkpoint. TensorStore first writes each under a name that ends in ``.__lock``.
 _OF_ORBAX = re.compile(
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas(/process_\d+)?|"
     r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d(/[0-9a-f]{32})?))(\.__lock)?"
 )
-# What ``jax.random`` calls the kinds of PRNG keys, by the names of their dtypes.
+# The names of the kinds of PRNG keys in ``jax.random``, by the names of their dtypes.
 KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
-# Where the arrays may be below a folder: in itself, or as an item of a step of `Checkpoints` or of
-# Orbax, which calls the only item of a step "default".
+# The folders below a folder that may have its arrays: the folder itself, or an item of a step of
+# `Checkpoints` or of Orbax. Orbax calls the only item of a step "default".
 _BELOW = ("", MODEL, "default")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -64,9 +67,9 @@ class StoredArray:
     """One array, or number, of a checkpoint.
 
     Attributes:
-      path: its path in the tree that was saved, such as ``up/kernel``.
-      shape: its shape.
-      dtype: its dtype, a NumPy dtype or that of PRNG keys.
+      path: the path in the tree that was saved, such as ``up/kernel``.
+      shape: the shape.
+      dtype: the dtype, of NumPy or of PRNG keys.
     """
 
     path: str
@@ -75,12 +78,12 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """Its size in memory."""
+        """The size of the array in memory."""
         return array_bytes(self.shape, self.dtype)
 
 
 class Contents(tuple[StoredArray, ...], Pictured):
-    """What :func:`contents` lists, which ``print`` and notebooks show as a table."""
+    """The arrays that :func:`contents` lists; ``print`` and notebooks show them as a table."""
 
     def _pictures(self, width: int) -> Iterable[Any]:
         rows = [(x.path, str(x.shape), str(x.dtype), bytes_text(x.nbytes)) for x in self]
@@ -120,9 +123,9 @@ class Entry(NamedTuple):
     """One array before it is read."""
 
     array: StoredArray  # for PRNG keys, without the dimension of their words
-    plain_name: Name  # without the key of the Variable's value
-    position: int | None = None  # among Orbax's leaves, which contain no empty arrays
-    is_number: bool = False  # whether it was a Python number
+    plain_name: Name  # the name without the key of the Variable's value
+    position: int | None = None  # the index among Orbax's leaves; None without elements
+    is_number: bool = False  # whether a Python number was saved
     checksum: int | None = None
 
 
@@ -130,17 +133,17 @@ class Stored(NamedTuple):
     """An open checkpoint: its folder, Orbax's metadata and its arrays by name."""
 
     folder: FilePath
-    version: Identity  # of the folder, which another process may replace
+    version: Identity  # the identity of the folder; another process may replace the folder
     tree: Any
     entries: Mapping[Name, Entry]
 
 
 def opened(caller: str, folder: FilePath) -> Stored:
-    """Opens a checkpoint; the errors are those of :func:`contents`."""
+    """Opens a checkpoint; raises a CheckpointError if it cannot be read."""
     with orbax_errors(_damaged(caller, folder)):
-        before = version_of(folder)  # before anything of it is read
+        version = version_of(folder)  # taken before anything is read, to notice a later change
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
-        return Stored(folder, before, metadata.tree, _entries(caller, folder, metadata))
+        return Stored(folder, version, metadata.tree, _entries(caller, folder, metadata))
 
 
 def digest(stored: Stored) -> str:
@@ -150,7 +153,10 @@ def digest(stored: Stored) -> str:
 
 @contextlib.contextmanager
 def orbax_errors(head: str) -> Iterator[None]:
-    """Raises a CheckpointError for the errors of Orbax and TensorStore, which are of many kinds."""
+    """Within the block, turns all errors into a CheckpointError that begins with ``head``.
+
+    Orbax and TensorStore raise errors of many kinds.
+    """
     try:
         yield
     except CheckpointError:
@@ -160,14 +166,14 @@ def orbax_errors(head: str) -> Iterator[None]:
 
 
 def _damaged(caller: str, folder: FilePath) -> str:
-    """Returns the beginning of the message of an error, which a reason may follow."""
+    """Returns the beginning of an error's message; a reason may follow."""
     return f"{caller}: {folder} is damaged, or it is not a checkpoint of a model"
 
 
 def as_folder(path: str | os.PathLike[str]) -> FilePath:
-    """Returns a path as Orbax takes it: absolute, here or in a bucket, and what a link names."""
+    """Returns a path in Orbax's form: absolute with links resolved, or in a bucket."""
     text = os.fspath(path)
-    # Resolved, so that what is replaced later is the folder and not a link to it.
+    # Links are resolved, so that a later step replaces the folder and not a link to it.
     return epath.Path(text if "://" in text else os.path.realpath(file_path(text)))
 
 
@@ -177,7 +183,10 @@ def is_in_bucket(path: FilePath) -> bool:
 
 
 def version_of(path: FilePath) -> Identity:
-    """Returns what is different once a file or folder is replaced; None in a bucket."""
+    """Returns the identity of a file or folder, which differs once it is replaced.
+
+    Returns None if nothing is at the path, or if it is in a bucket.
+    """
     return None if is_in_bucket(path) else identity(Path(path))
 
 
@@ -189,12 +198,13 @@ def is_checkpoint(folder: FilePath) -> bool:
 def check_replaceable(folder: FilePath, overwrite: bool) -> None:
     """Raises a FileExistsError if a folder exists and is not to be replaced.
 
-    Only a folder with nothing but a checkpoint is replaced, as that deletes what it holds.
+    Only a folder with nothing but a checkpoint may be replaced, because all files in it are then
+    deleted.
     """
     if not folder.exists():
         return
     reason = ""
-    if is_in_bucket(folder):  # even with `overwrite`
+    if is_in_bucket(folder):  # refused even with `overwrite`
         reason = "exists, and nothing can be replaced at once in a bucket; delete it first"
     elif not overwrite:
         reason = "exists; overwrite=True replaces it if it is a checkpoint"
@@ -209,14 +219,14 @@ def check_replaceable(folder: FilePath, overwrite: bool) -> None:
         raise FileExistsError(f"save: {folder} {reason}.")
 
 
-def _foreign_entries(folder: FilePath, above: str = "") -> Iterator[str]:
-    """Yields what is in a checkpoint's folder, at any depth, that Orbax did not write.
+def _foreign_entries(folder: FilePath, prefix: str = "") -> Iterator[str]:
+    """Yields the paths in a checkpoint, at any depth, that Orbax did not write.
 
-    These are paths in the checkpoint. ``above`` is that of ``folder``: ``"ocdbt.process_0/"``.
+    ``prefix`` is the path of ``folder`` in the checkpoint, such as ``"ocdbt.process_0/"``.
     """
     for path in sorted(folder.iterdir()):
-        path_in_checkpoint = above + path.name
-        # Orbax makes no links, and what one names is not looked through.
+        path_in_checkpoint = prefix + path.name
+        # A link is foreign, because Orbax makes none. The folder that it names is not searched.
         if not is_of_orbax(path_in_checkpoint) or os.path.islink(path):
             yield path_in_checkpoint
         elif path.is_dir():
@@ -237,13 +247,13 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
 
     Raises:
       NoCheckpointError: there is no such folder.
-      CheckpointError: it has several steps, or no checkpoint, or an incomplete one.
+      CheckpointError: the folder has several steps, or no checkpoint, or an incomplete one.
     """
     folder = as_folder(path)
-    if _UNFINISHED in folder.name:  # Orbax renames complete ones
+    if _UNFINISHED in folder.name:  # Orbax renames a folder once it is complete
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
-        # Both Orbax and `save` write under another name first.
+        # A checkpoint may have been begun, because Orbax and `save` write under another name first.
         has_begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*"))
         if not has_begun and not is_in_bucket(folder):
             has_begun = bool(drafts(Path(folder)))
@@ -259,15 +269,16 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
 
 
 def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -> dict[str, Any]:
-    """Returns what is written next to the arrays of a checkpoint: all that Orbax does not keep.
+    """Returns the metadata of a checkpoint: a manifest of the facts that Orbax does not keep.
 
-    ``sums`` are the checksums of the arrays that Orbax stores; the others have no elements.
+    ``sums`` has the checksums of the arrays that Orbax stores. All other arrays have no elements.
     """
     keys = [array for array in arrays if array.name in sums and is_keys(array.leaf)]
     empty = [array for array in arrays if array.name not in sums]
     manifest = {
         "version": _VERSION,
-        # A process that holds no shard of an array has None; the first one writes the manifest.
+        # The first process writes its manifest. An array of which it holds no shard has None as its
+        # checksum, and gets no entry.
         "checksums": {".".join(name): total for name, total in sums.items() if total is not None},
         "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
         "empty": [
@@ -280,15 +291,19 @@ def manifest_of(arrays: Sequence[NamedArray], sums: Mapping[Name, int | None]) -
 def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
     """Describes the arrays of a checkpoint by name, before any is read.
 
-    Those that Orbax stored come first, in the order of its tree; then those without elements, which
-    only the manifest has (`manifest_of` makes it).
+    Arrays that Orbax stored come first, in the order of its tree. Arrays without elements, which
+    only the manifest has, come last (`manifest_of` makes the manifest).
 
     Args:
       caller: the function that the user called, for messages.
       folder: the folder of the checkpoint.
-      metadata: Orbax's description of it, of a type that it does not export.
+      metadata: Orbax's description of the checkpoint, of a type that Orbax does not export.
+
+    Raises:
+      CheckpointError: the manifest has another version.
     """
-    manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})  # Orbax alone writes none
+    # A checkpoint that Orbax alone wrote has no manifest.
+    manifest = (metadata.custom_metadata or {}).get(_MANIFEST, {})
     version = manifest.get("version", _VERSION)
     if version != _VERSION:
         raise CheckpointError(
@@ -296,7 +311,8 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
             f"reads {_VERSION}."
         )
     checksums_by_name, key_dtypes = manifest.get("checksums", {}), manifest.get("keys", {})
-    # By name, what has the shape and dtype of each array: leaves of Orbax's own types, and ours.
+    # By name, an object with the shape and dtype of each array: a leaf of Orbax's own type in
+    # `stored`, and a `StoredArray` in `empty`.
     leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
     stored = {tuple(str(path_key(key)) for key in path): leaf for path, leaf in leaves}
     empty = {
@@ -306,10 +322,10 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
     variables = _names_of_variables([*stored, *empty])
     entries = {}
     for position, (name, leaf) in enumerate((stored | empty).items()):
-        # The manifest joins names by dots. They differ, as Orbax does the same in its files, and
-        # `names.check_unique` refuses others.
+        # The manifest joins names by dots. That is safe because `names.check_unique` has refused
+        # names that would be the same; Orbax joins names in the same way in its files.
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
-        if joined in key_dtypes:  # Orbax stores their words, in one more dimension
+        if joined in key_dtypes:  # Orbax stores the words of keys, in one more dimension
             shape, dtype = shape[:-1], _dtype_of(key_dtypes[joined])
         plain_name = _without_value(name, variables)
         entries[name] = Entry(
@@ -323,7 +339,10 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
 
 
 def _without_value(name: Name, variables: Collection[Name]) -> Name:
-    """Returns the plain name: without the key of the value of the Variable that an array is in."""
+    """Returns the plain name of an array, without the key of the value of its Variable.
+
+    ``variables`` has the names of the Variables. Other names are returned unchanged.
+    """
     for level, key in enumerate(name):
         if key == VALUE and name[:level] in variables:
             return name[:level] + name[level + 1 :]
@@ -331,12 +350,12 @@ def _without_value(name: Name, variables: Collection[Name]) -> Name:
 
 
 def _names_of_variables(names: Iterable[Name]) -> set[Name]:
-    """Finds the names of what looks like a Variable: it contains a value and nothing else."""
-    inside: dict[Name, set[str]] = {}
+    """Returns the names of dicts that look like Variables: their only key is that of a value."""
+    keys_of: dict[Name, set[str]] = {}  # name of a dict → its keys
     for name in names:
         for level, key in enumerate(name):
-            inside.setdefault(name[:level], set()).add(key)
-    return {name for name, keys in inside.items() if keys == {VALUE}}
+            keys_of.setdefault(name[:level], set()).add(key)
+    return {name for name, keys in keys_of.items() if keys == {VALUE}}
 
 
 @functools.cache
@@ -361,15 +380,20 @@ def load(
 
     Args:
       stored: the checkpoint.
-      wanted: the sharding for each array, by its name in the checkpoint, of which each process
-        reads its own shards; None to read it to the host.
-      operation: the processes that do this together.
+      wanted: the sharding for each array, by its name in the checkpoint. Each process reads its own
+        shards. None reads the array to the host.
+      operation: the processes that load together.
 
     Returns:
       The arrays, by name. PRNG keys are their words.
+
+    Raises:
+      CheckpointError: arrays cannot be read, their checksums differ, or another job has replaced
+        the checkpoint.
     """
     arrays = _read(stored, wanted)
-    # Orbax opens files one after the other, so it may have read some of either checkpoint.
+    # If the checkpoint was replaced, some arrays may be from the old one and some from the new one,
+    # because Orbax opens files one after the other.
     if version_of(stored.folder) != stored.version:
         raise CheckpointError(
             f"restore: another job replaced {stored.folder} while it was read. Read it again."
@@ -377,18 +401,19 @@ def load(
     to_compare: dict[Name, Any] = {}
     for name, array in arrays.items():
         entry = stored.entries[name]
-        # With 64 bits disabled, JAX may shorten the numbers while it reads them, so that their
-        # checksum is another one. Keys are read as words, whose dtype is not theirs anyway.
-        may_be_cut = isinstance(array, jax.Array) and not is_keys(entry.array)
-        is_cut = may_be_cut and array.dtype != entry.array.dtype
-        if entry.checksum is not None and not is_cut:
+        # With 64 bits disabled, JAX may shorten the numbers while it reads them, so their checksum
+        # cannot be compared. Another dtype shows that, except for keys, because these are read as
+        # words.
+        has_own_dtype = isinstance(array, jax.Array) and not is_keys(entry.array)
+        is_shortened = has_own_dtype and array.dtype != entry.array.dtype
+        if entry.checksum is not None and not is_shortened:
             to_compare[name] = array
-    operation.agree()  # all processes are here; from here on, devices compute together
+    operation.agree()  # all processes meet here, because their devices compute together next
     sums = operation.wait_for(lambda: checksums([*to_compare.values()]))
     wrong = []
     for name, total in zip(to_compare, sums, strict=True):
         entry = stored.entries[name]
-        # This process cannot tell (None) if it holds no shard; another one does.
+        # None: this process holds no shard, and another process compares the checksum.
         if total is not None and total != entry.checksum:
             wrong.append(f"  {entry.array.path or 'the root'}")
     head = f"restore: {stored.folder} is damaged. These arrays are not what was written:"
@@ -399,26 +424,26 @@ def load(
 def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
     """Reads arrays as :func:`load` does, but compares no checksums."""
     treedef: Any = jax.tree.structure(stored.tree)
-    # What Orbax is asked for: a value and options for each of its leaves, in its order. It skips
-    # leaves whose value is a placeholder, and reads those with any other value.
-    is_wanted: Any = 0
+    # The request to Orbax has a value and options for each of its leaves, in its order. Orbax skips
+    # leaves whose value is a placeholder, and reads leaves with any other value.
+    read_request: Any = 0
     requests: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
-    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves  # enough for numbers
+    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves  # the default is for numbers
     positions: dict[Name, int] = {}
     for name, sharding in wanted.items():
         entry = stored.entries[name]
         if entry.position is None:
             continue
         positions[name] = entry.position
-        requests[entry.position] = is_wanted
+        requests[entry.position] = read_request
         if entry.is_number:
             continue
         if sharding is None:
             options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
-        else:  # Orbax has neither unreduced nor reduced arrays
+        else:  # without reductions, because Orbax has neither unreduced nor reduced arrays
             options[entry.position] = ocp.ArrayRestoreArgs(sharding=without_reductions(sharding))
     values: list[Any] = []
-    if positions:  # Orbax refuses to read nothing
+    if positions:  # Orbax refuses an empty request
         args = ocp.args.PyTreeRestore(treedef.unflatten(requests), treedef.unflatten(options))
         with orbax_errors(_damaged("restore", stored.folder)):
             restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
@@ -426,7 +451,7 @@ def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, 
     arrays: dict[Name, Any] = {}
     for name in wanted:
         array = stored.entries[name].array
-        if name not in positions:  # without elements, which Orbax does not store
+        if name not in positions:  # the array has no elements, so Orbax has not stored it
             form = key_words(array) if is_keys(array) else array
             arrays[name] = np.zeros(form.shape, form.dtype)
         else:
