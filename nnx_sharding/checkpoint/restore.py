@@ -1,15 +1,19 @@
-"""Reading a checkpoint into a tree: all of it or, after an error, nothing.
+"""Reads a checkpoint into a tree: all of it or, after an error, nothing.
 
-    find      where each array of the model is in the checkpoint
-    check     shapes and dtypes, before anything is read; one error lists all that does not fit
-    load      with the model's shardings, so that each process reads its own shards
-    convert   cast and place, one array after the other
+    find      the name in the checkpoint of each array of the model
+    check     shapes and dtypes, before anything is read; one error lists all misfits
+    load      arrays in the model's shardings, so that each process reads its own shards
+    convert   arrays to the model's dtypes and shardings, one after the other
     fill      the model, once all arrays are there
 
-A *target* is an array of the model, its *leaf* there, with the name that it has in the checkpoint.
+A *target* is an array of the model, the *leaf*, with its name in the checkpoint.
 
-At ``operation.agree()``, each process waits for all others; ``wait_for`` runs what may wait for
-devices of other processes. If one process fails, all raise its error there.
+At ``operation.agree()``, each process waits for all others. ``operation.wait_for`` calls a function
+that may wait for devices of other processes. If one process fails, all raise its error there.
+
+From other modules: `fit_sharding` returns the part of a spec that fits, and ``problems``, which are
+empty if the spec fits. `out_of_range` returns the range of integers as a text if a dtype cannot
+hold it, and an empty text otherwise. `raise_listed` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -40,48 +44,51 @@ if TYPE_CHECKING:
 
 _NUMBERS = (bool, int, float, complex)
 
-# The type of the Python number that an array with a weak type was, by the kind of its dtype.
+# An array with a weak type was a Python number: its type, by the kind of the dtype.
 _NUMBER_KINDS = {"i": int, "f": float, "c": complex}
-_ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
+_ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # leaves of these types stay on the host
 
 
 def restore_into(folder: FilePath, given: ModelRestore) -> Any:
-    """Reads a checkpoint and fills the tree of a ``ModelRestore``, which it returns.
+    """Reads a checkpoint, and fills and returns the tree of a ``ModelRestore``.
 
-    All steps come before the last line, so that an error on any process changes nothing.
+    The tree changes in the last line only, so that an error on any process changes nothing.
     """
     with Operation("restore", folder) as operation:
         flat = flatten(given.tree)
-        if not _compat.trace_is_clean():  # values would become its constants
+        # In a trace, values would become constants of the program.
+        if not _compat.trace_is_clean():
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-        # The arrays that `only` selects, and where they go.
+        # The arrays that `only` selects, and their shardings.
         arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
         names.check_unique("restore", arrays)
         shardings = _shardings(given, flat, arrays)
-        # Where they are in the checkpoint, and whether they fit.
+        # Their names in the checkpoint. `_check_fit` raises an error unless all of them fit.
         stored = opened("restore", folder)
-        found = _names_in_checkpoint(stored, arrays)
-        targets = [_Target(x, shardings[x.slot], found.get(x.slot, x.name)) for x in arrays]
+        stored_names = _names_in_checkpoint(stored, arrays)
+        targets = [_Target(x, shardings[x.slot], stored_names.get(x.slot, x.name)) for x in arrays]
         _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
-        # Before anything is read. If another job replaces the checkpoint, processes may have opened
-        # different ones: checksums would not show it for arrays that each process reads completely.
+        # The processes agree before anything is read, because they may have opened different
+        # checkpoints if another job replaces it. Checksums would not show that for arrays that each
+        # process reads completely.
         operation.agree(arrays=lambda: names.digest(arrays), checkpoint=lambda: digest(stored))
         values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
-    return names.filled(flat, converted, "restore")  # now that no process has failed
+    return names.filled(flat, converted, "restore")  # safe because no process has failed
 
 
 def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[int, Name]:
-    """Returns the name of each array in the checkpoint, by its slot, unless it is not there.
+    """Returns the name of each array in the checkpoint, by its slot. Missing arrays are left out.
 
-    The model's name is ``("up", "kernel", "value")``. Orbax alone may also have stored
-    ``("up", "kernel")``, as `nnx.to_pure_dict` makes it; or the model has a bare array there, and
-    the checkpoint a Variable. So plain names, without the "value", are compared, too.
+    The model's name is ``("up", "kernel", "value")``. A checkpoint that Orbax alone wrote may have
+    ``("up", "kernel")`` instead, from `nnx.to_pure_dict`. Or the model has a bare array where the
+    checkpoint has a Variable. So plain names, without the "value", are compared as well.
     """
     by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
     found: dict[int, Name] = {}
-    # Equal names come first, and each name is found once. A dict may have the key "value", so that
-    # "a/value/b" has a name of its own, and is what "a/b" would be in a Variable.
+    # Equal names are compared first, and each stored name is used once. The order matters because a
+    # dict may have the key "value": "a/value/b" may be a name of its own, or the name of "a/b" in a
+    # Variable.
     unused = {*stored.entries}
     kinds_of_names: Sequence[Callable[[NamedArray], Name | None]] = (
         lambda array: array.name,
@@ -100,13 +107,13 @@ def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[i
 def _shardings(
     given: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
 ) -> dict[int, Sharding | None]:
-    """Returns the sharding of each array by its slot: the user's, else that which the model has.
+    """Returns the sharding of each array by its slot: the user's, else the model's.
 
     A ``mesh`` without a ``sharding`` replaces the mesh of the model's shardings, whose specs stay.
-    None is for the default device, and for what stays a NumPy array or a number.
+    None is for the default device, and for leaves that stay NumPy arrays or numbers.
 
     Raises:
-      ValueError: lists the shardings that do not divide their arrays, or have no devices.
+      ValueError: shardings do not divide their arrays, or have no devices; all are listed.
     """
     declared: list[Any] = [None] * len(flat.leaves)
     if given.sharding is not None:
@@ -125,11 +132,12 @@ def _shardings(
             mesh = sharding.mesh
             if given.sharding is None and given.mesh is not None:
                 mesh = given.mesh
-            # The model's own shardings fit. But a mesh of another size may not divide the arrays,
-            # and that of an abstract model has no devices: these are errors, not corrected.
+            # The model's own shardings fit, but a mesh of another size may not divide the arrays,
+            # and the mesh of an abstract model has no devices. Both are errors, not corrected.
             fit = fit_sharding(sharding.spec, mesh, leaf.shape)
             if isinstance(mesh, AbstractMesh):
-                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")  # one more
+                # `refuse` adds a problem.
+                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
             if fit.problems:
                 problems.append(fit.line(array.path))
             elif mesh != sharding.mesh:
@@ -140,40 +148,44 @@ def _shardings(
 
 
 class _Target(NamedTuple):
-    """One array to restore, and where it is in the checkpoint."""
+    """One array to restore, and its name in the checkpoint."""
 
     array: NamedArray
     sharding: Sharding | None  # None for the default device, and for the host
-    name: Name  # in the checkpoint, which may lack it
+    name: Name  # the name in the checkpoint, if it has the array
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:
-    """Returns the shape and dtype that the checkpoint should have.
+    """Returns the shape and dtype that the checkpoint should have for a leaf.
 
-    Instead of a dtype, it is the Python type ``int`` for a number such as 3: Orbax stores it with
-    64 bits, and it may be any integer. `_is_same_dtype` knows both.
+    For a number such as 3, the Python type ``int`` takes the place of a dtype, because Orbax stores
+    it with 64 bits, and any integer fits. `_is_same_dtype` accepts dtypes and such types.
 
     Args:
-      leaf: what the model has: an array, PRNG keys, or a number.
-      entry: what the checkpoint has in its place.
+      leaf: the leaf of the model: an array, PRNG keys, or a number.
+      entry: the array that the checkpoint has for the leaf.
     """
-    # np.float64 is a float to Python, but keeps its dtype.
+    # A NumPy number is left out: np.float64 is a float to Python, but it keeps its dtype.
     if isinstance(leaf, _NUMBERS) and not isinstance(leaf, np.generic):
         return (), type(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
+    # An abstract array with a weak type was a number.
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:
         return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
-    if is_keys(leaf) and not is_keys(entry.array):  # Orbax does not record that they are keys
+    # Orbax alone does not record that words are keys, so the words are compared.
+    if is_keys(leaf) and not is_keys(entry.array):
         leaf = key_words(leaf)
     return tuple(leaf.shape), leaf.dtype
 
 
 def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
-    """Raises an error that lists how the checkpoint differs from the arrays to restore.
+    """Raises a CheckpointError if the checkpoint differs from the arrays to restore.
+
+    The error lists all differences.
 
     Args:
       stored: the checkpoint.
       targets: the arrays to restore.
-      is_part: whether the checkpoint may have more than these.
+      is_part: whether the checkpoint may have other arrays as well.
       cast: whether dtypes may differ.
     """
     missing: dict[str, str] = {}  # lines by path in the model
@@ -191,10 +203,10 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
         elif not _is_same_dtype(stored_dtype, dtype, cast):
             text = dtype.__name__ if isinstance(dtype, type) else dtype
             dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
-    read = {target.name for target in targets}
-    unread = [entry for name, entry in stored.entries.items() if name not in read]
+    target_names = {target.name for target in targets}
+    unread = [entry for name, entry in stored.entries.items() if name not in target_names]
     unknown = [entry.array.path or "the root" for entry in unread]
-    # `near(path, paths)` is a hint at the path that was meant, such as "; did you mean 'up'?".
+    # `near(path, paths)` returns a hint, such as "; did you mean 'up'?", or an empty text.
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
@@ -207,19 +219,19 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
-    """Says what to pass if the checkpoint has more, has it as a part, or another optimizer state.
+    """Returns the last line of the error, which says what to pass to `restore`; maybe empty.
 
     Args:
       missing: the paths in the model that the checkpoint lacks.
       unknown: the paths in the checkpoint that the model lacks.
       is_part: whether the checkpoint may have more than the model.
     """
-    others = set(unknown)
-    # All that is missing may be below one key, as the checkpoint of {"model": model}.
+    unknown_paths = set(unknown)
+    # The checkpoint may have all missing arrays below one key, for example of {"model": model}.
     for top in dict.fromkeys(path.partition("/")[0] for path in unknown):
-        if missing and others.issuperset(f"{top}/{path}" for path in missing):
-            # Integers are keys of tuples, lists or dicts. The first part of a tuple is the usual
-            # case; a dict does for all others.
+        if missing and unknown_paths.issuperset(f"{top}/{path}" for path in missing):
+            # An integer is a key of a tuple, list or dict. The key 0 is most often that of a tuple.
+            # A dict can be passed for all others.
             key = int(top) if top.isdecimal() else top
             part = "(model,)" if key == 0 else f"{{{key!r}: model}}"
             return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
@@ -236,14 +248,15 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
 
 
 def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> bool:
-    """Whether a stored array may fill one of the wanted dtype, or a number of the wanted type.
+    """Whether a stored array may fill an array of the wanted dtype, or a number of that type.
 
     Args:
       stored: a dtype of NumPy, or of PRNG keys.
-      wanted: a dtype, or for a Python number its type. A number is filled by one of any size.
-      cast: whether another dtype of the same kind will do.
+      wanted: a dtype, or the type of a Python number. Stored numbers of any size fill a number.
+      cast: whether another dtype of the same kind is accepted.
     """
-    if isinstance(wanted, type):  # not compared with ==, as np.dtype("float64") == float
+    # A type is not compared with ==, because np.dtype("float64") == float.
+    if isinstance(wanted, type):
         kinds = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
         return bool(np.issubdtype(stored, kinds[wanted]))
     return names.is_castable(stored, wanted, cast)
@@ -252,17 +265,18 @@ def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> boo
 def _shardings_to_read(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Sharding | None]:
     """Returns the sharding with which each array is read, by its name in the checkpoint.
 
-    With a sharding, each process reads only its own shards. With None, each reads the whole array
-    to its host, and `_converted` places it.
+    With a sharding, each process reads only its own shards. With None, each process reads the whole
+    array to its host, and `_converted` places it.
     """
     result: dict[Name, Sharding | None] = {}
     for target in targets:
         stored_dtype = stored.entries[target.name].array.dtype
         dtype = getattr(target.array.leaf, "dtype", stored_dtype)
-        # JAX may shorten integers while it reads them: only on the host it can be seen whether they
-        # wrap.
+        # Integers that may wrap are read to the host, because JAX may shorten integers while it
+        # reads them, and only the host can check whether they wrap.
         may_wrap = names.may_wrap(stored_dtype, dtype)
-        # Orbax refuses to save arrays of one process alone, so it is not asked to make any.
+        # An array of one process alone is read to the host as well, because Orbax refuses to save
+        # such arrays, so it may not make them either.
         is_of_this_process_alone = (
             jax.process_count() > 1
             and target.sharding is not None
@@ -274,16 +288,21 @@ def _shardings_to_read(stored: Stored, targets: Sequence[_Target]) -> dict[Name,
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Returns each array of the model with its new value; integers that would wrap are an error.
+    """Returns each array of the model with its new value.
 
-    ``values`` are what was read, by name; it is emptied, so that memory is free for what comes.
+    ``values`` has the arrays that were read, by name. It is emptied, so that their memory is free
+    for the arrays that follow.
+
+    Raises:
+      CheckpointError: integers would wrap; all such arrays are listed.
     """
     converted, wrapping = [], []
     for target in targets:
         leaf = target.array.leaf
-        value = values.pop(target.name)  # which frees it before the next one needs memory
+        value = values.pop(target.name)  # freed before the next array needs memory
         dtype = getattr(leaf, "dtype", None)
-        # A jax.Array was read with its sharding, so its numbers do not wrap (`_shardings_to_read`).
+        # A jax.Array is not checked, because `_shardings_to_read` has arrays whose integers may
+        # wrap read to the host.
         if dtype and isinstance(value, np.ndarray) and (limits := out_of_range(value, dtype)):
             wrapping.append(f"  {target.array.path}: {limits}, {dtype}")
         else:
@@ -299,12 +318,12 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
 
 
 def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
-    """Converts what was read to the kind of value that the model has in its place.
+    """Converts a value that was read to the kind of value that the model has in its place.
 
     Args:
-      leaf: what the model has: an array, PRNG keys, or a number.
-      value: what was read; of keys, their words.
-      sharding: where to place an array.
+      leaf: the leaf of the model: an array, PRNG keys, or a number.
+      value: the value that was read; for keys, their words.
+      sharding: the sharding of the new array; None for the default device.
     """
     if isinstance(leaf, np.generic):
         return leaf.dtype.type(value)
@@ -312,7 +331,7 @@ def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.ndarray):
         return np.array(value, leaf.dtype)
-    if is_keys(leaf):  # which were read as their words
+    if is_keys(leaf):  # the value is the words of the keys
         words = _on_devices(value, sharding, value.dtype, is_weak=False)
         return jax.random.wrap_key_data(words, impl=KEY_KINDS[str(leaf.dtype)])
     is_weak = bool(getattr(leaf, "weak_type", False))
@@ -322,26 +341,28 @@ def _like(leaf: Any, value: Any, sharding: Sharding | None) -> Any:
 def _on_devices(
     value: Any, sharding: Sharding | None, dtype: np.dtype[Any], *, is_weak: bool
 ) -> jax.Array:
-    """Converts what was read to an array of a dtype, in its sharding.
+    """Converts a value that was read to an array of a dtype, in its sharding.
 
     Args:
-      value: what was read, on devices or on the host.
-      sharding: where it goes; None for the default device.
-      dtype: the dtype of the model.
-      is_weak: whether the array has a weak type, as that of a number.
+      value: the value, on devices or on the host.
+      sharding: the sharding of the array; None for the default device.
+      dtype: the dtype of the array in the model.
+      is_weak: whether the array has a weak type, like an array made of a number.
     """
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
         value = jax.device_put(host) if sharding is None else place_arrays([host], [sharding])[0]
     if value.dtype != dtype or value.weak_type != is_weak:
-        # Where it is: Orbax has read it in this sharding, but for unreduced and reduced axes.
+        # The array is converted where it is: Orbax has read it in this sharding, but without the
+        # unreduced and reduced axes.
         convert = _conversion(without_reductions(sharding), dtype, is_weak)
         [value] = finish_on_cpu([convert(value)])
-    [placed] = place_arrays([value], [sharding])  # with these axes; else nothing moves
+    # This adds unreduced and reduced axes. Without any, nothing moves.
+    [placed] = place_arrays([value], [sharding])
     return cast(jax.Array, placed)
 
 
-@functools.lru_cache(maxsize=64)  # the programs of a model, which has few shardings
+@functools.lru_cache(maxsize=64)  # a model has few shardings and dtypes, so programs are reused
 def _conversion(
     sharding: Sharding | None, dtype: np.dtype[Any], is_weak: bool
 ) -> Callable[[jax.Array], jax.Array]:
