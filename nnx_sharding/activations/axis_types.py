@@ -21,8 +21,9 @@ From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebu
 into them; with ``foreign`` it also changes modules that another trace has made. `AxisTypeChange`
 and `RetypedArrays` give arrays the types of other axes and back.
 `RetypedArrays.with_outer_types` returns by slot the arrays with the types outside, and the new
-arrays, whose types outside are not known. `LEFT_AUTO_AXES` keeps new arrays with their types inside, too: if the traced function returns one with a declared
-sharding, the array goes there directly from the Auto axes.
+arrays, whose types outside are not known. `LEFT_AUTO_AXES` keeps new arrays with their types
+inside, too: if the traced function returns one with a declared sharding, the array goes there
+directly from the Auto axes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Prefix pytrees of specs → the parts of arguments and outputs, each with its spec.
+"""Splits arguments and outputs into parts by prefix pytrees of specs: each part has one spec.
 
 A *prefix* is a pytree of specs that may end earlier than the argument that it is for
-(``prefixes.py``): one spec is for all that is below. A *part* is what has one spec: a module,
-a Variable or an array. A module in an argument is a leaf of its pytree; the filters of a
-``StateSharding`` choose a spec for each Variable in it. The *structure* is the table that describes
-all objects of a call (``structure.py``); a *child* is what it says of a part: the index of an
-object, or ``LEAF`` for an array, or of a pytree a ``Container`` with one child for each leaf.
+(``prefixes.py``): one spec is then for all leaves below. A *part* is a module, a Variable or an
+array, and has one spec. A module in an argument is a leaf of the argument's pytree, and the filters
+of a ``StateSharding`` choose a spec for each Variable in the module. The *structure* is the table
+that describes all objects of a call (``structure.py``). A *child* describes one part: it is the
+index of an object, ``LEAF`` for an array, or for a pytree a ``Container`` with one child for each
+leaf.
 
-    is_single_spec     whether something is one spec, or None, not a pytree of specs
+    is_single_spec     whether an object is one spec or None, and not a pytree of specs
     container_keys     the path of each leaf of a pytree: ``{"a": [*, *]}`` has ``("a", 0)`` and
                        ``("a", 1)``
     is_leaf_treedef    whether a treedef is that of a single leaf
@@ -36,10 +37,10 @@ from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 class ArgumentPart(NamedTuple):
     """One graph object or array inside an argument or output."""
 
-    keys: Path  # the path from the argument to it
-    below: Path  # the end of this path, from the leaf of the prefix that is its spec
-    spec: Any  # its spec, as the user wrote it
-    child: Child  # where it is in the structure
+    keys: Path  # the path from the argument to the part
+    below: Path  # the end of this path, from the leaf of the prefix that is the spec
+    spec: Any  # the spec, as the user wrote it
+    child: Child  # the child that describes the part in the structure
 
 
 class Argument(NamedTuple):
@@ -49,13 +50,17 @@ class Argument(NamedTuple):
     parts: tuple[ArgumentPart, ...]
 
     def objects_only(self) -> Argument:
-        """Returns the argument without arrays, which a function cannot change in place."""
-        objects = tuple(part for part in self.parts if isinstance(part.child, int))  # an index
+        """Returns the argument without its bare arrays, which a function cannot change in place."""
+        # The child of an object is its index.
+        objects = tuple(part for part in self.parts if isinstance(part.child, int))
         return Argument(self.name, objects)
 
 
 def named_parts(arguments: Iterable[Argument]) -> list[tuple[str, Child]]:
-    """Returns all parts of some arguments, each after its expression, such as ``models[0]``."""
+    """Returns all parts of some arguments as pairs of an expression and a child.
+
+    An expression is ``models[0]``, for example.
+    """
     pairs = ((argument, part) for argument in arguments for part in argument.parts)
     return [(accessor(argument.name, part.keys), part.child) for argument, part in pairs]
 
@@ -69,17 +74,17 @@ def split_arguments(
       structure: describes the arguments. The children of its root are the leaves of all of them,
         in the order of the result.
       tree: the values of the arguments: ``(positional, by keyword)``.
-      specs: the user's prefix of specs for each, in the same form.
+      specs: the user's prefix of specs for each argument, in the same form.
       names: the names of the positional arguments.
-      caller: the function and the option that the specs are from, in messages.
+      caller: the function and the option with the specs, in messages.
     """
     assert isinstance(structure.root, Container)
     (args, kwargs), (specs_by_position, specs_by_name) = tree, specs
-    keywords = sorted(kwargs)  # the order of their leaves, as JAX flattens a dict
+    keywords = sorted(kwargs)  # JAX flattens a dict in this order
     values = [*args, *(kwargs[key] for key in keywords)]
     prefixes = [*specs_by_position, *(specs_by_name[key] for key in keywords)]
-    # In messages, each has a name of its own: a keyword in ``**kwargs`` may be that of a
-    # positional-only parameter.
+    # A keyword in ``**kwargs`` may be the name of a positional-only parameter. It gets another name
+    # in messages, so that names are unique.
     keyword_names = [f"kwargs[{key!r}]" if key in names else key for key in keywords]
     arguments = []
     remaining = iter(structure.root.children)  # each argument takes the children for its leaves
@@ -90,17 +95,17 @@ def split_arguments(
 
 
 def _take_child(value: object, children: Iterator[Child]) -> Child:
-    """Takes the children for the leaves of an argument, and returns one that describes it all.
+    """Takes the children for the leaves of an argument; returns one child for the argument.
 
     Args:
       value: the argument.
-      children: those for the leaves of this and all later arguments, one after the other.
+      children: the children for the leaves of this and all later arguments, one after the other.
     """
-    if _compat.is_graph_object(value):  # a leaf, which JAX would flatten further
+    if _compat.is_graph_object(value):  # a leaf here, but JAX would flatten a module further
         return next(children)
     treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
-    own_children = tuple(next(children) for _ in range(treedef.num_leaves))
-    return own_children[0] if is_leaf_treedef(treedef) else Container(treedef, own_children)
+    leaf_children = tuple(next(children) for _ in range(treedef.num_leaves))
+    return leaf_children[0] if is_leaf_treedef(treedef) else Container(treedef, leaf_children)
 
 
 def split_argument(
@@ -112,29 +117,31 @@ def split_argument(
       name: the name of the argument or output, in messages.
       prefix: the user's specs, as a prefix of the pytree.
       value: the pytree.
-      child: the pytree, as the structure describes it.
-      caller: the function and the option that the specs are from, in messages.
+      child: the child that describes the pytree in the structure.
+      caller: the function and the option with the specs, in messages.
 
     Raises:
       ValueError: the specs are no prefix of the pytree.
     """
-    paths: Sequence[Path] = ((),)  # from the argument to its leaves; here to itself
+    paths: Sequence[Path] = ((),)  # from the argument to each leaf; () if it is itself the leaf
     leaves: Sequence[Child] = (child,)
     if isinstance(child, Container):
         paths, leaves = container_keys(child.treedef), child.children
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
-        # One spec for all. Not by `_broadcast`: some pytrees cannot be rebuilt without arrays.
+        # One spec is for all leaves. `_broadcast` is not used, because some pytrees cannot be
+        # rebuilt without arrays.
         specs = [_SpecAt(prefix, depth=0)] * len(leaves)
     else:
-        # The pytree, with a number in place of each module, Variable and array.
+        # The skeleton is the pytree with a number instead of each module, Variable and array.
         skeleton: Any = 0
         if isinstance(child, Container):
             skeleton = child.treedef.unflatten(range(len(leaves)))
         specs = _broadcast_or_raise(prefix, skeleton, name, caller)
     parts = []
     for path, leaf, spec_at in zip(paths, leaves, specs, strict=True):
-        # The first ``depth`` keys of a path lead to the spec in the prefix; its filters see the
-        # rest: in a tuple with a StateSharding for each module, not the position in the tuple.
+        # The first ``depth`` keys of a path lead to the spec in the prefix. The filters of the spec
+        # see only the rest of the path: in a tuple with a StateSharding for each module, they do
+        # not see the position in the tuple.
         below = path[spec_at.depth :]
         parts.append(ArgumentPart(keys=path, below=below, spec=spec_at.spec, child=leaf))
     return Argument(name, tuple(parts))
@@ -144,7 +151,7 @@ class _SpecAt(NamedTuple):
     """The spec for one leaf of a pytree."""
 
     spec: Any  # a spec or a StateSharding, as the user wrote it
-    depth: int  # the number of keys that lead to it in the prefix
+    depth: int  # the number of keys that lead to the spec in the prefix
 
 
 def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> list[_SpecAt]:
@@ -152,9 +159,9 @@ def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> l
 
     Args:
       prefix: the user's specs for the argument.
-      skeleton: the argument, with numbers in place of modules, Variables and arrays.
+      skeleton: the argument, with numbers instead of modules, Variables and arrays.
       name: the name of the argument, in messages.
-      caller: the function and the option that the specs are from, in messages.
+      caller: the function and the option with the specs, in messages.
     """
     try:
         return list(_broadcast(prefix, skeleton, 0))
@@ -185,8 +192,8 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
     if is_single_spec(specs) or isinstance(specs, StateSharding):
         yield from [_SpecAt(specs, depth)] * len(jax.tree_util.tree_leaves(full))
         return
-    # A container of specs, so the value has to be one, too: `flatten_up_to` raises otherwise. Only
-    # its own level is opened: all but itself counts as a leaf.
+    # ``specs`` is a container, so the value has to be one: otherwise `flatten_up_to` raises. Only
+    # one level is opened, because everything but ``specs`` itself counts as a leaf.
     parts, treedef = jax.tree_util.tree_flatten(specs, is_leaf=lambda x: x is not specs)
     if is_leaf_treedef(treedef):
         raise ValueError(f"expected a sharding spec, got {show(specs)}")
@@ -196,42 +203,43 @@ def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:
 
 
 def _with_state_by_path(prefix: Any, full: Any) -> Any:
-    """Returns the user's specs, where they are an ``nnx.State`` or dict in the form that fits.
+    """Returns the user's specs; an ``nnx.State`` or dict is converted to the form that fits.
 
-    For a module, such specs by path become a ``StateSharding``; for a State, an ``nnx.State``.
-    Others are returned unchanged.
+    Such specs by path become a ``StateSharding`` for a module, and an ``nnx.State`` for a State.
+    Other specs are returned unchanged.
 
     Args:
       prefix: the specs for one part of a pytree.
-      full: this part; its leaves stand for modules, Variables and arrays.
+      full: the same part of the value; its leaves stand for modules, Variables and arrays.
     """
     full_is_leaf = jax.tree_util.all_leaves([full])
-    # A Variable that holds a spec, as nnx.get_named_sharding or a tree.map over Variables returns.
+    # nnx.get_named_sharding, or a tree.map over Variables, returns Variables that hold specs.
     if isinstance(prefix, nnx.Variable) and full_is_leaf:
         prefix = _compat.get_value(prefix)
-    # A dict for a State, or for a module, has specs by path, as a State does. For a dict it has one
-    # for each key.
+    # A dict for a State, or for a module, has specs by path, as a State does. A dict for a dict is
+    # left alone, because it has a spec for each key.
     if isinstance(prefix, dict) and (isinstance(full, nnx.State) or full_is_leaf):
         prefix = nnx.State(prefix)
-    # For anything but a State, its paths are tried on the Variables below.
+    # If ``full`` is no State, the paths of the specs are filters for the Variables below.
     if isinstance(prefix, nnx.State) and not isinstance(full, nnx.State):
         return StateSharding(prefix)
     return prefix
 
 
 def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
-    """Yields a text for each mismatch of specs and a pytree, such as ``batch: no spec for 'y'``.
+    """Yields a line for each mismatch of specs and a pytree, such as ``batch: no spec for 'y'``.
 
     Args:
       prefix: the specs.
       full: the pytree; its leaves stand for modules, Variables and arrays.
       place: the expression for the pytree, such as ``batch["x"]``.
     """
-    if is_spec(prefix):  # one for all that is below
+    if is_spec(prefix):  # one spec is for all leaves of ``full``
         return
-    specs = _children(prefix)  # by key: the index in a tuple, the name of an attribute, and so on
-    values = _children(full)  # empty for a leaf
-    # Below containers of different types, nothing can be compared.
+    # The keys are indices in a tuple, names of attributes, and so on.
+    specs = _children(prefix)
+    values = _children(full)  # empty if ``full`` is a leaf
+    # The children of containers of different types cannot be compared.
     if type(prefix) is not type(full) or not values:
         kind = type(full).__name__ if values else "module, Variable or array"
         yield f"{place}: the specs are a {type(prefix).__name__}, the value is a {kind}"
@@ -250,6 +258,6 @@ def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
 
 
 def _children(tree: object) -> dict[Any, Any]:
-    """Returns the children of one level of a pytree by their keys; empty for a leaf."""
-    parts, treedef = one_level(tree)  # parts: pairs of a path of one key and a child
+    """Returns the children of a pytree, one level deep, by their keys; {} for a leaf."""
+    parts, treedef = one_level(tree)  # ``parts`` has pairs of a path of one key and a child
     return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}

@@ -1,9 +1,9 @@
 """What the filters of a ``StateSharding`` decided in a call, and the messages about it.
 
-A :class:`~nnx_sharding.StateSharding`, here the *rules*, maps filters to specs. Its first filter
-that matches the path of a Variable decides. The *number* of a filter is its place in the rules; the
-*subject* is the Variable or array that filters are applied to. It is an error if no filter matches,
-and a warning tells about filters that are misspelt or come too late.
+A :class:`~nnx_sharding.StateSharding` maps filters to specs, and is called the *rules* here. The
+first filter that matches a Variable decides. The *number* of a filter is its place in the rules,
+and the *subject* is the Variable or array that filters are applied to. It is an error if no filter
+matches, and a warning lists filters that are misspelt or come too late.
 
 A :class:`FilterUse` notes the decisions of the rules of one argument. From other modules:
 
@@ -35,9 +35,9 @@ from .problems import join_paths
 
 
 def needs_filter(slots: Sequence[int], subject: object) -> bool:
-    """Whether a filter has to decide about a location: not if it holds no array, or a number.
+    """Whether a filter has to decide about a location: False for a number, and without arrays.
 
-    ``subject`` is the Variable or array there, ``slots`` are those of its arrays.
+    ``subject`` is the Variable or array there, and ``slots`` are the slots of its arrays.
     """
     return bool(slots) and not isinstance(subject, int | float | complex)
 
@@ -46,9 +46,9 @@ class FilterUse:
     """The decisions of one ``StateSharding``, the *rules*: which filter was used for what.
 
     Attributes:
-      rules: the filters, known by their number there, and a sharding for each.
+      rules: the filters, with a sharding for each.
       unmatched: the name and the subject of each location that needs a filter, and has none.
-      added: the paths of those among them that a call added to its arguments.
+      added: the paths of those unmatched locations that a call added to its arguments.
     """
 
     def __init__(self, rules: StateSharding):
@@ -56,35 +56,37 @@ class FilterUse:
         self.rules = rules
         self.unmatched: list[tuple[str, Any]] = []
         self.added: list[Path] = []
-        # The numbers of filters that decided about anything; None if none of them did.
+        # The numbers of filters that decided about a subject; None stands for a subject without.
         self._matched: set[int | None] = set()
-        # Those that match something about which an earlier one decided; some may also decide.
+        # The numbers of filters that match a subject about which an earlier filter decided. Such a
+        # filter may also decide about other subjects.
         self._shadowed: set[int] = set()
-        # Dicts as sets that keep their order: all keys in paths, to find what a misspelt one meant,
-        # and the names of the arguments.
-        self._keys: dict[Any, None] = {}
-        self._arguments: dict[str, None] = {}
+        # Two dicts serve as sets that keep their order. The keys of all paths are needed to correct
+        # a misspelt key.
+        self._keys: dict[Any, None] = {}  # all keys in paths
+        self._arguments: dict[str, None] = {}  # the names of the arguments
 
     def find(self, named: NamedLocation, subject: object) -> list[FilterMatch]:
-        """Finds the filters that decide about a location: the first one does, others may disagree.
+        """Finds the filters that decide about a location; several paths may have several filters.
 
-        All paths of a shared Variable are tried: a filter that names one of them has priority over
-        those that do not depend on paths.
+        All paths of a shared Variable are tried. A filter that names one of them has priority over
+        filters that do not depend on paths.
 
         Args:
           named: the location, with all its paths.
           subject: the Variable or array there.
 
         Returns:
-          Matches by path, which the caller compares. If there are none, the match for the first
-          path alone, because filters that do not depend on paths match all paths alike.
+          The matches whose filters depend on paths. The first decides, and the caller checks that
+          the others agree. If there are no such matches, the match for the first path alone,
+          because filters that do not depend on paths match all paths alike.
         """
         matches: list[FilterMatch] = []  # one for each path
-        matches_by_path: list[FilterMatch] = []  # those whose filter depends on the path
+        matches_by_path: list[FilterMatch] = []  # the matches whose filters depend on the path
         for path in named.paths:
             match = self.rules.find_below(named.part.below, path, subject)
             self._record(match, subject, named.argument.name)
-            match = match._replace(path=path)  # from the part, as the user sees it
+            match = match._replace(path=path)  # the path from the part, as the user sees it
             matches.append(match)
             if self._depends_on_path(match.number):
                 matches_by_path.append(match)
@@ -93,17 +95,18 @@ class FilterUse:
     def _depends_on_path(self, number: int | None) -> bool:
         """Whether the filter with a number looks at paths; None stands for no filter."""
         filters = self.rules.filters
-        if number is None or number >= len(filters):  # the latter for a function without filters
+        # A `PathFunction` without specs has no filters, and returns 0 all the same.
+        if number is None or number >= len(filters):
             return False
         return names_paths(to_predicate(filters[number]))
 
     def _record(self, match: FilterMatch, subject: object, argument: str) -> None:
-        """Records which filter decided about a subject, and which later ones match it, too.
+        """Records which filter decided about a subject, and which later filters match it as well.
 
-        A later one is *shadowed*: if it never decides, it comes too late, and `unused` says so.
+        A later filter is *shadowed*: if it never decides, it comes too late, and `unused` says so.
 
         Args:
-          match: the filter that decided, and the path by which it was found.
+          match: the filter that decided, and the path that it matches.
           subject: the Variable or array.
           argument: the name of the argument with it.
         """
@@ -111,8 +114,8 @@ class FilterUse:
         first_later = 0 if match.number is None else match.number + 1  # None: no filter matches
         for later in range(first_later, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
-            # What is known is not asked again: models have thousands of Variables. Nor are lists of
-            # paths, about which `unused` does not warn.
+            # Filters whose use is known are not asked again, because models have thousands of
+            # Variables. Lists of paths are not asked, because `unused` does not warn of them.
             if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
                 continue
             if to_predicate(filter_)(match.path, subject):
@@ -121,35 +124,36 @@ class FilterUse:
         self._arguments[argument] = None
 
     def is_inside(self, path: Path) -> bool:
-        """Whether one of the paths is this one below another key, as in a tuple of modules."""
-        paths = (path for x in self.rules.filters if isinstance(x, Paths) for path in x.paths)
-        return any(other[1:] == path for other in paths)
+        """Whether a path of a filter is this path below one more key, as in a tuple of modules."""
+        filters = (filter_ for filter_ in self.rules.filters if isinstance(filter_, Paths))
+        return any(other[1:] == path for filter_ in filters for other in filter_.paths)
 
     def merge(self, other: FilterUse) -> FilterUse:
         """Returns the decisions of two uses whose rules are equal, as one, for `unused`.
 
-        What is unmatched has been reported by then, and is left out.
+        ``unmatched`` and ``added`` are left out, because they have been reported by then.
         """
-        new = FilterUse(self.rules)
+        merged = FilterUse(self.rules)
         for use in (self, other):
-            new._matched |= use._matched
-            new._shadowed |= use._shadowed
-            new._keys |= use._keys
-            new._arguments |= use._arguments
-        return new
+            merged._matched |= use._matched
+            merged._shadowed |= use._shadowed
+            merged._keys |= use._keys
+            merged._arguments |= use._arguments
+        return merged
 
     def unused(self, *, strict: bool) -> Iterator[str]:
         """Yields a line for each filter that decided nothing, and is likely a mistake.
 
-        That is so if it looks misspelt, or if it matches only what earlier filters decided about.
-        Any other may be meant for another argument or function. With ``strict``, those that name
-        paths are mistakes as well; one for a type alone, such as ``nnx.BatchStat``, fits any model.
+        A filter is likely a mistake if it looks misspelt, or if it matches only subjects about
+        which earlier filters decided. Any other filter may be meant for another argument or
+        function. With ``strict``, filters that name paths are mistakes as well. A filter for a type
+        alone, such as ``nnx.BatchStat``, is none, because it fits any model.
         """
         for index, filter_ in enumerate(self.rules.filters):
             if index in self._matched:
                 continue
-            # Strategies list all paths, and a last filter for the rest may be left with nothing. Of
-            # a function of the user, it is not known what it is for.
+            # Strategies list all paths, and a last filter for the rest may be left with nothing. It
+            # is not known which Variables a user's function is for.
             is_for_the_rest = filter_ in (..., True, nnx.Everything())
             predicate = to_predicate(filter_)
             if isinstance(filter_, Paths) or is_for_the_rest or is_opaque(predicate):
@@ -164,11 +168,11 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
 
     Args:
       uses: the decisions for each argument that has rules.
-      name: that of the transform, in messages.
+      name: the name of the transform, in messages.
       strict: whether to raise an error instead.
     """
-    # The user may give one set of rules for several arguments, and none of these needs all filters.
-    # So uses of equal rules are taken together.
+    # The user may give one set of rules for several arguments, and no argument has to need all
+    # filters. So uses of equal rules are taken together.
     merged: list[FilterUse] = []
     for use in uses:
         for position, other in enumerate(merged):
@@ -186,12 +190,12 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
 
 
 def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
-    """Raises an error for Variables that no filter of their ``StateSharding`` matches.
+    """Raises an error for Variables that no filter of their ``StateSharding`` matches, if any.
 
     The error lists all of them, and says what to do about the first set of rules.
 
     Args:
-      uses: those with such Variables (``unmatched``).
+      uses: the uses with such Variables (``unmatched``).
       is_inside: whether the filters have paths of a tuple or dict of modules, such as ``(0,
         "kernel")``, and were used for one of these modules, whose path is ``("kernel",)``.
     """
@@ -200,7 +204,7 @@ def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
     subjects = [subject for use in uses for _, subject in use.unmatched]
     filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
     remedy = filter_remedy(uses[0].rules, subjects, uses[0].added)
-    if is_inside:  # then the filters are right, and the argument is only a part of theirs
+    if is_inside:  # the filters are right for a tuple or dict, and the argument is a part of it
         remedy = (
             "Their paths begin with another key, as in a tuple or dict of modules: pass that as "
             "one argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers "

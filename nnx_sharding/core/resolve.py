@@ -1,16 +1,18 @@
-"""The specs that a user gave for arguments → one spec for each Variable and array, with its path.
+"""Finds one spec for each Variable and array, from the specs that a user gave for arguments.
 
 A *spec* is a sharding or a dimension that is mapped. A Variable may be in several arguments, or in
-one under several paths, and all of them may have a spec. They have to agree, since there is one
-array; a path without a spec leaves it to the others. A :class:`~nnx_sharding.StateSharding` maps
-filters to specs, and its first filter that matches decides (``filter_uses.py``).
+one argument under several paths, and each path may have a spec. These specs have to agree, because
+there is one array. A path without a spec leaves the decision to the other paths. A
+:class:`~nnx_sharding.StateSharding` maps filters to specs, and its first filter that matches
+decides (``filter_uses.py``).
 
 From ``locations.py``:
 
-    NamedLocation   where a Variable or array is: the ``argument``, the ``part`` of it that the user
-                    gave a spec, and the ``location`` in this. The ``object_index`` there is that of
-                    the Variable in the table of all objects, None for a *bare* array, which is in
-                    no Variable; ``slots`` are the positions of its arrays in the flat list
+    NamedLocation   where a Variable or array is: the ``argument``, the ``part`` of it for which the
+                    user gave a spec, and the ``location`` in this part.
+                    ``location.object_index`` is the index of the Variable in the table of all
+                    objects, or None for a *bare* array, which is in no Variable;
+                    ``location.slots`` are the positions of the arrays in the flat list
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ SpecOf: TypeAlias = Callable[[Any], Any]  # a spec as the user wrote it → its 
 class NamedSpec(NamedTuple):
     """The spec of a Variable or an array, and the expression that names it in messages."""
 
-    name: str  # ``model.blocks[3].kernel``
-    spec: Any  # in the final form that the transform uses; None if the user gave none
+    name: str  # the expression, such as ``model.blocks[3].kernel``
+    spec: Any  # the spec in the final form that the transform uses; None if the user gave none
 
 
 UNNAMED = NamedSpec("", None)
@@ -49,8 +51,8 @@ class Resolved(NamedTuple):
     """The spec of each Variable and array at some locations."""
 
     slots: list[Any]  # the spec of each array, by slot
-    variables: dict[int, NamedSpec]  # of each located Variable or ref, by index
-    on_indivisible: dict[int, OnIndivisible]  # by slot, the option of the ``StateSharding`` there
+    variables: dict[int, NamedSpec]  # the name and spec of each Variable or ref, by index
+    on_indivisible: dict[int, OnIndivisible]  # the option of the array's StateSharding, by slot
     filter_uses: list[FilterUse]  # the decisions of each ``StateSharding``
 
 
@@ -66,51 +68,53 @@ def resolve(
     """Finds the one spec of each Variable and array, from the user's specs for the arguments.
 
     Args:
-      locations: where they are in arguments or outputs, each with the user's spec for its part.
+      locations: where the Variables and arrays are in arguments or outputs, each with the user's
+        spec for its part.
       objects: the Variables and modules, by index.
       leaves: the arrays, by slot.
-      spec_of: returns the final form of a spec that a user wrote, such as that of a dimension that
-        ``vmap`` maps.
-      decided: the names and final specs of Variables that already have them, by index: when outputs
-        are resolved, of those that were in the arguments.
-      decided_arguments: the names of the arguments whose specs are in ``decided``, so that their
-        filters are not asked again.
+      spec_of: returns the final form of a spec that a user wrote, such as a dimension that ``vmap``
+        maps.
+      decided: the names and final specs of Variables about which is decided, by index. When outputs
+        are resolved, these are the Variables of the arguments.
+      decided_arguments: the names of the arguments whose specs are in ``decided``. Their filters
+        are not asked about these Variables again.
 
     Raises:
       ValueError: no filter matches, or one array has several specs.
     """
     result = Resolved([None] * len(leaves), dict(decided or {}), {}, [])
-    bare_arrays: dict[int, NamedSpec] = {}  # their names and specs, by slot
+    bare_arrays: dict[int, NamedSpec] = {}  # the names and specs of bare arrays, by slot
     uses: dict[int, FilterUse] = {}  # by the id of the ``StateSharding``
     conflicts: list[Conflict] = []
-    is_inside = False  # for an error: whether rules for a tuple of modules were used for one
+    is_inside = False  # whether rules for a tuple of modules were used for one of these modules
     for named in locations:
         index, slots = named.location.object_index, named.location.slots
-        is_in_argument = named.argument.name in decided_arguments  # not in the output
+        is_in_argument = named.argument.name in decided_arguments  # otherwise in the output
         # Step 1: the spec that the user gave for this location, perhaps by a filter, or None.
         written = named.part.spec
         if is_in_argument and decided and index in decided:
-            written = None  # decided before the call; only what was added to an argument is not
+            written = None  # the Variable was not added to the argument, so this is decided
         elif isinstance(written, StateSharding):
-            # By identity, as comparing filters takes long; uses of equal rules are joined later.
+            # Rules are found by identity, because comparing filters takes long. `check_filters`
+            # joins uses of equal rules later.
             use = uses.setdefault(id(written), FilterUse(written))
-            subject = named.subject(objects, leaves)  # what filters see: the Variable, or array
-            # The first match decides. Those of further paths of a shared Variable have to agree.
+            subject = named.subject(objects, leaves)  # filters see the Variable or array
+            # The first match decides. Matches of other paths of a shared Variable have to agree.
             matches = use.find(named, subject)
             written = matches[0].sharding
             conflicts += _disagreements(named, matches, spec_of)
-            # No filter matches. That is an error, unless there is no array, or just a number.
+            # It is an error if no filter matches, unless there is no array, or just a number.
             if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((named.name, subject))
                 is_inside |= use.is_inside(named.paths[0])
-                if is_in_argument:  # the function has added it
+                if is_in_argument:  # the function has added the Variable
                     use.added.append(named.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
         spec = None if written is None else spec_of(written)
-        # Step 2: the first location with a spec decides; the others have to agree, or have none.
-        if index is None:  # a bare array, which has one slot
+        # Step 2: the first location with a spec decides. All others have to agree, or have no spec.
+        if index is None:  # a bare array has one slot
             decisions, key = bare_arrays, slots[0]
         else:
             decisions, key = result.variables, index
@@ -134,9 +138,10 @@ def _disagreements(
 
     Args:
       named: where the Variable is.
-      matches: the filters that decide about it, each with the path that it was tried with, and the
-        spec that the user gave for it.
-      spec_of: returns the final form of such a spec: two may differ as written, and mean the same.
+      matches: the filters that decide about the Variable, each with the path for which it was
+        tried, and with the user's spec.
+      spec_of: returns the final form of a spec. It is needed because two specs may differ as
+        written, and mean the same.
     """
     first = NamedSpec(named.name_of(matches[0].path), matches[0].sharding)
     for match in matches[1:]:
@@ -145,13 +150,13 @@ def _disagreements(
 
 
 def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
-    """Raises an error if one Variable has different specs under different paths."""
-    # The user's word for specs. All specs of a transform are of one kind: an `Axis` each for `vmap`
-    # and the like, else shardings.
+    """Raises an error that lists all conflicts, if there are any."""
+    # ``specs`` is the user's word for specs. All specs of a transform are of one kind: each is an
+    # `Axis` for `vmap` and the like, and a sharding for other transforms.
     specs = "axes" if conflicts and isinstance(conflicts[0].first.spec, Axis) else "shardings"
     lines = []
     for first, other in conflicts:
-        # Short texts; if these are equal, longer ones that show the difference.
+        # The texts are short, unless only longer texts show the difference.
         text, other_text = describe_both(first.spec, other.spec)
         lines.append(f"  {first.name}: {text}\n  {other.name}: {other_text}")
     raise_listed(
@@ -170,9 +175,9 @@ def name_variables(
     """Returns the first name and the final spec of each Variable or ref, by index.
 
     Args:
-      locations: where they are.
+      locations: where the Variables are.
       specs: the final spec of each array, by slot; None if nothing is declared for it.
-      open_spec: what a Variable gets for None: it leaves the decision to the compiler.
+      open_spec: the spec that leaves the decision to the compiler; takes the place of None.
       resolved: the specs before they were fitted to shapes.
     """
     variables: dict[int, NamedSpec] = {}
@@ -181,9 +186,10 @@ def name_variables(
         if index is None or index in variables:  # a bare array, or another path of a Variable
             continue
         if slots:
-            spec = specs[slots[0]]  # all arrays of a Variable have its spec
+            spec = specs[slots[0]]  # all arrays of a Variable have the same spec
             spec = open_spec if spec is None else spec
-        else:  # an empty pytree, or nothing yet: what the function puts there gets this spec
+        else:
+            # The Variable holds no array yet. Arrays that the function puts there get this spec.
             spec = resolved.variables.get(index, UNNAMED).spec
         variables[index] = NamedSpec(named.name, spec)
     return variables

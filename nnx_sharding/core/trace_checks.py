@@ -1,15 +1,17 @@
-"""Checks of what a traced function did: changes of the graph that mean nothing outside its trace.
+"""Checks of a traced function: refuses changes of the graph that mean nothing outside its trace.
 
-They run once for each trace. What they refuse would otherwise surface later and elsewhere: a leaked
-tracer in a static value, a captured object in two graphs, arrays that became constants. The modules
-before and after the call are described by two tables of objects (``structure.py``), with the same
-objects first: an *entry* describes one object, and its *index* is its place in the table.
+The checks run once for each trace. The mistakes that they refuse would otherwise show later and
+elsewhere: a leaked tracer in a static value, a captured object in two graphs, arrays that became
+constants. Two tables of objects (``structure.py``) describe the modules before and after the call,
+with the same objects first. An *entry* describes one object, and the object's *index* is its place
+in the table.
 
 From other modules:
 
-    Flat        what was flattened: a structure, the arrays by slot, the objects by index
-    Static      a static value; ``by_identity`` if it equals only itself
-    NamedSpec   the name of a Variable, such as ``model.kernel``, and its spec
+    Flat        a flattened graph: a structure, the arrays by slot, the objects by index
+    Static      a static value; ``by_identity`` says that it equals only itself
+    NamedSpec   the name of a Variable, such as ``model.kernel``, and the spec of the Variable
+    can_update  whether a Variable or module belongs to the current trace
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ _STATIC_CHANGED = _Misuse(
 class _Misused(NamedTuple):
     """An object with a misuse."""
 
-    entry: int  # its index
-    path: Path  # from the object to what is wrong in it; empty for the object itself
+    entry: int  # the index of the object
+    path: Path  # the path from the object to what is wrong in it; empty for the object itself
 
 
 def check_objects(
@@ -91,14 +93,14 @@ def check_objects(
     name: str,
     updates: bool,
 ) -> None:
-    """Raises an error for what cannot be written back to the caller's objects.
+    """Raises an error for changes that cannot be written back to the caller's objects.
 
     Args:
       before: the structure of the arguments.
       after: the graph after the call, with the same objects first.
-      arguments: those of the call, by whose names the user knows objects.
-      static_ids: the ids of earlier static values that are compared by identity.
-      name: of the transform, in messages.
+      arguments: the arguments of the call, after which messages name objects.
+      static_ids: the ids of static values from before the call that are compared by identity.
+      name: the name of the transform, in messages.
       updates: whether changes of structure are written back.
     """
     structure = after.structure
@@ -107,13 +109,13 @@ def check_objects(
     misused: dict[_Misuse, list[_Misused]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < num_before else None  # None: the object is new
-        # Most objects: what the function did not change has kept its entry.
+        # Most objects are unchanged, and an unchanged object has kept its entry.
         if old is entry and old is not None:
             continue
-        traced_paths = _tracers(entry, static_ids)  # in its static values
+        traced_paths = _tracers(entry, static_ids)
         misused[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
-            # One that is new in the graph, but was not made in this trace.
+            # The object is new in the graph, but was not made in this trace.
             if old is None and not _compat.can_update(after.objects[index]):
                 misused[_CAPTURED_OBJECT].append(_Misused(index, ()))
             elif old is not None and old.type is not entry.type:
@@ -122,7 +124,7 @@ def check_objects(
             is_changed = old is not None and old != entry
             if is_changed and not updates:
                 misused[_STATIC_CHANGED].append(_Misused(index, ()))
-    # One kind of misuse at a time: the others may follow from it.
+    # Only one kind of misuse is reported, because the others may follow from it.
     misuse = next((misuse for misuse in kinds if misused[misuse]), None)
     if misuse is None:
         return
@@ -139,26 +141,26 @@ def check_objects(
 def check_output(
     after: Flat, variables: Mapping[int, NamedSpec], carried: Set[int], *, name: str
 ) -> None:
-    """Checks that, without graph updates, no output is an input or captured Variable.
+    """Raises an error if an output is an input or captured Variable, for calls without updates.
 
     Args:
       after: the graph after the call.
       variables: the names and specs of the Variables of the arguments, by index.
       carried: the indices of objects that may be outputs all the same.
-      name: of the transform, in messages.
+      name: the name of the transform, in messages.
     """
     lines = []
     structure = after.structure
-    # Each Variable and array of the output; ``root_slots`` are those of arrays outside of objects.
+    # The walk yields each Variable and array of the output.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         index = location.object_index
         path = accessor("output", location.path)
-        # A bare array has no index. The caller gets a new one from JAX in any case.
+        # A bare array has no index, and is fine because the caller gets a new array from JAX.
         if index is None or index in carried:
             continue
         if index in variables:
             lines.append(f"  {path}: the input {variables[index].name}")
-        elif not _compat.can_update(after.objects[index]):  # it was not made in this trace
+        elif not _compat.can_update(after.objects[index]):  # this trace has not made the Variable
             lines.append(f"  {path}: captured")
     raise_listed(
         ValueError,
@@ -172,15 +174,16 @@ def check_output(
 def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict: bool) -> None:
     """Warns about captured sharded arrays, which become replicated constants of the program.
 
-    An array on Explicit axes may be captured if it is only indexed: its type shards what is read.
+    An array on Explicit axes may be captured if it is only indexed, because its type shards what is
+    read.
 
     Args:
       fun: the user's function.
-      leaves: the arrays of its arguments.
-      name: of the transform, in messages.
+      leaves: the arrays of the arguments.
+      name: the name of the transform, in messages.
       strict: whether the warning is an error.
     """
-    # Not by `isinstance`, which asks a lazy proxy for the class of its target, and so loads that.
+    # `isinstance` is not used, because it would load the target of a lazy proxy.
     constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
     sharded = [x for x in constants if not x.is_fully_replicated]
     if sharded:  # JAX's checkify makes arguments constants as well
@@ -188,9 +191,10 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
         sharded = [x for x in sharded if id(x) not in argument_ids]
     if not sharded:
         return
-    operations = _compat.operations_on_constants()  # by id of the array, the primitives' names
+    # By the id of an array: the names of the primitives that use it.
+    operations = _compat.operations_on_constants()
     lines = []
-    # Each array with the user's expression for it, such as ``table`` or ``model.kernel``.
+    # An expression is ``table`` or ``model.kernel``, for example.
     for expression, array in captured_shards(fun, sharded):
         names = operations.get(id(array), set())
         is_only_indexed = bool(names) and names <= _INDEXING
@@ -210,25 +214,25 @@ _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})  # primit
 
 
 def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
-    """Yields the paths to Variables and traced arrays among the static values of an object.
+    """Yields the paths to traced arrays, Variables and modules among an object's static values.
 
-    A module with ``self.config = {"scale": x}``, where ``config`` is static, has ``x`` at
-    ``("config", "scale")``.
+    For a module with ``self.config = {"scale": x}``, where ``config`` is static, the path of ``x``
+    is ``("config", "scale")``.
 
     Args:
       entry: describes the object.
       static_ids: the ids of static values that were there before the call, and are left out.
     """
-    # Nearly all objects have none, which is much faster to see than with the paths: this looks at
-    # the same static values, at any depth.
+    # Nearly all objects have no such values. This test looks at the same static values, at any
+    # depth, and is much faster than the search with paths.
     if not any(map(_is_traced, identities_in(children_of(entry)))):
         return
-    pending = list(parts_of(entry).items())  # no recursion: statics may be nested deeply
+    pending = list(parts_of(entry).items())  # a list, because statics may be nested too deeply
     while pending:
         path, child = pending.pop()
         if isinstance(child, Container):
-            # The leaves of a pytree are data, and arrays may be there. What is static is its node
-            # data, such as the settings of a registered class. It has no path of its own.
+            # The leaves of a pytree are data, where arrays may be. Only the node data is static,
+            # such as the settings of a registered class, and it has no path of its own.
             pending += [(path, aux) for aux in child.aux]
         elif isinstance(child, StaticObject):
             pending += [(path + key, part) for key, part in parts_of(child).items()]
@@ -247,19 +251,20 @@ def check_donated(
 ) -> None:
     """Raises a ``StrictError`` if outputs cannot reuse the buffers of all donated arrays.
 
-    If there are fewer outputs of a shape and dtype than donated arrays, all of the latter are
-    listed: which of them is not reused is up to XLA.
+    If there are fewer outputs of a shape and dtype than donated arrays, the error lists all of
+    these donated arrays, because XLA decides which of them is not reused.
 
     Args:
       donated: the name and the array of each donated argument, by slot.
       outputs: all results of the program.
-      name: that of the transform, in messages.
-      fun: that of the user's function.
+      name: the name of the transform, in messages.
+      fun: the name of the user's function.
     """
     if not donated:
         return
-    # XLA reuses a donated buffer for any one output of its shape and dtype.
-    surplus = Counter(map(_shape_and_dtype, outputs))  # outputs less donated arrays, by type
+    # XLA reuses a donated buffer for any one output of its shape and dtype. ``surplus`` is the
+    # number of outputs less the number of donated arrays, by shape and dtype.
+    surplus = Counter(map(_shape_and_dtype, outputs))
     surplus.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
     lines = [
         array_line(argument, leaf)
@@ -277,6 +282,6 @@ def check_donated(
 
 
 def _shape_and_dtype(leaf: AnyArray) -> tuple[Any, Any]:
-    """Returns the shape and dtype of an array; of another value of JAX its type."""
+    """Returns the shape and dtype of an array; for another value of JAX, (None, its type)."""
     array_type = jax.typeof(leaf)
     return getattr(array_type, "shape", None), getattr(array_type, "dtype", array_type)

@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 def is_activation_spec(x: object) -> bool:
-    """Whether ``x`` is the spec of arrays, or of what is in a module; None leaves all as it is."""
+    """Whether ``x`` is a spec of arrays or of the contents of a module; None changes nothing."""
     return x is None or isinstance(x, PartitionSpec | NamedSharding | StateSharding)
 
 
 class CallSchedule(Protocol):
     """How a strategy runs calls of a module in another way, such as in the stages of a pipeline.
 
-    Tracing calls the methods in the order in which they are defined here, for each call of a method
-    of a module for which the schedule was declared. A schedule is hashable, and equal to others
-    that do the same, as it is part of keys of traces.
+    For each call of a method of a module for which the schedule was declared, tracing calls the
+    methods in the order in which they are defined here. A schedule is hashable, and equal to any
+    schedule that does the same, because it is part of keys of traces.
     """
 
     @property
     def axis(self) -> str:
-        """The mesh axis over which it distributes the calls; in the module, no data is on it."""
+        """The mesh axis that distributes the calls; in the module, no data is sharded over it."""
 
     @property
     def is_running(self) -> bool:
@@ -52,9 +52,10 @@ class CallSchedule(Protocol):
     def redirect(
         self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tag, Any, Any]:
-        """Returns the tag, the module and both kinds of arguments of the call that runs instead.
+        """Returns the tag, the module and the arguments of the call that runs instead.
 
-        The module is None if nothing runs yet; the call then returns the third item.
+        The third item has both kinds of arguments. If the module is None, nothing runs yet, and the
+        third item is what the call returns.
         """
 
     def wrap(
@@ -70,7 +71,7 @@ class CallSchedule(Protocol):
 
         Args:
           module: the module.
-          call: its method, bound to it.
+          call: the bound method of the module.
           mesh: the mesh of the traced function, on which the schedule runs.
           batch_axes: the mesh axes that shard the first dimension of any array of the batch.
           axes_of_rows: returns, for one array such as an argument of the call, the mesh axes that
@@ -93,17 +94,18 @@ class InOutSharding:
     """Shardings of the inputs and outputs of a method of a module.
 
     Args:
-      output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a method that
-        returns several arrays. Where it returns a module, such as a cache, a ``StateSharding`` or
-        an ``nnx.State`` with specs chooses by the paths in it. None leaves the output unchanged.
-      input: likewise for the first argument.
+      output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of these for a method
+        that returns several arrays. For a module in the output, such as a cache, it is a
+        ``StateSharding`` or an ``nnx.State``, which chooses specs by the paths in the module. None
+        leaves the output unchanged.
+      input: the same for the first argument.
       method: the name of the method.
-      axis_types: the type that the mesh's Explicit axes have while the method runs:
-        ``AxisType.Auto`` leaves the shardings in it to the compiler; with ``AxisType.Explicit`` it
-        and the modules that hold it run as they are written, for a method that uses
-        ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
-        in a layer with an ``output``.
-      schedule: what strategies such as ``pipeline`` call in place of the method.
+      axis_types: the type that the mesh's Explicit axes have while the method runs.
+        ``AxisType.Auto`` leaves the shardings in the method to the compiler. With
+        ``AxisType.Explicit``, the method and the modules that hold the module run as they are
+        written, for a method that uses ``out_sharding`` itself. By default, the axes are Auto if a
+        strategy infers shardings, and in a layer with an ``output``.
+      schedule: strategies such as ``pipeline`` call this instead of the method.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -122,7 +124,7 @@ class InOutSharding:
     _leaves: tuple[Any, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Turns States of specs into filters; raises a ``TypeError`` for what is no declaration."""
+        """Turns States of specs into filters; raises a ``TypeError`` for invalid arguments."""
         if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
             raise TypeError(
                 "InOutSharding: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
@@ -130,17 +132,17 @@ class InOutSharding:
             )
         if not isinstance(self.method, str):
             raise TypeError(f"InOutSharding: method must be a name, got {self.method!r}.")
-        for name in ("output", "input"):  # the class is frozen
+        for name in ("output", "input"):  # `object.__setattr__`, because the class is frozen
             object.__setattr__(self, name, _with_states_as_filters(getattr(self, name)))
-        # The specs in both prefixes. Anything else that JAX finds as a leaf, such as a number, is
-        # wrong, and so is what is no spec of arrays in a StateSharding.
+        # The leaves of both prefixes have to be specs, and so do the shardings in a StateSharding.
+        # Any other leaf that JAX finds, such as a number, is wrong.
         leaves = jax.tree_util.tree_leaves((self.output, self.input), is_leaf=is_activation_spec)
-        # Kept for the hash. When Python exits, a weak dictionary may ask for it to delete an item,
-        # and JAX, which would flatten the prefixes again, may be gone.
+        # The leaves are kept for the hash. When Python exits, a weak dictionary may need the hash
+        # to delete an item, and JAX may be gone then, so the prefixes cannot be flattened again.
         object.__setattr__(self, "_leaves", tuple(leaves))
-        inside = [leaf.shardings for leaf in leaves if isinstance(leaf, StateSharding)]
+        specs_by_path = [leaf.shardings for leaf in leaves if isinstance(leaf, StateSharding)]
         specs = [leaf for leaf in leaves if not isinstance(leaf, StateSharding)]
-        wrong = [x for x in itertools.chain(specs, *inside) if not is_activation_spec(x)]
+        wrong = [x for x in itertools.chain(specs, *specs_by_path) if not is_activation_spec(x)]
         if wrong:
             got = ", ".join(shortened(f"{show(leaf)}{suggested_spec(leaf)}" for leaf in wrong))
             raise TypeError(
@@ -149,7 +151,7 @@ class InOutSharding:
             )
 
     def __hash__(self) -> int:
-        # By the leaves: a prefix may be a list or a dict, which have no hash.
+        # The leaves are hashed, because a prefix may be a list or a dict, which have no hash.
         return hash((self._leaves, self.method, self.axis_types, self.schedule))
 
     def __repr__(self) -> str:
@@ -162,10 +164,10 @@ class InOutSharding:
 
 
 def _with_states_as_filters(specs: Any) -> Any:
-    """Returns specs with a ``StateSharding`` in place of each ``nnx.State`` of specs.
+    """Returns specs with a ``StateSharding`` instead of each ``nnx.State`` of specs.
 
-    To JAX, a State is a pytree with a spec for each path, as a StateSharding is not. Both are to
-    choose the specs of what is in a module by its paths. Other specs stay as they are.
+    Both choose the specs of the contents of a module by paths. But to JAX, a State is a pytree with
+    a spec for each path, and a StateSharding is a leaf. Other specs stay as they are.
     """
 
     def convert(x: object) -> object:
@@ -181,9 +183,9 @@ def _with_states_as_filters(specs: Any) -> Any:
 class ActivationSharding:
     r"""Shardings of activations, by ordered filters for modules.
 
-    The counterpart of :class:`~nnx_sharding.StateSharding` for the inputs and outputs of modules.
-    It applies while a function is traced; neither the code of the model nor its objects change. The
-    first filter that matches a module decides.
+    This is the counterpart of :class:`~nnx_sharding.StateSharding` for the inputs and outputs of
+    modules. It applies while a function is traced; neither the code of the model nor its objects
+    change. The first filter that matches a module decides.
 
     Args:
       filters: a mapping from filters to specs, or an iterable of such pairs. A filter is a string,
@@ -199,9 +201,9 @@ class ActivationSharding:
         sharded. Variables of other types are used as they are sharded.
       kept: mesh axes over which parameters stay sharded, even if the data is sharded over them.
       infer: whether the modules that the function calls run with all Explicit axes Auto, so that
-        the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared;
-        otherwise like the leading dimensions of their first input, and those of a layer in a model
-        like the columns of its kernel in the last ones.
+        the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared.
+        If nothing is declared, the leading dimensions of an output are sharded like those of the
+        first input, and the last dimensions of a layer's output like the columns of its kernel.
       strict: whether a filter that matches no called module is an error.
       prefetch: how many layers ahead a :class:`~nnx_sharding.Stack` gathers parameters: 0 or 1.
 
@@ -220,13 +222,13 @@ class ActivationSharding:
     The plans of ``torch.distributed.tensor.parallel.parallelize_module`` are similar.
     """
 
-    filters: tuple[Any, ...]  # in the order in which they are tried
-    shardings: tuple[InOutSharding, ...]  # of each filter
-    gather: bool | tuple[Any, ...]  # True for the axes of the data; () for none
+    filters: tuple[Any, ...]  # the filters in the order in which they are tried
+    shardings: tuple[InOutSharding, ...]  # one for each filter
+    gather: bool | tuple[Any, ...]  # True for the axes of the data; () for no axes
     infer: bool
     strict: bool
     prefetch: int
-    kept: tuple[Any, ...]  # () for none
+    kept: tuple[Any, ...]  # () for no axes
 
     def __init__(
         self,
@@ -239,12 +241,15 @@ class ActivationSharding:
         strict: bool = True,
         prefetch: int = 0,
     ):
-        """Reads the filters, and brings specs and axes into one form; see the class."""
+        """Reads the filters, and brings specs and axes into one form.
+
+        Raises a ``TypeError`` or ``ValueError`` for invalid filters, specs or options.
+        """
         pairs = filter_pairs("ActivationSharding", filters)
         shardings = [
             spec if isinstance(spec, InOutSharding) else InOutSharding(spec) for _, spec in pairs
         ]
-        # Through `__dict__`, as the class is frozen.
+        # Attributes are set through `__dict__`, because the class is frozen.
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(shardings),
@@ -254,7 +259,7 @@ class ActivationSharding:
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
         )
-        assert len(self._predicates) == len(pairs)  # made now, to raise for what is not a filter
+        assert len(self._predicates) == len(pairs)  # made here, so that wrong filters raise here
 
     @functools.cached_property
     def _predicates(self) -> tuple[Predicate, ...]:
@@ -289,12 +294,12 @@ class ActivationSharding:
     def find(
         self, path: Path, module: object, method: str = "__call__"
     ) -> tuple[int | None, InOutSharding | None]:
-        """Returns the index and the shardings of the first filter that matches, or Nones.
+        """Returns the index and the shardings of the first filter that matches, or two Nones.
 
         Args:
           path: the keys from the argument of the function to the module.
           module: the module.
-          method: the name of the method that is called; filters for others do not count.
+          method: the name of the method that is called; filters for other methods do not count.
         """
         for index, (predicate, sharding) in enumerate(self._pairs):
             if sharding.method == method and predicate(path, module):
@@ -302,9 +307,9 @@ class ActivationSharding:
         return None, None
 
     def find_schedule(self, path: Path, module: object, method: str) -> CallSchedule | None:
-        """Finds how a strategy runs a call, whichever filter decides on its shardings.
+        """Returns the first schedule for a call, even if another filter decides on its shardings.
 
-        The arguments are those of :meth:`find`; None if the method runs as it is written.
+        The arguments are those of :meth:`find`. Returns None if the method runs as it is written.
         """
         for predicate, sharding in self._pairs:
             has_schedule = sharding.schedule is not None and sharding.method == method
@@ -325,26 +330,26 @@ class ActivationSharding:
 
     def __repr__(self) -> str:
         pairs = zip(self.filters, self.shardings, strict=True)
-        inside = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
-        ahead = f", prefetch={self.prefetch}" if self.prefetch else ""
-        options = f"gather={self.gather!r}, infer={self.infer!r}{ahead}"
-        return f"ActivationSharding({{{inside}}}, {options})"
+        items = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
+        prefetch = f", prefetch={self.prefetch}" if self.prefetch else ""
+        options = f"gather={self.gather!r}, infer={self.infer!r}{prefetch}"
+        return f"ActivationSharding({{{items}}}, {options})"
 
 
 def _axes(given: Any) -> tuple[Any, ...]:
-    """Returns mesh axes as a tuple: of one, of several in a tuple or list, of None or False."""
+    """Returns mesh axes as a tuple. The user gives one axis, a tuple or list, None or False."""
     return axes_of(tuple(given) if isinstance(given, list) else given or None)
 
 
 def checked_prefetch(name: str, prefetch: object) -> int:
-    """Returns the option ``prefetch``, if it is valid."""
+    """Returns the option ``prefetch``; raises a ``ValueError`` if it is invalid."""
     if isinstance(prefetch, bool) or prefetch not in (0, 1):
         raise ValueError(f"{name}: prefetch must be 0 or 1 (layers), got {prefetch!r}.")
     return int(prefetch)
 
 
 def activations(shardings: Any) -> ActivationSharding | None:
-    """Returns activation shardings from what a user may pass: these, a mapping, or None."""
+    """Returns the user's activation shardings, which may be a mapping from filters, or None."""
     if shardings is None or isinstance(shardings, ActivationSharding):
         return shardings
     return ActivationSharding(shardings)

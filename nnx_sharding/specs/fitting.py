@@ -1,15 +1,15 @@
-"""Whether a sharding fits a mesh and the shape of an array, and the part of it that does.
+"""Whether a sharding fits a mesh and the shape of an array, and the part of it that fits.
 
-A spec fits if the mesh has its axes, none twice, if it has no more entries than the array has
-dimensions, and if the sizes of the axes of an entry divide the dimension:
+A spec fits if the mesh has its axes, if it names none twice, if it has no more entries than the
+array has dimensions, and if the sizes of the axes of an entry divide the dimension:
 
     mesh data 2 × model 4    P("data", ("model",))    (6, 8) → parts of (3, 2)    fits
                              P("model")               (6, 8)                      6 % 4 ≠ 0
 
-JAX checks the same, but one array at a time, in a trace or when it is placed. Here all misfits of a
-model are found before, and what does not divide can be corrected (``on_indivisible``). An *entry*
-is what a ``PartitionSpec`` (a *spec*) says of one dimension: a mesh axis, a tuple of them, None, or
-``UNCONSTRAINED``, which leaves the dimension to the compiler.
+JAX checks the same, but one array at a time, in a trace or when the array is placed. Here all
+misfits of a model are found before, and specs that do not divide can be corrected
+(``on_indivisible``). An *entry* of a ``PartitionSpec`` (a *spec*) is for one dimension: a mesh
+axis, a tuple of axes, None, or ``UNCONSTRAINED``, which leaves the dimension to the compiler.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mismatch(NamedTuple):
     """One reason why a spec does not fit a mesh or a shape, and the axes that it is about."""
 
     reason: str
-    # unknown: the mesh has no such axis; unusable: it may not be named here.
+    # "unknown": the mesh has no such axis. "unusable": the spec may not name the axis here.
     kind: Literal["unknown", "unusable", "repeated", "rank", "indivisible", "other"] = "other"
     axes: tuple[Any, ...] = ()
 
@@ -55,9 +55,9 @@ class Fit(NamedTuple):
 
     declared: Any
     shape: tuple[int, ...] | None  # None if only the mesh was considered
-    sharding: Any  # without problems, the part that fits: a spec or a NamedSharding
-    corrections: tuple[Mismatch, ...]
-    problems: tuple[Mismatch, ...]  # what cannot be corrected, or was not allowed to be
+    sharding: Any  # if there are no problems, the part that fits: a spec or a NamedSharding
+    corrections: tuple[Mismatch, ...]  # the mismatches that were corrected
+    problems: tuple[Mismatch, ...]  # the mismatches that cannot or must not be corrected
 
     @property
     def is_indivisible(self) -> bool:
@@ -70,7 +70,7 @@ class Fit(NamedTuple):
         return "; ".join(map(str, self.problems or self.corrections))
 
     def refuse(self, reason: str | None) -> Fit:
-        """Returns a copy with one more problem, unless that is None."""
+        """Returns a copy with one more problem, or this fit if the reason is None."""
         if reason is None:
             return self
         return self._replace(problems=(*self.problems, Mismatch(reason)))
@@ -96,36 +96,37 @@ def fit_sharding(
     """Returns the part of a sharding that fits a mesh and a shape, and what does not fit.
 
     Args:
-      sharding: the sharding. JAX decides on those without a spec; a spec without a mesh fits.
+      sharding: the sharding. JAX decides about a sharding without a spec; a spec without a mesh
+        fits.
       mesh: the mesh of a spec.
-      shape: the shape of the array; without it, only the mesh counts.
-      on_indivisible: with ``"replicate"`` or ``"drop"``, what does not divide the shape is a
-        correction. Dropping keeps as many first axes of each entry as divide the dimension;
-        unreduced and reduced ones stay.
-      usable: the axes that the spec may name. By default all, except those over which a
-        surrounding ``shard_map`` maps.
+      shape: the shape of the array; if this is None, only the mesh counts.
+      on_indivisible: with ``"replicate"`` or ``"drop"``, an entry that does not divide the shape is
+        corrected. Dropping keeps as many first axes of each entry as divide the dimension. Neither
+        removes unreduced and reduced axes.
+      usable: the axes that the spec may name; None for all axes except those over which an
+        enclosing ``shard_map`` maps.
       unconstrained: whether entries may be ``UNCONSTRAINED``.
       lenient: whether axes that may not be named, and entries beyond the rank, are dropped as
-        corrections, too.
+        corrections as well.
     """
     shape = None if shape is None else tuple(shape)
     pair = spec_and_mesh(sharding, mesh)
     if pair is None:
         return _fit_without_spec(sharding, shape)
     declared, mesh = pair
-    spec = declared  # what is left of it, after corrections
+    spec = declared  # corrections change this
     corrections: list[Mismatch] = []
-    # 1. The axes that the spec names: the mesh has them, and they may be named here, once.
+    # 1. The axes that the spec names: the mesh has to have them, and the spec may name each once.
     if lenient and shape is not None:
-        # Without entries beyond the rank, whose axes then do not matter. Those that name no axis
-        # say nothing, and are left out without a word.
+        # Entries beyond the rank are dropped first, so that their axes do not matter. An entry that
+        # names no axis is dropped without a correction.
         if any(map(axes_of, spec.partitions[len(shape) :])):
             corrections.append(_too_long(spec, shape))
         spec = with_entries(spec, pad_entries(spec, len(shape)))
     problems = list(_axis_problems(spec, mesh, usable))
     if lenient:
-        # Axes that may not be named are dropped, and with them what else is wrong with these axes,
-        # such as that they are repeated.
+        # Axes that may not be named are dropped, and so are all other problems about these axes,
+        # such as repetitions.
         refused = [problem for problem in problems if problem.is_about_mesh]
         corrections += refused
         dropped = {axis for problem in refused for axis in problem.axes}
@@ -160,13 +161,13 @@ def fit_sharding(
 def _fit_without_spec(sharding: Spec, shape: tuple[int, ...] | None) -> Fit:
     """Asks JAX whether a sharding of another kind, such as ``SingleDeviceSharding``, fits.
 
-    What JAX cannot be asked about fits: a spec without a mesh, or any sharding without a shape.
+    JAX cannot be asked about a spec without a mesh, or if there is no shape. Both count as fitting.
     """
     fit = Fit(declared=sharding, shape=shape, sharding=sharding, corrections=(), problems=())
     if isinstance(sharding, Sharding) and shape is not None:
         try:
             sharding.shard_shape(shape)
-        except ValueError as error:  # which says what does not divide the shape
+        except ValueError as error:  # the text says what does not divide the shape
             return fit.refuse(str(error))
     return fit
 
@@ -178,14 +179,14 @@ def _axis_problems(
 
     Args:
       spec: the spec.
-      mesh: its mesh.
-      usable: the axes that it may name. By default all, except those over which a surrounding
-        ``shard_map`` maps: the mesh within it has them as Manual axes.
+      mesh: the mesh of the spec.
+      usable: the axes that the spec may name. None stands for all axes except those over which an
+        enclosing ``shard_map`` maps; in it, these are Manual axes of the mesh.
     """
     manual = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto)
-    # Over an unreduced axis, the devices hold summands of the array. The gradient for an array with
-    # a reduced axis is unreduced. JAX keeps both in types, which have Explicit axes only.
+    # Over an unreduced axis, the devices hold summands of the array. The gradient of an array with
+    # a reduced axis is unreduced. JAX keeps both in types of arrays, so the axes must be Explicit.
     reduced = spec.unreduced | spec.reduced
     for axis, times in Counter(spec_axes(spec)).items():
         reason = None
@@ -207,7 +208,7 @@ def _axis_problems(
 
 
 def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
-    """Describes a spec that has more entries than an array of this shape has dimensions."""
+    """Returns the mismatch of a spec that has more entries than a shape has dimensions."""
     if not shape:
         return Mismatch("a scalar has no dimension to shard; its spec is P()", "rank")
     rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
@@ -217,7 +218,7 @@ def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
 def _indivisible(
     spec: PartitionSpec, sizes: Mapping[AxisName, int], shape: Sequence[int]
 ) -> Iterator[Mismatch]:
-    """Yields the dimensions of an array that the axes of their entries do not divide.
+    """Yields a mismatch for each dimension of an array that the axes of its entry do not divide.
 
     Args:
       spec: the spec; it may have fewer entries than the array has dimensions.
@@ -242,7 +243,8 @@ def _corrected(
 ) -> PartitionSpec:
     """Returns a spec without entries, or without the axes that do not divide their dimensions.
 
-    With ``"drop"``, ``P(("data", "model"))`` of sizes 2 and 4 becomes ``P("data")`` for 6 rows.
+    With ``"drop"`` and axes of sizes 2 and 4, ``P(("data", "model"))`` becomes ``P("data")`` for 6
+    rows.
 
     Args:
       spec: the spec.
@@ -254,14 +256,14 @@ def _corrected(
         return with_entries(spec, ())
     entries = []
     for size, entry in zip(shape, spec.partitions, strict=False):
-        # The last choice is None, which divides every size.
+        # There is always a fitting part, because the last one is None, which divides every size.
         fitting = (part for part in _prefixes(entry) if size % _num_parts(part, sizes) == 0)
         entries.append(next(fitting))
     return with_entries(spec, entries)
 
 
 def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
-    """Returns all specs that :func:`fit_sharding` can make of one, by the shape of the array.
+    """Returns all other specs that :func:`fit_sharding` can make of a spec, for any shape.
 
     With ``"drop"``, these are ``P("data")`` and ``P(None)`` for ``P(("data", "model"))``.
 
@@ -273,20 +275,21 @@ def possible_corrections(spec: PartitionSpec, action: OnIndivisible) -> list[Par
         return []
     if action == "replicate":
         return [with_entries(spec, ())]  # P(): all dimensions are replicated
-    # Each entry keeps its first axes: `_prefixes` lists all of them, then fewer and fewer.
+    # Each entry keeps its first axes. `_prefixes` begins with the whole entry, so the first of the
+    # choices is the unchanged spec.
     choices = itertools.product(*map(_prefixes, spec.partitions))
     _unchanged, *corrected = [with_entries(spec, entries) for entries in choices]
     return corrected
 
 
 def _prefixes(entry: object) -> list[Any]:
-    """Returns an entry, then without its last axis, and so on: ``("a", "b")``, ``"a"``, None."""
+    """Returns an entry, the entry without its last axis, and so on: ``("a", "b")``, "a", None."""
     axes = axes_of(entry)
     return [entry, *(entry_of(axes[:count]) for count in reversed(range(len(axes))))]
 
 
 def _num_parts(entry: object, sizes: Mapping[AxisName, int]) -> int:
-    """Returns into how many parts an entry of a spec divides a dimension."""
+    """Returns the number of parts into which an entry of a spec divides a dimension."""
     return math.prod(sizes[axis] for axis in axes_of(entry))
 
 
@@ -305,7 +308,7 @@ def axes_of(entry: object) -> tuple[Any, ...]:
 
 
 def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
-    """Yields the mesh axes that a spec names, the unreduced and reduced ones last."""
+    """Yields the mesh axes that a spec names; unreduced and reduced axes come last."""
     yield from itertools.chain.from_iterable(map(axes_of, spec.partitions))
     yield from sorted(spec.unreduced | spec.reduced, key=str)
 
@@ -313,7 +316,7 @@ def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
 def axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> frozenset[Any]:
     """Returns the axes of a mesh that have this type."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(axis for axis, own_type in pairs if own_type == axis_type)
+    return frozenset(axis for axis, type_of_axis in pairs if type_of_axis == axis_type)
 
 
 def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
@@ -325,11 +328,12 @@ def keep_axes(spec: PartitionSpec, axes: Collection[AxisName]) -> PartitionSpec:
         else:
             kept = tuple(axis for axis in axes_of(entry) if axis in axes)
             entries.append(entry_of(kept))
-    # The axes over which the devices hold summands, and those over which gradients will be such.
+    # Over unreduced axes the devices hold summands of the array, and over reduced axes they will
+    # hold summands of its gradient.
     unreduced = spec.unreduced.intersection(axes)
     reduced = spec.reduced.intersection(axes)
     if not unreduced:
-        # Not by `update`: that keeps `unreduced_kind`, which says how summands are combined, and
+        # `update` is not used, because it keeps `unreduced_kind` (how summands are combined), and
         # JAX refuses that in a spec without unreduced axes.
         return PartitionSpec(*entries, reduced=reduced)
     kept_spec: PartitionSpec = spec.update(
@@ -354,14 +358,17 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[AxisName]) -> PartitionSpec
 
 
 def replace_spec(sharding: Spec, spec: PartitionSpec) -> Any:
-    """Returns a spec in the form of a sharding: on its mesh and in its memory, if it has them."""
+    """Returns a spec in the form of ``sharding``: a spec, or a NamedSharding with its mesh."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return spec
 
 
 def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[PartitionSpec, Any] | None:
-    """Returns the spec of a sharding and its mesh; None without a spec or a mesh."""
+    """Returns the spec and the mesh of a sharding; None if it has no spec, or if there is no mesh.
+
+    ``mesh`` is the mesh of a plain spec.
+    """
     if isinstance(sharding, NamedSharding):
         return sharding.spec, sharding.mesh
     if isinstance(sharding, PartitionSpec) and mesh is not None:
@@ -370,7 +377,7 @@ def spec_and_mesh(sharding: Spec, mesh: AnyMesh | None = None) -> tuple[Partitio
 
 
 def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any]:
-    """Returns the mesh axes over which some of these shard the first dimension."""
+    """Returns the mesh axes over which any of these shardings shards the first dimension."""
     axes = set[Any]()
     for sharding in shardings:
         pair = spec_and_mesh(sharding, mesh)
@@ -381,15 +388,15 @@ def first_axes(shardings: Iterable[Spec], mesh: AnyMesh | None) -> frozenset[Any
 
 
 def without_reductions(sharding: Any) -> Any:
-    """Returns a sharding without the unreduced and reduced axes of its spec."""
-    spec = getattr(sharding, "spec", PartitionSpec())  # not all shardings have one
+    """Returns a sharding without unreduced and reduced axes: itself if its spec has none."""
+    spec = getattr(sharding, "spec", PartitionSpec())  # not all shardings have a spec
     if not (spec.unreduced or spec.reduced):
         return sharding
     return sharding.update(spec=PartitionSpec(*spec.partitions))
 
 
 def explicit_part(sharding: Any) -> NamedSharding | None:
-    """Returns the part of a sharding that is in an array's type: over Explicit axes, or None."""
+    """Returns the part of a sharding over Explicit axes, which is in an array's type; else None."""
     axes = axes_of_type(sharding.mesh, AxisType.Explicit) if spec_and_mesh(sharding) else ()
     return NamedSharding(sharding.mesh, keep_axes(sharding.spec, axes)) if axes else None
 
@@ -403,40 +410,41 @@ def is_equivalent(present: Sharding, declared: Sharding, ndim: int) -> bool:
 def _typed(sharding: Spec, ndim: int) -> Any:
     """Returns a key for what a sharding puts into an array's type; None if that is nothing.
 
-    An array's type has the mesh, and the axes of the spec that are Explicit. It has neither if the
-    mesh has no Explicit axis, so shardings on all such meshes are equal here.
+    An array's type has the mesh, and the Explicit axes of the spec. It has neither if the mesh has
+    no Explicit axis, so shardings on all such meshes have the same key, None.
     """
-    part = explicit_part(sharding)  # the sharding with its Explicit axes only
+    part = explicit_part(sharding)
     if part is None:
         return None
-    # P("a") and P(("a",)) are the same, and so are specs with None at the end.
+    # P("a") and P(("a",)) get equal keys, and so do specs that differ by None at the end.
     entries = tuple(map(axes_of, pad_entries(part.spec, ndim)))
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 
 def suggestion(name: object, names: Iterable[object]) -> str:
-    """Returns ``; did you mean 'model'?`` for a name that nearly equals one of the others."""
-    # The names of axes need not be strings.
+    """Returns ``; did you mean 'model'?`` if a name is close to one of ``names``; otherwise ""."""
+    # Names are converted, because the names of axes need not be strings.
     near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def suggested_spec(x: object) -> str:
-    """Returns what to write in place of ``x``, for the end of a message that shows ``x``.
+    """Returns what to write instead of ``x``, for the end of a message that shows ``x``.
 
-    ``: write P('data', None)`` for ``("data", None)``, which was probably meant as a spec; likewise
-    for a ``Layout`` or a ``StateSharding`` of Flax. An empty text for anything else.
+    The text is ``: write P('data', None)`` for ``("data", None)``, which was probably meant as a
+    spec. There is also a text for a ``Layout``, and for a ``StateSharding`` of Flax. It is "" for
+    anything else.
     """
     if isinstance(x, nnx.StateSharding):
         return ", which is Flax's: write nnx_sharding.StateSharding, with the same arguments"
-    # A layout alone does not say on which devices; and JAX has no name for the type of AUTO.
+    # A layout alone does not name the devices. JAX has no name for the type of `Layout.AUTO`.
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     entries = x if isinstance(x, tuple | list) else (x,)
     axes = [axis for entry in entries for axis in axes_of(entry)]
-    if not axes:  # such as (None, None): a prefix without specs, for two arrays
+    if not axes:  # (None, None), for example, is a prefix without specs for two arrays
         return ""
-    if not all(isinstance(axis, str) for axis in axes):  # no names of mesh axes
+    if not all(isinstance(axis, str) for axis in axes):  # these are no names of mesh axes
         return ""
     return f": write P({', '.join(map(repr, entries))})"
 
@@ -457,13 +465,13 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
 def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     """Returns a text for each of two different shardings, short but with their difference.
 
-    Specs alone are enough if they differ on meshes of equal sizes; otherwise the meshes are added,
-    or the kinds of memory.
+    The texts are the specs if these differ on meshes of equal sizes. Otherwise the meshes are
+    added, or the kinds of memory.
     """
     text, other_text = describe(sharding), describe(other)
     if not isinstance(sharding, NamedSharding) or not isinstance(other, NamedSharding):
         return (text, other_text) if text != other_text else (str(sharding), str(other))
-    # Of an array that is on no mesh, the spec says all.
+    # The mesh is left out for an array that is on no mesh, because the spec says all.
     are_on_meshes = not (sharding.mesh.empty or other.mesh.empty)
     have_equal_sizes = sharding.mesh.shape == other.mesh.shape
     if text != other_text and (have_equal_sizes or not are_on_meshes):
@@ -471,7 +479,7 @@ def describe_both(sharding: Any, other: object) -> tuple[str, str]:
     if sharding.mesh == other.mesh:
         return f"{text} in {sharding.memory_kind}", f"{other_text} in {other.memory_kind}"
     mesh, other_mesh = describe_mesh(sharding.mesh), describe_mesh(other.mesh)
-    if mesh == other_mesh:  # other devices, which the long text shows
+    if mesh == other_mesh:  # the meshes have different devices, which only the long text shows
         mesh, other_mesh = str(sharding.mesh), str(other.mesh)
     return f"{text} on mesh {mesh}", f"{other_text} on mesh {other_mesh}"
 
@@ -483,13 +491,13 @@ def show(value: object) -> str:
     """
     if isinstance(value, Mesh | AbstractMesh):
         return f"mesh {describe_mesh(value)}"
-    if isinstance(value, set | frozenset) and value:  # in an order that each process has
+    if isinstance(value, set | frozenset) and value:  # sorted, so that all processes agree
         text = f"{{{', '.join(sorted(map(show, value)))}}}"
         return shorten(text if type(value) is set else f"{type(value).__name__}({text})")
     try:
         name = getattr(value, "__qualname__", None) if callable(value) else None
         text = name if isinstance(name, str) else repr(value)
-    except Exception as error:  # of the user's class; a message must not fail
+    except Exception as error:  # the user's class may raise, but a message must not fail
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
     return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
 
