@@ -19,7 +19,7 @@ import random
 import threading
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -242,10 +242,20 @@ def changes_of(x: Any, new: Any) -> Iterator[Callable[[], Any]]:
 
 def holds_array_in_module(x: Any) -> bool:
     """Whether a module has an array; one in a static object there is compared by content."""
-    parts = nnx.iter_graph(x, graph=True) if isinstance(x, nnx.Module) else ()
-    if any(isinstance(part, np.ndarray) for _, part in parts):
+    if isinstance(x, nnx.Module) and any(isinstance(part, np.ndarray) for part in in_graph(x)):
         return True
     return any(map(holds_array_in_module, [*items_of(x), *attributes_in(x).values()]))
+
+
+def in_graph(x: Any) -> Iterator[Any]:
+    """All parts that are data; `nnx.iter_graph` fails for subclasses of tuple, which are none."""
+    yield x
+    if isinstance(x, nnx.Module):
+        parts: Iterable[Any] = attributes_in(x).values()
+    else:
+        parts = items_of(x) if type(x) in (tuple, list, dict) else ()
+    for part in parts:
+        yield from in_graph(part)
 
 
 # Programs

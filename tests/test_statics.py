@@ -68,6 +68,10 @@ class Hidden:
     scale: int = dataclasses.field(compare=False)
 
 
+class Size(tuple):
+    pass
+
+
 class Tagged(list):
     pass
 
@@ -191,6 +195,16 @@ ATTRIBUTES = {name: make for name, make in VALUES.items() if name != "array"}
 
 
 class StaticsTest(parameterized.TestCase):
+    def test_static_module_with_a_subclass_of_tuple(self):
+        """`nnx.iter_graph` fails for it: Flax takes such a tuple for a pytree, JAX does not."""
+        class Settings(nnx.Module):
+            def __init__(self):
+                self.size = Size((2, 3))
+
+        model = Holder(Config(Settings()))
+        f = nnx_sharding.jit(lambda m: m.w * m.static.scale.size[0])
+        np.testing.assert_array_equal(f(model), [2.0, 2.0])
+
     @parameterized.named_parameters(ATTRIBUTES.items())
     def test_works_and_traces_once_as_in_flax(self, make):
         for jit in (nnx_sharding.jit, nnx.jit):

@@ -21,7 +21,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
@@ -458,8 +458,29 @@ def holds_arrays(x: object) -> bool:
     """Whether a graph object is a Variable, or a node that holds Variables or arrays."""
     kinds = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
     # In tree mode, Flax would walk through data only.
-    parts = nnx.iter_graph(x, graph=True) if is_node(x) else [((), x)]
+    parts = iter_graph(x) if is_node(x) else [((), x)]
     return any(isinstance(part, kinds) for _, part in parts)
+
+
+def iter_graph(root: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields each part of a graph after its path, as ``nnx.iter_graph(root, graph=True)`` does.
+
+    Flax takes all subclasses of tuple for pytrees, and fails for those that JAX takes for leaves
+    (``class Size(tuple)``). They are leaves here.
+    """
+    seen: set[int] = set()
+    # The parts that are still to be yielded, the next one last.
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), root)]
+    while stack:
+        path, part = stack.pop()
+        impl = graphlib.get_node_impl(part)
+        if impl is not None and (is_node(part) or not jax.tree_util.all_leaves([part])):
+            if id(part) in seen:  # shared, or in a cycle
+                continue
+            seen.add(id(part))
+            children = impl.node_dict(part)
+            stack += [((*path, key), child) for key, child in reversed(children.items())]
+        yield path, part
 
 
 def is_plain_array(x: Any) -> bool:

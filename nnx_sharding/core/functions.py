@@ -261,7 +261,7 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
         accessor(captured.name, path)
         for captured in captured_values(fun)
         if _compat.is_graph_object(captured.value)
-        for path, node in nnx.iter_graph(captured.value, graph=True)
+        for path, node in _compat.iter_graph(captured.value)
         if id(node) in refused_ids
     )
     name = next(names, None)

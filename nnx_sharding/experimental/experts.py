@@ -146,7 +146,7 @@ def _parameters_of_users(model: Any) -> list[NamedVariable]:
     The path of a parameter without its last key is that of its module: ``experts/up`` is in
     ``experts``.
     """
-    nodes = nnx.iter_graph(model, graph=True)
+    nodes = _compat.iter_graph(model)
     flax_modules = {path for path, node in nodes if type(node).__module__.startswith("flax.")}
     return [
         variable
