@@ -1,7 +1,6 @@
-"""Rules as text, to read, save, edit and load, and a table of what they do.
+"""Rules as text, to read, save, edit and load, and a table of their effects.
 
-The text is a dict of Python, with the calls of ``Tensor`` and ``slice`` that are known here. It is
-parsed, never run.
+The text is a dict of Python, with calls of ``Tensor`` and ``slice``. It is parsed, never run.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from .tensor_rules import Rule, Tensor, read_rules
 
 
 class Match(NamedTuple):
-    """Where the tensors of one template go: a row of the table."""
+    """A row of the table: the tensors of one template, and the arrays that they become."""
 
-    tensor: str  # a name with {} for each number
-    path: str  # of arrays, where {0} is the first number; empty for tensors to ignore
-    shape: tuple[int, ...]
+    tensor: str  # the names of the tensors, with {} for each number
+    path: str  # the paths of the arrays, with {0} for the first number; empty: tensors are ignored
+    shape: tuple[int, ...]  # the shape of the tensors
     array_shape: tuple[int, ...]
-    note: str
+    note: str  # how a tensor becomes an array
 
 
 class MatchTable(tuple[Match, ...], Pictured):
-    """What goes where, which ``print`` and notebooks show as a table."""
+    """All rows; ``print`` and notebooks show them as a table."""
 
     def _pictures(self, width: int) -> Iterable[Any]:
         rows = [
@@ -57,7 +56,7 @@ class TensorRules(dict[str, Rule]):
         self.table = MatchTable(matches)
 
     def __repr__(self) -> str:
-        notes: dict[str, list[str]] = {}  # by the template of tensors
+        notes: dict[str, list[str]] = {}  # the notes of all rows, by the template of tensors
         for match in self.table:
             if match.note:
                 notes.setdefault(match.tensor, []).append(match.note)
@@ -65,7 +64,7 @@ class TensorRules(dict[str, Rule]):
         last_note = ""
         for pattern, rule in self.items():
             note = "; ".join(notes.get(_template(pattern), []))
-            if note and note != last_note:  # once for all rules in a row that it is about
+            if note and note != last_note:  # a note is written once for successive rules
                 lines.append(f"    # {note}")
             last_note = note
             lines.append(f"    {_raw(pattern)}: {_text(rule)},")
@@ -97,12 +96,12 @@ class TensorRules(dict[str, Rule]):
             raise CheckpointError(f"TensorRules.load: {path} has no rules: {error}") from error
         if not isinstance(rules, dict):
             raise CheckpointError(f"TensorRules.load: {path} has no rules, but {rules!r}")
-        read_rules("TensorRules.load", rules)  # raises an error for all that cannot be understood
+        read_rules("TensorRules.load", rules)  # raises an error unless all can be understood
         return cls(rules)
 
 
 def loaded_rules(rules: Mapping[str, Rule] | str | os.PathLike[str]) -> Mapping[str, Rule]:
-    """Returns rules, from a file if they are the path of one."""
+    """Returns the rules; if they are the path of a file, the rules in it."""
     return TensorRules.load(rules) if isinstance(rules, str | os.PathLike) else rules
 
 
@@ -111,8 +110,8 @@ def _template(pattern: str) -> str:
 
     ``h\.(\d+)\.up`` and ``h\.3\.up``, the rule of one layer, both become ``h.{}.up``.
     """
-    with_holes = re.sub(r"\([^()]*\)", "{}", pattern)  # h\.{}\.up
-    template, _ = read_name(re.sub(r"\\(.)", r"\1", with_holes))  # without backslashes
+    with_braces = re.sub(r"\([^()]*\)", "{}", pattern)  # h\.{}\.up
+    template, _ = read_name(re.sub(r"\\(.)", r"\1", with_braces))  # backslashes are removed
     return template.text
 
 
@@ -128,28 +127,29 @@ def _text(rule: Rule) -> str:
     if rule.dimensions is not None:
         arguments.append(_quoted(rule.dimensions))
     for name, part_of_axis in (("take", rule.take), ("put", rule.put)):
-        if part_of_axis:  # an index or a slice for each axis
+        if part_of_axis:  # it has an index or a slice for each axis
             items = [f"{_quoted(axis)}: {_part(part)}" for axis, part in part_of_axis.items()]
             arguments.append(name + "={" + ", ".join(items) + "}")
     for axis, size in rule.sizes.items():
-        # An axis may be called `in`, which Python takes as a keyword of itself.
+        # An axis may have a name such as `in`, which is a keyword of Python, so it cannot be the
+        # name of an argument.
         is_keyword = keyword.iskeyword(axis)
         arguments.append(f'**{{"{axis}": {size}}}' if is_keyword else f"{axis}={size}")
     return f"Tensor({', '.join(arguments)})"
 
 
 def _part(part: slice | int) -> str:
-    """Returns the text of an index, or of a slice, whose step is always 1."""
+    """Returns the text of an index or a slice. The step is left out, because it is always 1."""
     return f"slice({part.start}, {part.stop})" if isinstance(part, slice) else str(part)
 
 
 def _quoted(text: str) -> str:
-    """Returns text in double quotes, if it needs no escapes in them."""
+    """Returns a text as a literal, in double quotes if it needs no escapes in them."""
     return f'"{text}"' if text.isprintable() and not {'"', "\\"} & {*text} else repr(text)
 
 
 def _raw(pattern: str) -> str:
-    """Returns a pattern as raw text, if it has no quotes."""
+    """Returns a pattern as a literal, a raw one in double quotes if it has no quotes."""
     return f'r"{pattern}"' if pattern.isprintable() and '"' not in pattern else repr(pattern)
 
 
@@ -157,11 +157,11 @@ _CALLS = {"Tensor": Tensor, "slice": slice}
 
 
 def _value(node: ast.expr) -> Any:
-    """Returns what an expression of constants, lists, dicts and the known calls is.
+    """Returns the value of an expression of constants, lists, dicts and calls in ``_CALLS``.
 
     Raises:
-      ValueError: it is another expression. The text names it, with its line.
-      TypeError: a known call has wrong arguments, such as ``Tensor()``.
+      ValueError: there is another expression. The text has the expression and its line.
+      TypeError: a call has wrong arguments, such as ``Tensor()``.
     """
     match node:
         case ast.Constant(value=value):
@@ -171,14 +171,14 @@ def _value(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values) if None not in keys:  # `{**x}` has the key None
             return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _CALLS:
-            named: dict[str, Any] = {}
+            keyword_arguments: dict[str, Any] = {}
             for x in keywords:
                 if x.arg is not None:
-                    named[x.arg] = _value(x.value)
+                    keyword_arguments[x.arg] = _value(x.value)
                 elif isinstance(x.value, ast.Dict):  # the keyword of `**{"in": 4}` has no name
-                    named |= _value(x.value)
+                    keyword_arguments |= _value(x.value)
                 else:
-                    break
+                    break  # `**` of anything else is refused below
             else:
-                return _CALLS[name](*map(_value, args), **named)
+                return _CALLS[name](*map(_value, args), **keyword_arguments)
     raise ValueError(f"line {node.lineno}: {ast.unparse(node)}")
