@@ -1,10 +1,11 @@
 """``Checkpoints``: the steps of a training run, in Orbax's ``CheckpointManager``.
 
 A *step* of the manager is a checkpoint with two items: the model, and the *data*, which is the
-state of each process's data iterator. The manager decides which steps are saved and kept. This adds
-what a loop has to get right itself: a step that comes after all others, a model that can be saved
-before the manager begins to, and a restore that leaves everything as it was after an error. In an
-``Operation``, processes meet at ``agree`` (``core/agreement.py``), and fail together.
+state of each process's data iterator. The manager decides which steps are saved and kept.
+``Checkpoints`` adds checks that a loop would otherwise have to make itself: a step comes after all
+others, the model can be saved before the manager begins to, and an error in a restore leaves
+everything as it was. In an ``Operation``, processes meet at ``agree`` (``core/agreement.py``), and
+fail together.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ class Checkpoints:
             self.manager = ocp.CheckpointManager(
                 as_folder(directory),
                 options=ocp.CheckpointManagerOptions(**options),
-                item_names=(MODEL, DATA),  # so that it expects items in each step
+                item_names=(MODEL, DATA),  # makes the manager expect items in each step
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "manager":  # __init__ failed
+        # `manager` is missing if __init__ failed. Without this, the next line would not end.
+        if name == "manager":
             raise AttributeError(name)
         return getattr(self.manager, name)
 
@@ -106,9 +108,9 @@ class Checkpoints:
           Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
             before, cannot be written.
         """
-        # In most calls, nothing is saved: these checks look at no files.
+        # These checks look at no files, because most calls save nothing.
         step = operator.index(step)
-        latest = self.manager.latest_step()  # that this manager knows of
+        latest = self.manager.latest_step()  # the latest step that this manager knows of
         if step < 0:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
         self._check_is_next(step, latest)
@@ -116,29 +118,31 @@ class Checkpoints:
             return False
         # At `agree`, each process waits for all others, and fails if one has failed.
         with self._operation("save") as operation:
-            # All processes mean the same step and folder.
+            # All processes have to mean the same step and folder.
             operation.agree(step=str(step), directory=str(self.manager.directory))
-            self.manager.wait_until_finished()  # as `manager.save` does
+            self.manager.wait_until_finished()  # `manager.save` would wait as well
             self.manager.reload()  # finds the steps of other jobs
-            # All take the latest step that the first process sees.
+            # All processes take the latest step that the first process sees.
             newest = operation.agree(self.manager.latest_step())
             if newest != latest:
                 self._check_is_next(step, newest, " Another job has saved it since this started.")
-            # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
+            # `check_storable` raises an error if the tree cannot be saved. It is called here,
+            # because Orbax's manager may fail later.
             check_storable(tree)
             items: dict[str, Any] = {MODEL: ModelSave(tree)}
             if data is not None:
                 items[DATA] = _DataArgs(_encoded(data))
-            operation.agree()  # all processes have come this far, so all can save
+            operation.agree()  # all processes get here, so none has failed before the save
             args = ocp.args.Composite(**items)
             with progress(f"save step {step}"):
-                # Forced, as it was decided above that the step is saved.
+                # The save is forced, because the manager has already decided above.
                 options = {"args": args, "metrics": metrics, "force": True}
-                # Orbax has barriers, at which the others would wait for one that has failed.
+                # `wait_for` is used because Orbax has barriers, at which the other processes would
+                # wait for one that has failed.
                 return bool(operation.wait_for(lambda: self.manager.save(step, **options)))
 
     def wait_until_finished(self) -> None:
-        """Waits for what is being written; a CheckpointError if it cannot be."""
+        """Waits until all steps are written; raises a CheckpointError if one cannot be."""
         with self._operation("wait_until_finished", alone=True):
             self.manager.wait_until_finished()
 
@@ -146,6 +150,7 @@ class Checkpoints:
         return Operation(f"Checkpoints.{name}", self.manager.directory, alone=alone)
 
     def _check_is_next(self, step: int, latest: int | None, cause: str = "") -> None:
+        """Raises a ValueError, with ``cause`` in its text, unless a step comes after the latest."""
         if latest is not None and step <= latest:
             raise ValueError(
                 f"Checkpoints.save: step {step} does not come after step {latest}, which exists in "
@@ -175,7 +180,7 @@ class Checkpoints:
             Neither ``tree`` nor ``data`` is changed.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
-        restored = self._restored(step, args, data)  # an error if there is no such step
+        restored = self._restored(step, args, data)  # raises an error if there is no such step
         if restored is None:  # there are no steps at all
             raise NoCheckpointError(
                 f"Checkpoints.restore: no steps found in {self.manager.directory}."
@@ -210,21 +215,23 @@ class Checkpoints:
         """
         with self._operation("resume"):
             flat = flatten(tree)
-            in_root = flat.structure.root_slots
-            outside = [array.path for array in named_arrays(flat) if array.slot in in_root]
-            if outside:
+            root_slots = flat.structure.root_slots
+            bare_arrays = [array.path for array in named_arrays(flat) if array.slot in root_slots]
+            if bare_arrays:
                 raise TypeError(
                     "Checkpoints.resume: these arrays belong to no module or Variable and cannot "
-                    f"be changed in place: {', '.join(outside)}. Use restore, which returns them."
+                    f"be changed in place: {', '.join(bare_arrays)}. "
+                    "Use restore, which returns them."
                 )
             restored = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
             if restored is None:
                 return None
             restored_step, _ = restored
-            # The last step first: if this is interrupted, those that are left have no gap.
-            for later in sorted(self.manager.all_steps(), reverse=True):
-                if discard_later and later > restored_step:
-                    self.manager.delete(later)
+            # The last step is deleted first, so that the remaining steps have no gap if this is
+            # interrupted.
+            for other_step in sorted(self.manager.all_steps(), reverse=True):
+                if discard_later and other_step > restored_step:
+                    self.manager.delete(other_step)
             return restored_step
 
     def _restored(self, step: int | None, args: ModelRestore, data: Any) -> tuple[int, Any] | None:
@@ -232,7 +239,7 @@ class Checkpoints:
 
         Args:
           step: the number of the step; None for the last one.
-          args: what is restored, and how.
+          args: the tree to restore, and options.
           data: a data iterator to set to its state in the step, or None.
 
         Returns:
@@ -240,17 +247,17 @@ class Checkpoints:
 
         Raises:
           NoCheckpointError: there are steps, but not this one.
-          CheckpointError: it cannot be read; the message names earlier steps.
+          CheckpointError: the step cannot be read; the message names earlier steps.
         """
         with self._operation("restore") as operation:
             self.manager.wait_until_finished()
-            self.manager.reload()  # finds the steps of other jobs, as in `save`
+            self.manager.reload()  # finds the steps of other jobs
             steps = sorted(self.manager.all_steps())
             last = steps[-1] if steps else None
             wanted = last if step is None else operator.index(step)
-            # All restore the step that the first process wants, which is the last one that it sees
-            # if the user gave none. The named facts have to be the same on all processes, or all
-            # raise an error with these texts.
+            # All processes restore the step that the first process wants. If the user gave none, it
+            # is the last step that the first process sees. If the named facts differ among
+            # processes, all raise an error with these texts.
             wanted = operation.agree(
                 wanted,
                 step=str(step),
@@ -267,7 +274,7 @@ class Checkpoints:
             try:
                 with progress(f"restore step {wanted}"):
                     return wanted, self._read(wanted, args, data)
-            except KeyError as error:  # of Orbax, where a step has no such item
+            except KeyError as error:  # Orbax raises it if a step has no such item
                 raise CheckpointError(f"Checkpoints: step {wanted}: {error.args[0]}") from error
             except (CheckpointError, FileNotFoundError) as error:
                 earlier = ", ".join(str(other) for other in steps if other < wanted)
@@ -280,23 +287,25 @@ class Checkpoints:
     def _read(self, step: int, args: ModelRestore, data: Any) -> Any:
         """Sets the data to its state in a step, then reads the model, and returns its tree.
 
-        Reading the model changes nothing if it fails, and the data go back to where they were.
+        If reading the model fails, the tree is unchanged, and the data get their old state back.
         """
-        before = None
+        old_state = None
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
-            before = data.get_state()  # to go back to, if reading the model fails
+            old_state = data.get_state()
             # The iterator's present state tells whether its states are bytes or JSON values.
             try:
-                state = content if isinstance(before, bytes) else json.loads(content)
+                state = content if isinstance(old_state, bytes) else json.loads(content)
             except ValueError as error:
                 raise CheckpointError(f"restore: the data state is damaged: {error}") from error
-            data.set_state(state)  # first, since it may refuse the state: then nothing has changed
+            # The state is set before the model is read. If the iterator refuses the state, nothing
+            # has changed.
+            data.set_state(state)
         try:
             return self.manager.restore(step, args=ocp.args.Composite(model=args))[MODEL]
         except BaseException:
             if data is not None:
-                data.set_state(before)
+                data.set_state(old_state)
             raise
 
     def __enter__(self) -> Checkpoints:
@@ -310,7 +319,8 @@ class Checkpoints:
 class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
     """Keeps the state of a data iterator of each process, in the format of Grain's handler."""
 
-    # Orbax's own JSON items have one file for all processes, and Grain's handler needs Grain.
+    # This handler exists because Orbax's JSON items have one file for all processes, and Grain's
+    # handler needs Grain.
 
     def save(self, directory: FilePath, args: _DataArgs) -> None:
         """Writes the state of this process, and its checksum."""
@@ -330,7 +340,7 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
                     "as many processes."
                 )
             content: bytes = file.read_bytes()
-            # Grain's handler, whose format this is, writes no checksum.
+            # There is no checksum if Grain's handler, which has the same format, wrote the state.
             if sums.exists() and sums.read_text() != str(zlib.crc32(content)):
                 raise CheckpointError(f"restore: {file} is damaged: it is not what was written.")
             return content
@@ -347,7 +357,11 @@ def _file_name() -> str:
 
 
 def _encoded(iterator: Any) -> bytes:
-    """Returns the bytes to write for a data iterator or a state."""
+    """Returns the bytes to write for a data iterator or a state.
+
+    Raises:
+      TypeError: the state is neither bytes nor JSON values, or it has keys that are no strings.
+    """
     state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
     if isinstance(state, bytes):
         return state
@@ -357,7 +371,8 @@ def _encoded(iterator: Any) -> bytes:
         raise TypeError(
             f"save: expected a data state of bytes or JSON values, got {state!r}: {error}"
         ) from None
-    # `json` writes other keys as strings: 0 would come back as "0", or be lost next to a "0".
+    # Other keys are refused, because `json` writes them as strings: 0 would come back as "0", or be
+    # lost next to a "0".
     wrong = [f"  state{place}" for place in _places_of_other_keys(state)]
     head = "save: expected a data state whose keys are strings, got these keys:"
     raise_listed(TypeError, head, wrong, "Use str(key), and convert it back in set_state.")
@@ -365,7 +380,7 @@ def _encoded(iterator: Any) -> bytes:
 
 
 def _places_of_other_keys(value: Any) -> Iterator[str]:
-    """Yields where keys of a JSON value are no strings, as ``['files'][2][0]``."""
+    """Yields the places of keys that are no strings in a JSON value: ``['files'][2][0]``."""
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         children = value.items()
