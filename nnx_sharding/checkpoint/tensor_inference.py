@@ -204,7 +204,7 @@ class _Fit:
         return self.link.arrays.shapes[self.numbers]
 
     def orders(self) -> set[Order]:
-        """Returns the orders in which a usual way fits; without any, those in which any way fits."""
+        """Returns the orders in which a usual way fits; without any, those with any way."""
         fitting = {order for order, ways in self.by_order.items() if ways}
         usual = {order for order in fitting if any(x.is_usual for x in self.by_order[order])}
         return usual or fitting

@@ -1,14 +1,18 @@
-"""Which tensors fill which arrays, or the reverse; all that does not fit is one error.
+"""Finds the tensors that fill each array, or the reverse; one error lists all that does not fit.
 
-The rules always lead from names of tensors to paths of arrays. Reading, arrays are filled by
-tensors; saving, or in a ``transfer`` with ``reverse``, tensors are filled by arrays. Here, a
-*source* is read and a *goal* is filled, whichever of the two it is.
+The rules always lead from names of tensors to paths of arrays. When a file is read, tensors fill
+arrays. When a file is saved, or in a ``transfer`` with ``reverse``, arrays fill tensors. In this
+module, a *source* is read and a *goal* is filled, whether it is a tensor or an array.
 
 First the rules give pairs of a tensor and an array, each with a *placement*: which part of the
-tensor is which part of the array. Then the pairs are sorted by goal, and what is missing is listed.
+tensor is which part of the array. Then the pairs are sorted by goal, and missing parts are listed.
 
-``rules.targets(name)`` are the arrays that a tensor belongs to. It is empty if the rule says to
-ignore the tensor (None), and None if no rule matches the name.
+``rules.targets(name)`` returns the arrays that a tensor belongs to. The list is empty if the rule
+(None) ignores the tensor. The result is None if no rule matches the name.
+
+From other modules: `gaps` returns texts about parts of an array that no placement fills, or that
+several fill; none if the array is filled once. `raise_listed` raises an error only if there are
+lines.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
 from .tensor_layouts import Placement, gaps
 from .tensor_rules import Rules, Target
 
-# What fills each goal: placements of sources in it, and the names of these.
+# For each goal, the sources that fill it: pairs of a placement in the goal and a source's name.
 Filled: TypeAlias = dict[str, list[tuple[Placement, str]]]
 
 
@@ -37,23 +41,23 @@ def fill_by_rules(
     reverse: bool = False,
     nouns: tuple[str, str] = ("tensor", "array"),
 ) -> Filled:
-    """Returns what fills each array, or in reverse each tensor.
+    """Returns the sources that fill each goal: tensors that fill arrays, or the reverse.
 
     Args:
       head: the first line of an error.
-      rules: what the tensors become.
+      rules: the rules for the tensors.
       tensors: all tensors, by name.
-      arrays: the arrays that are selected, by path. Tensors of others are ignored.
+      arrays: the arrays that are selected, by path. Tensors of other arrays are ignored.
       everything: the paths of all arrays.
       cast: whether dtypes may differ, among floats and among integers.
       reverse: whether arrays fill tensors.
-      nouns: what the error calls sources and goals.
+      nouns: the words for sources and goals in the error.
 
     Raises:
-      CheckpointError: something does not fit; it lists all of that.
+      CheckpointError: something does not fit; all problems are listed.
     """
     source_noun, goal_noun = nouns
-    # 1. What the rules name together.
+    # 1. The pairs that the rules name together.
     pairs: list[_Pair] = []
     for name, tensor in tensors.items():
         for target in rules.targets(name) or ():
@@ -63,13 +67,13 @@ def fill_by_rules(
                 pairs.append(_Pair(source, goal, placement, problem))
     sources: Mapping[str, AnyArray] = arrays if reverse else tensors
     goals: Mapping[str, AnyArray] = tensors if reverse else arrays
-    # 2. What fills each goal. In reverse, a tensor that the rules ignore needs nothing.
+    # 2. The sources that fill each goal. In reverse, a tensor that the rules ignore is no goal.
     filled: Filled = {name: [] for name in goals if not (reverse and rules.targets(name) == [])}
     for source, goal, placement, _ in pairs:
         if placement is not None:
             filled[goal].append((placement.inverse(source) if reverse else placement, source))
-    # 3. What is wrong, by the kind of the problem. If the only tensor of an array has another
-    # shape, the array is not listed as incomplete as well.
+    # 3. The problems, by kind. If the only tensor of an array has another shape, the array is not
+    # listed as incomplete as well.
     misfits = {x.goal for x in pairs if x.problem and (reverse or not filled[x.goal])}
     incomplete = []
     for name, parts in filled.items():
@@ -86,7 +90,7 @@ def fill_by_rules(
         f"{goal_noun.capitalize()}s without {a_source}": incomplete,
         f"{source_noun.capitalize()}s without {a_goal}": [
             *_unknown_names(rules, tensors, everything, reverse),
-            # Of a tensor that is read, a part may be unused.
+            # A part of a tensor that is read may be unused. No part of an array may be lost.
             *(_unused_parts(pairs, arrays, goal_noun) if reverse else ()),
         ],
         "Of another shape": [pair.problem for pair in pairs if pair.problem],
@@ -99,10 +103,10 @@ def fill_by_rules(
 class _Pair(NamedTuple):
     """A source and a goal that a rule names together."""
 
-    source: str  # a name or a path
-    goal: str  # likewise
-    placement: Placement | None  # of the tensor in the array; None if there is none
-    problem: str  # of their shapes, as a line of the error; empty if they fit
+    source: str  # the name of a tensor, or the path of an array
+    goal: str  # the path of an array, or the name of a tensor
+    placement: Placement | None  # the place of the tensor in the array; None if there is none
+    problem: str  # a line of the error about the shapes; empty if they fit
 
 
 def _place(
@@ -111,15 +115,16 @@ def _place(
     """Places a tensor in an array by a rule.
 
     Returns:
-      The placement, None if there is none, and what is wrong with the shapes: a line, or empty.
+      A pair: the placement, or None if there is none; and a line of the error about the shapes,
+      which is empty if they fit.
     """
     line = f"  {name}, shape {tensor.shape}: {target.path}, shape {array.shape}"
     try:
         placement = target.tensor.place(name, target.groups, array.shape)
     except ValueError as error:
         return None, f"{line}: {error}"
-    is_right = placement.tensor_shape == tensor.shape
-    return placement, "" if is_right else f"{line} needs {placement.tensor_shape}"
+    has_right_shape = placement.tensor_shape == tensor.shape
+    return placement, "" if has_right_shape else f"{line} needs {placement.tensor_shape}"
 
 
 def _unknown_names(
@@ -127,15 +132,16 @@ def _unknown_names(
 ) -> Iterator[str]:
     """Yields lines about tensors without a rule, and about rules that name no array.
 
-    ``arrays`` are the paths of all arrays. In ``reverse``, arrays fill tensors.
+    ``arrays`` has the paths of all arrays. In ``reverse``, arrays fill tensors.
     """
     tensors = [*tensors]
-    # `near(path, paths)` is a hint at the path that was meant, or empty text if there are so many
-    # tensors that it would take too long to compare all.
+    # `near(path, paths)` returns a hint at the path that was meant. It is an empty text if there
+    # are so many tensors that comparing all would take too long.
     near = suggestions(len(tensors))
     for name in tensors:
         targets = rules.targets(name)
-        if targets is None and not reverse:  # in reverse, a tensor that nothing fills is missing
+        # In reverse, a tensor without a rule is listed as incomplete.
+        if targets is None and not reverse:
             yield f"  {name}: no rule matches"
         for target in targets or ():
             if target.path not in arrays:
@@ -145,18 +151,19 @@ def _unknown_names(
 def _unused_parts(
     pairs: Sequence[_Pair], arrays: Mapping[str, AnyArray], noun: str
 ) -> Iterator[str]:
-    """Yields lines about arrays that fill tensors, if a part of an array is in none of these.
+    """Yields lines about arrays of which a part is in no tensor.
 
     Args:
       pairs: the arrays, as sources, with the tensors that the rules name.
       arrays: all arrays that should be in tensors, by path.
-      noun: what the message calls a tensor.
+      noun: the word for a tensor in the message.
     """
-    misfits = {pair.source for pair in pairs if pair.placement is None}  # listed already
+    misfits = {pair.source for pair in pairs if pair.placement is None}  # listed as other problems
     for path, array in arrays.items():
         if path in misfits:
             continue
-        placed = [x.placement for x in pairs if x.source == path and x.placement is not None]
-        # Several tensors may have the same part. A gap is ": no tensor for [0:8, 4:8]".
-        for gap in gaps(placed, noun, once=False):
+        placements = [x.placement for x in pairs if x.source == path and x.placement is not None]
+        # A gap is a text such as ": no tensor for [0:8, 4:8]". Several tensors may have the same
+        # part of an array.
+        for gap in gaps(placements, noun, once=False):
             yield f"  {path}, shape {array.shape}{gap}"
