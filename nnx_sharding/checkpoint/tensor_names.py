@@ -1,14 +1,15 @@
-r"""What the names of weights mean, so that those of a file and of a model can be compared.
+r"""Reads the meaning of weights' names, so that names of a file and of a model can be compared.
 
     model.layers.3.self_attn.q_proj.weight  ┐  the "q" of layer 3, a weight
     blocks/3/attention/query/kernel         ┘
 
 A name is read from its end: its *kind* (weight, bias), its *part* (``q``, by a table of synonyms,
-otherwise the last word), its numbers (which layer, which expert), and the words around it. Names
-that differ only in their numbers are one *template*, ``model.layers.{}.self_attn.q_proj.weight``.
+otherwise the last word), its numbers (which layer, which expert), and the words around the part.
+Names that differ only in their numbers have one *template*,
+``model.layers.{}.self_attn.q_proj.weight``.
 
-Part, kind, and whether it is in a layer are the *role* of a name, which names of two sides that
-mean the same have in common (``tensor_links``).
+The *role* of a name is its part, its kind, and whether it is in a layer. Names that mean the same
+on two sides have the same role (``tensor_links``).
 
 *Towers* are the halves of a model that have parts of the same names, such as encoder and decoder.
 """
@@ -20,9 +21,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# The words of one concept, one way of writing them each, before the tables below are used.
+# Patterns for the ways in which a concept is written, and the one spelling that the tables below
+# have for it.
 _SPELLINGS = (
-    (r"(?<=[a-z0-9])(?=[A-Z])", "_"),  # LayerNorm as layer_norm; what follows is in lower case
+    (r"(?<=[a-z0-9])(?=[A-Z])", "_"),  # LayerNorm → Layer_Norm; `_spelled` makes it lower case
     (r"layer_?norm|rms_?norm|(?<![a-z])ln(?![a-z])", "norm"),
     (r"feed_?forward|ffn|ffw", "mlp"),
     (r"self_attention|self_attn|attention", "attn"),
@@ -32,7 +34,7 @@ _SPELLINGS = (
     (r"(?<![a-z])value(?![a-z])", "v"),
     (r"projection", "proj"),
     (r"embedd?ings?|embeds|embedder", "embed"),
-    (r"_(?=\d+$)|^_+", ""),  # norm_1 as norm1
+    (r"_(?=\d+$)|^_+", ""),  # norm_1 → norm1
     ("shared_experts?", "shared"),
 )
 _KINDS = {
@@ -41,18 +43,19 @@ _KINDS = {
     **{"running_mean": "mean", "mean": "mean", "running_var": "var", "var": "var"},
 }
 _LAYERS = {"layer", "layers", "block", "blocks", "h", "resblocks"}
-# A number that counts layers or the like: a segment of its own, or at the end of `layers_3`.
+# A number that counts layers or the like: a segment of its own, or the end of one, `layers_3`.
 _NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)([0-9]+)(?=[./]|$)")
 _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "params", "backbone"}
-# What tells apart the halves of a model that have parts of the same names.
+# Words that tell apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
-QKV_BY_HEAD = "qkv by head"  # as in GPT-NeoX, BLOOM and Falcon
-# Halves in Llama 4, but in turns in gpt-oss, whose experts have biases.
+QKV_BY_HEAD = "qkv by head"  # GPT-NeoX, BLOOM and Falcon have this order
+# Gate and up are halves in Llama 4, but in turns in gpt-oss, whose experts have biases.
 GATE_UP_OF_EITHER_ORDER = "gate_up of experts with biases"
 
-# How parts are called, the words of a name joined by dots. `proj` and the like may follow.
-# The first that matches applies, so what depends on the surroundings is first.
+# Parts with patterns for their names. A pattern matches the words of a name, joined by dots; `proj`
+# and the like may follow. The first pattern that matches applies, so patterns that depend on the
+# surrounding words come first.
 _IN_LAYERS = (
     ("q_norm", "q_norm|norm_q"),
     ("k_norm", "k_norm|norm_k"),
@@ -94,36 +97,39 @@ FUSED = {
 class Template(NamedTuple):
     """Names that differ only in their numbers."""
 
-    text: str  # with {} for each number
-    words: tuple[str, ...]  # in one spelling, without wrappers, numbers and the kind
-    counters: tuple[str, ...]  # what each number counts, such as ("layer", "expert")
+    text: str  # the names, with {} for each number
+    words: tuple[str, ...]  # the words in one spelling, without wrappers, numbers and the kind
+    counters: tuple[str, ...]  # the word for what each number counts, such as ("layer", "expert")
     in_layer: bool
     part: str
     kind: str
 
     @property
     def spelling(self) -> tuple[str, ...]:
-        """The words before the last one as the name has them, where ``up`` and ``Up`` differ."""
+        """The words before the last one, as they are written: ``up`` and ``Up`` differ."""
         return (*re.split("[./]", self.text)[:-1],)
 
     @property
     def role(self) -> tuple[bool, str, str]:
-        """What it is, as far as the name says; a few templates of one side may have the same."""
+        """The role: whether it is in a layer, its kind and its part.
+
+        A few templates of one side may have the same role.
+        """
         return self.in_layer, self.kind, self.part
 
     @property
     def context(self) -> frozenset[str]:
-        """The words around the part, as far as they may tell it from others."""
+        """The words around the part that may tell the part from other parts of the same name."""
         return frozenset(self.words[:-1]) - _LAYERS - {"attn", "mlp"}
 
     @property
     def is_in_expert(self) -> bool:
-        """Whether it belongs to one of several experts."""
+        """Whether the array belongs to one of several experts."""
         return any(word.startswith("expert") for word in self.words)
 
     @property
     def towers(self) -> frozenset[str]:
-        """The half of a model that it belongs to."""
+        """The words for the half of a model that the array belongs to; none without such words."""
         return frozenset(word for word in self.words if _TOWERS.fullmatch(word))
 
 
@@ -133,50 +139,54 @@ def read_name(name: str) -> tuple[Template, tuple[int, ...]]:
     return _template(text), tuple(int(number) for _, number in _NUMBER.findall(name))
 
 
-@functools.lru_cache(4096)  # a model has few templates, but each for all layers and experts
+@functools.lru_cache(4096)  # layers and experts have the same templates, so calls are repeated
 def _template(text: str) -> Template:
-    """Reads what a name with {} for each number means.
+    """Reads the meaning of a name with {} for each number.
 
     ``model.layers.{}.LayerNorm.weight`` has the words ``("layers", "norm")``, the counter
     ``layer``, the part ``norm`` and the kind ``weight``.
     """
     words, counters = list[str](), list[str]()
-    # At dots and slashes, and between a word and its number: `layers_{}` is `layers` and `{}`.
+    # The text is split at dots and slashes, and between a word and its number: `layers_{}` becomes
+    # `layers` and `{}`.
     for segment in re.split(r"[./]|_(?={})", text):
         if segment != "{}":
             words.append(segment)
             continue
         container = words[-1] if words else ""
         counter = "layer" if container in _LAYERS else container.removesuffix("s")
-        # In T5, `block.3.layer.1` is the second part of a block: counters need different names.
+        # Counters need different names. In T5, `block.3.layer.1` is the second part of a block, and
+        # both words would be the counter `layer`.
         counters.append(f"{counter}{len(counters)}" if counter in counters else counter)
-    words, kind = _without_kind(words or [""])  # the names in a list of arrays are numbers only
+    words, kind = _without_kind(words or [""])  # a name in a list of arrays is only a number
     spelled = [_spelled(word) for word in words]
-    # A name always has a word, if only "model".
+    # A wrapper stays if it is the only word, because a name needs a word.
     words = [word for word in spelled if word not in _WRAPPERS] or spelled[-1:]
-    # Only words around a layer tell that `output` is the attention's or the MLP's, not the head.
+    # The tables differ because a word such as `output` is part of attention or an MLP in a layer,
+    # and the head elsewhere.
     in_layer = not _LAYERS.isdisjoint(words)
     part = _part(words, _IN_LAYERS if in_layer else _ELSEWHERE)
     return Template(text, tuple(words), tuple(counters), in_layer, part, kind)
 
 
 def _without_kind(words: list[str]) -> tuple[list[str], str]:
-    """Returns the words before those that only say what kind of array it is, and the kind.
+    """Returns the words of a name without those at its end for the kind of array, and the kind.
 
-    For ``["mlp", "up", "bias"]`` it is ``(["mlp", "up"], "bias")``. A name without such words, such
-    as ``pos_embed``, is a weight, and one word always stays, as that is the part.
+    For ``["mlp", "up", "bias"]``, the result is ``(["mlp", "up"], "bias")``. A name without words
+    for the kind, such as ``pos_embed``, is a weight. One word always stays, because it is the part.
     """
     *words, last = words
-    joined = re.fullmatch(r"(\w+)_(weight|bias)", last)  # in_proj_bias of PyTorch
+    joined = re.fullmatch(r"(\w+)_(weight|bias)", last)  # for example in_proj_bias of PyTorch
     words += joined.groups() if joined else [last]
     kind = "weight"
+    # Several words may be kinds, as in `embedding.weight`. The first of them counts.
     while len(words) > 1 and words[-1] in _KINDS:
-        kind = _KINDS[words.pop()]  # of `embedding.weight`, both are kinds, and the first counts
+        kind = _KINDS[words.pop()]
     return words, kind
 
 
 def _spelled(word: str) -> str:
-    """Writes a word as the tables of parts do: ``LayerNorm_1`` is ``norm1``."""
+    """Returns a word in the spelling of the tables of parts: ``LayerNorm_1`` → ``norm1``."""
     for pattern, spelling in _SPELLINGS:
         word = re.sub(pattern, spelling, word)
         word = word.lower()
@@ -184,7 +194,7 @@ def _spelled(word: str) -> str:
 
 
 def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
-    """Returns the first part in a table whose pattern the words end like; else the last word."""
+    """Returns the first part in a table whose pattern the words end with; else the last word."""
     text = ".".join(words)
     for part, pattern in table:
         if re.fullmatch(rf"(.*\.)?({pattern})(_proj|_einsum|_dense|_layer)?", text):
@@ -193,10 +203,10 @@ def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
 
 
 def settled(templates: Sequence[Template]) -> list[Template]:
-    """Decides parts whose meaning depends on the other templates of the same side.
+    """Returns the templates with the parts decided that depend on other templates of the same side.
 
-    In a model with experts, ``mlp.gate`` is a router, which chooses them. In a model without, it is
-    the gate of the MLP.
+    In a model with experts, ``mlp.gate`` is a router, which chooses experts. In a model without
+    experts, it is the gate of the MLP.
     """
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
     parts_of_modules = {(t.words[:-1], t.part) for t in templates}  # (("layers", "mlp"), "up")
@@ -205,28 +215,28 @@ def settled(templates: Sequence[Template]) -> list[Template]:
         t.is_in_expert and (t.part, t.kind) == ("gate_up", "bias") for t in templates
     )
 
-    def has(template: Template, *others: str) -> bool:
+    def has_any(template: Template, *other_parts: str) -> bool:
         """Whether layers of the template's half of the model have one of these parts."""
-        return any((template.towers, part) in parts for part in others)
+        return any((template.towers, part) in parts for part in other_parts)
 
     result = []
     for template in templates:
         part = template.part
         if part == "gate or router":
             # A router is outside of experts, in a model that has experts or other gates.
-            may_be_router = has_experts or has(template, "gate", "gate_up")
-            # But `mlp.gate` next to `mlp.up` is its gate, unless `mlp.gate_proj` is that.
+            may_be_router = has_experts or has_any(template, "gate", "gate_up")
+            # `mlp.gate` next to `mlp.up` is the gate for it, unless there is a `mlp.gate_proj`.
             module = template.words[:-1]
             has_up = (module, "up") in parts_of_modules
             is_gate_of_up = has_up and (module, "gate") not in parts_of_modules
             is_router = may_be_router and not template.is_in_expert and not is_gate_of_up
             part = "router" if is_router else "gate"
         elif part == "gate_up" and template.is_in_expert and experts_have_biases:
-            part = GATE_UP_OF_EITHER_ORDER  # as in gpt-oss
-        elif template.words[-1] == "w1" and not has(template, "up"):
-            part = "up"  # `w1` and `w2` alone; with `w3`, which is "up", `w1` is the gate
-        elif part == "norm_attn_after" and not has(template, "norm_mlp"):
-            # `post_attention_layernorm` is the one before the MLP in Llama. Gemma has both.
+            part = GATE_UP_OF_EITHER_ORDER  # for example in gpt-oss
+        elif template.words[-1] == "w1" and not has_any(template, "up"):
+            part = "up"  # there is no `w3`, which would be "up" and make `w1` the gate
+        elif part == "norm_attn_after" and not has_any(template, "norm_mlp"):
+            # In Llama, `post_attention_layernorm` is the norm before the MLP. Gemma has both norms.
             part = "norm_mlp"
         result.append(template._replace(part=part))
     return result
