@@ -351,9 +351,9 @@ class _Accumulation:
         # The totals start at zero. `prepare` finds the differentiated arrays without any rows.
         call = batch.prepare(self.gradient, batch.shared)
         zeros = []
-        for x, splits in zip(call.arrays(), is_split, strict=True):
+        for x, has_shard_sums in zip(call.arrays(), is_split, strict=True):
             dtype = dtype_of_sums(x, self.dtype)
-            if sums is not None and splits:
+            if sums is not None and has_shard_sums:
                 zeros.append(sums.zeros(x, dtype))  # (shards, *shape)
             else:
                 zeros.append(jnp.zeros_like(x, dtype))
@@ -365,8 +365,10 @@ class _Accumulation:
         totals, values = run(zeros, batch.shared, batch.stacked)
         names = [call.plan.names[slot] for slot in call.slots]  # for example, ``model.up.kernel``
         reduced = [
-            add_up(total, axis=0, name=name) if splits else total  # (shards, *shape) → shape
-            for total, name, splits in zip(totals, names, is_split, strict=True)
+            add_up(total, axis=0, name=name)
+            if has_shard_sums
+            else total  # (shards, *shape) → shape
+            for total, name, has_shard_sums in zip(totals, names, is_split, strict=True)
         ]
         # Microbatches are equally large, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
@@ -491,7 +493,9 @@ def _differentiate_by_shards(
 
     def derivative_of(function: Function, inputs: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the derivative and the outputs, for `gradient.differentiate`."""
-        numbers_to_split = [number for number, splits in enumerate(is_split) if splits]
+        numbers_to_split = [
+            number for number, has_shard_sums in enumerate(is_split) if has_shard_sums
+        ]
         evaluated = functools.partial(differentiate, function)
         gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, numbers_to_split)
         return [*gradients.values()], outputs

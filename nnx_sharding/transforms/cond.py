@@ -207,10 +207,10 @@ class _Switch(InnerTransform):
         The outputs are those of the branch that runs, in one group; see :class:`_Branches`.
         """
 
-        # JAX finds the traces of branches by the identity of their functions, so these are kept.
-        # For other types of the operands, or in another context (such as a mesh), JAX traces them
-        # again, and they may do something else to objects. `_Branches` records what they did, so
-        # there is one `_Branches` for each set of types and each context.
+        # JAX finds the traces of branches by the identity of their functions, so the functions are
+        # kept. For other types of the operands, or in another context (such as a mesh), JAX traces
+        # the branches again, and they may do something else to objects. `_Branches` records what
+        # they did, so there is one `_Branches` for each set of types and each context.
         @functools.lru_cache(maxsize=64)
         def kept_branches(static: StaticLeaves, types: Hashable, context: Hashable) -> _Branches:
             return _Branches(self, plan, function, static)

@@ -452,8 +452,8 @@ class Loop:
         Returns:
           The last carry, and the stacked outputs of the steps.
         """
-        # This is `jax.lax.scan`, unless a `Stack` has asked for prefetching. Then the loop gathers
-        # the parameters of the next layer while a layer computes.
+        # This is `jax.lax.scan`, unless a `Stack` or its strategy asks for prefetching. Then the
+        # loop gathers the parameters of the next layer while a layer computes.
         return prefetching.scan(step, carry, mapped, **self._options)
 
     def _outputs(
