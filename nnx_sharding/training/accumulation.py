@@ -364,12 +364,10 @@ class _Accumulation:
         )
         totals, values = run(zeros, batch.shared, batch.stacked)
         names = [call.plan.names[slot] for slot in call.slots]  # for example, ``model.up.kernel``
-        reduced = [
-            add_up(total, axis=0, name=name)
-            if has_shard_sums
-            else total  # (shards, *shape) → shape
-            for total, name, has_shard_sums in zip(totals, names, is_split, strict=True)
-        ]
+        reduced = []
+        for total, name, has_shard_sums in zip(totals, names, is_split, strict=True):
+            # Shard sums: (shards, *shape) → shape.
+            reduced.append(add_up(total, axis=0, name=name) if has_shard_sums else total)
         # Microbatches are equally large, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
         return value, reduced
