@@ -2,13 +2,13 @@
 
 From other modules:
 
-    Plan               the names of the arrays, by slot, and those that a call moves
-                       (``placed_slots``)
-    passed_shardings   the declared shardings that JAX gets as an option, by slot; it checks these
-    as_check           makes a check of a function that yields a line for each wrong argument: it
-                       returns the error, or None without lines
-    raise_instead      raises the error that a function returns instead of another one; returns if
-                       that is None
+    Plan               has the names of the arrays, by slot, and the slots of arrays that a call
+                       moves (``placed_slots``)
+    passed_shardings   the declared shardings that JAX gets as an option, by slot; JAX checks these
+    as_check           makes a check of a function that yields a line for each wrong argument. The
+                       check returns the error, or None if there are no lines
+    raise_instead      raises the error that a function returns instead of another; returns if the
+                       function returns None
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .problems import array_line
 
 
 def raise_mismatch(plan: Plan, leaves: Arrays, stage: Any, error: BaseException) -> None:
-    """Raises an error that says how arguments differ from what a program was compiled for.
+    """Raises an error that says how arguments differ from those that a program was compiled for.
 
-    If it finds no difference, it returns, and the caller raises the original error.
+    Returns if there is no difference, and the caller then raises the original error.
 
     Args:
       plan: the plan of the call.
       leaves: the arrays of the call, by slot.
-      stage: JAX's ``Lowered`` or ``Compiled``, which has refused them.
-      error: the error by which it did.
+      stage: JAX's ``Lowered`` or ``Compiled``, which has refused the arrays.
+      error: the error by which it has refused them.
     """
     if isinstance(error, ValueError | TypeError):
-        # JAX compares types first, then shardings. The text is all that tells which differ.
+        # JAX compares types first, then shardings. Only the text of the error tells which differ.
         if str(error).startswith("Argument types differ"):
-            avals = stage.in_avals[0]  # of the positional arguments: there are no others
+            avals = stage.in_avals[0]  # all arguments of the program are positional
             raise_instead(error, lambda: _check_compiled_types(plan, leaves, avals))
         elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
             compiled = stage.input_shardings[0]
@@ -77,12 +77,14 @@ def _check_compiled_shardings(
     Args:
       plan: has the names of the arrays.
       leaves: the arrays of the call, by slot.
-      shardings: those of the program's inputs, by slot; None for an input that it does not read.
+      shardings: the shardings of the program's inputs, by slot; None for an input that the program
+        does not read.
     """
-    # An array with a declared sharding is moved there before, or there is an error that says so.
+    # Arrays with declared shardings are left out, because a call has moved them before, or has
+    # raised another error.
     declared = {*plan.placed_slots, *passed_shardings(plan)}
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-        # What is not committed, JAX itself moves to where the program wants it.
+        # JAX itself moves an array that is not committed.
         if slot in declared or compiled is None or not is_committed(leaf):
             continue
         if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):

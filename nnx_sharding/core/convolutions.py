@@ -1,22 +1,25 @@
-"""Grouped convolutions as products, because XLA partitions them wrong.
+"""Replaces grouped convolutions by products, because XLA partitions grouped convolutions wrong.
 
-Drawn at random, one in twenty grouped convolutions of which XLA shards features, windows or groups
-has wrong values or does not compile. The gradients of many programs have such ones: that of the
-kernel of a grouped convolution, of any kernel for each example of a batch, and of a convolution
-that a pipeline maps over its stages. Ungrouped convolutions and products are partitioned right.
+Of grouped convolutions drawn at random, in which XLA shards features, windows or groups, one in
+twenty has wrong values or does not compile. The gradients of many programs have grouped
+convolutions: the gradient of the kernel of a grouped convolution, of any kernel for each example of
+a batch, and of a convolution that a pipeline maps over its stages. XLA partitions ungrouped
+convolutions and products right.
 
-So when a trace ends, XLA gets no grouped convolution to partition: each is replaced by one of two
-sums, whichever has fewer terms (positions k of the kernel in a forward pass, positions t of the
-output for the gradient of a kernel), with groups g, rows n, and channels i and o:
+So XLA gets no grouped convolution to partition: when a trace ends, one of two forms replaces each.
+The form with fewer terms is chosen: one for each position k of the kernel in a forward pass, one
+for each position t of the output for the gradient of a kernel. With groups g, rows n, and channels
+i and o, these are
 
     out[n, g, o, t] = sum over k of  lhs[n, g, i, t * stride + k * dilation] · rhs[g, o, i, k]
     out[.., t] for each t            = lhs[n, g, i, t * stride + all k * dilation] · rhs[g, o, i, k]
 
 Each term is a strided slice and one product, with the groups as a batch dimension. The *window* is
-the spatial shape of the kernel, and its *span* the positions of the input from first to last.
+the spatial shape of the kernel, and its *span* is the number of positions of the input from the
+first to the last that it covers.
 
-A *jaxpr* has equations; the parameters of an equation may hold further jaxprs, open ones or in a
-``ClosedJaxpr``, such as the body of a loop.
+A *jaxpr* has equations. The parameters of an equation may hold further jaxprs, such as the body of
+a loop: each is an open jaxpr, or is in a ``ClosedJaxpr``.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ from jax.sharding import AxisType
 from ..specs.fitting import axes_of_type
 from ..specs.types import AxisName
 
-# More terms than these run in a loop, so that the program stays small.
+# If there are more terms than this, they run in a loop, so that the program stays small.
 _MAX_UNROLLED = 64
 
 
 class _NewEquation(NamedTuple):
-    """What an equation of a jaxpr gets instead of its own primitive; its operands stay."""
+    """A new primitive and new parameters for an equation of a jaxpr; its operands stay."""
 
     primitive: Primitive
     params: dict[str, Any]
@@ -52,20 +55,20 @@ class _NewEquation(NamedTuple):
 class Replacements:
     """Replaces grouped convolutions in the equations of a trace, at any depth.
 
-    ``axes`` are those of the mesh that have several devices.
+    ``axes`` are the axes of the mesh that have several devices.
     """
 
     def __init__(self, axes: frozenset[AxisName]):
         self._axes = axes
-        # By the id of a jaxpr, of which layers share many: the jaxpr, so that no other gets its id,
-        # and what replaces it.
+        # By the id of a jaxpr: the jaxpr, so that no other gets its id, and its replacement. They
+        # are kept because layers share many jaxprs.
         self._jaxprs: dict[int, tuple[Any, Any]] = {}
 
     def of(self, eqn: Any) -> _NewEquation | None:
         """Returns the primitive and parameters that replace an equation's; None to keep them."""
         if is_grouped(eqn):
             # XLA does not partition over Manual axes. The mesh in the type of an operand says which
-            # they are, or where it has none, the mesh in the context of the equation.
+            # axes are Manual, or the mesh in the context of the equation if the type has no mesh.
             type_mesh: Any = eqn.invars[0].aval.sharding.mesh
             manual = axes_of_type(type_mesh, AxisType.Manual)
             manual |= axes_of_type(eqn.ctx.cur_abstract_mesh, AxisType.Manual)
@@ -78,20 +81,21 @@ class Replacements:
     def _in_parameter(self, value: Any) -> Any:
         """Returns a parameter of an equation, with replacements in all jaxprs that it holds.
 
-        If there is nothing to replace, that is ``value`` itself.
+        Returns ``value`` itself if there is nothing to replace.
         """
         if isinstance(value, tuple | list):
             items = [self._in_parameter(item) for item in value]
             is_same = all(item is old for item, old in zip(items, value, strict=True))
-            # A named tuple is no list of jaxprs, and its class may not take a list of items.
+            # A named tuple is left alone: it is no list of jaxprs, and its class may not take a
+            # list of items.
             is_plain = type(value) in (tuple, list)
             return value if is_same or not is_plain else type(value)(items)
-        jaxpr = getattr(value, "jaxpr", value)  # that in a ClosedJaxpr; an open one is itself
-        if not hasattr(jaxpr, "eqns"):  # a number, a sharding, a function, …
+        jaxpr = getattr(value, "jaxpr", value)  # a ClosedJaxpr has an attribute ``jaxpr``
+        if not hasattr(jaxpr, "eqns"):  # a number, a sharding or a function, for example
             return value
         if id(value) not in self._jaxprs:
             new = self._in_jaxpr(jaxpr)
-            if jaxpr is not value:  # in a ClosedJaxpr, which stays if its jaxpr does
+            if jaxpr is not value:  # a ClosedJaxpr stays if its jaxpr does
                 new = value if new is jaxpr else value.replace(jaxpr=new)
             self._jaxprs[id(value)] = value, new
         _, new = self._jaxprs[id(value)]
@@ -102,7 +106,7 @@ class Replacements:
         replacements = [self.of(eqn) for eqn in jaxpr.eqns]
         if not any(replacements):
             return jaxpr
-        # The operands and results of an equation stay, so the others need not change.
+        # The operands and results of a replaced equation stay, so other equations need no change.
         eqns = [
             eqn if new is None else eqn.replace(primitive=new.primitive, params=new.params)
             for eqn, new in zip(jaxpr.eqns, replacements, strict=True)
@@ -119,23 +123,24 @@ def is_grouped(eqn: Any) -> bool:
 
 
 def _call_of_products(eqn: Any) -> _NewEquation:
-    """Returns what replaces a convolution in a jaxpr: a call of ``as_products``."""
-    out = eqn.outvars[0].aval.sharding  # on the mesh of the operands
+    """Returns the replacement for a convolution in a jaxpr: a call of ``as_products``."""
+    out = eqn.outvars[0].aval.sharding  # a sharding on the mesh of the operands
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
-        # On Explicit axes, JAX has to know the sharding of each intermediate array, and cannot say
-        # it for slices and reshapes of sharded dimensions. As Auto axes, XLA chooses.
+        # On Explicit axes, JAX has to know the sharding of each intermediate array, and does not
+        # know it for slices and reshapes of sharded dimensions. On Auto axes, XLA chooses.
         products = jax.sharding.auto_axes(products, axes=tuple(explicit), out_sharding=out)
 
-    # A gradient of this program makes the slices again, instead of keeping all of them. It does not
-    # matter if XLA finds them equal to those of the forward pass, so no barriers are needed.
+    # With `jax.checkpoint`, a gradient of this program makes the slices again, instead of keeping
+    # all of them. It does not matter if XLA finds that the forward pass makes equal slices, so
+    # barriers are not needed.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def convolution(lhs: object, rhs: object) -> Any:
         return products(lhs, rhs)
 
     with eqn.ctx.manager:  # the context in which the equation was traced, such as its mesh
         traced = jax.make_jaxpr(jax.jit(convolution))(*(x.aval for x in eqn.invars))
-    [call] = traced.jaxpr.eqns  # all that is in it is the call of the jitted function
+    [call] = traced.jaxpr.eqns  # the only equation is the call of the jitted function
     return _NewEquation(call.primitive, call.params)
 
 
@@ -154,19 +159,20 @@ def as_products(
     preferred_element_type: Any,
     **_: Any,
 ) -> jax.Array:
-    """Computes what ``jax.lax.conv_general_dilated_p`` does with these parameters, by products.
+    """Returns the result of ``jax.lax.conv_general_dilated_p`` with these parameters, by products.
 
-    Either it adds up a product for each position of the kernel, or it makes one for each position
-    of the output, whichever are fewer. ``dimension_numbers`` has the order of the dimensions of
-    both operands and of the result; here rows come first, then channels, then spatial ones.
+    This either adds up a product for each position of the kernel, or makes a product for each
+    position of the output, whichever are fewer. ``dimension_numbers`` has the order of the
+    dimensions of both operands and of the result. Here rows come first, then channels, then spatial
+    dimensions.
     """
-    groups = feature_group_count * batch_group_count  # JAX refuses two that are not 1
+    groups = feature_group_count * batch_group_count  # one of the two is 1, or JAX refuses them
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)
-    # Groups of rows, as in the gradient of a kernel, or else of channels.
+    # The groups are of rows in the gradient of a kernel, and of channels otherwise.
     x = _split_groups(x, 0 if batch_group_count > 1 else 1, groups)
     # x: (groups, rows, channels, *spatial)
-    # Of each spatial dimension: what to add before, after and between its positions. Where padding
-    # is negative, `lax.pad` cuts positions off, as the convolution does.
+    # For each spatial dimension: how many zeros to add before, after and between its positions. If
+    # padding is negative, `lax.pad` cuts positions off, as the convolution does.
     edges = [(low, high, step - 1) for (low, high), step in zip(padding, lhs_dilation, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
     kernel = lax.transpose(rhs, dimension_numbers.rhs_spec)  # (features, channels, *window)
@@ -174,14 +180,15 @@ def as_products(
 
     features = groups * kernel.shape[1]
     window = kernel.shape[3:]
-    num_outputs: list[int] = []  # in each spatial dimension
+    num_outputs: list[int] = []  # the number of outputs in each spatial dimension
     for d, size in enumerate(x.shape[3:]):
         span = _span(window[d], rhs_dilation[d])
-        # There are no outputs for a kernel that is larger than its input.
+        # A kernel that is larger than its input has no outputs.
         num_outputs.append(max(0, (size - span) // window_strides[d] + 1))
     outputs = tuple(num_outputs)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
-    # A convolution rounds once, not after each term: 16-bit types are added up with 32 bits.
+    # 16-bit types are added up with 32 bits, because a convolution rounds once, and not after each
+    # term.
     is_half = jnp.issubdtype(out_type, jnp.floating) and jnp.dtype(out_type).itemsize < 4
     sum_type = jnp.float32 if is_half else out_type
     product = functools.partial(
@@ -197,14 +204,14 @@ def as_products(
         out = _stacked(terms.of_output, outputs)
     # (groups, rows, features, *outputs) → (rows, groups * features, *outputs)
     out = jnp.moveaxis(out, 0, 1).reshape(x.shape[1], features, *outputs).astype(out_type)
-    # ``out_spec`` says where rows, features and spatial dimensions go; `lax.transpose` takes the
-    # inverse: which of ours each dimension of the result is.
+    # ``out_spec`` says where rows, features and spatial dimensions go. `lax.transpose` takes the
+    # inverse permutation: for each dimension of the result, the number of our dimension.
     out_spec = dimension_numbers.out_spec
     return lax.transpose(out, [out_spec.index(dimension) for dimension in range(out.ndim)])
 
 
 class _Terms(NamedTuple):
-    """The products that a convolution with groups is the sum, or the list, of."""
+    """The operands of a convolution with groups, which computes the products of their parts."""
 
     x: jax.Array  # (groups, rows, channels, *spatial), padded
     kernel: jax.Array  # (groups, features, channels, *window)
@@ -214,9 +221,9 @@ class _Terms(NamedTuple):
     product: Callable[..., jax.Array]  # `lax.dot_general` in the type of the sum
 
     def of_kernel_position(self, position: Sequence[Any]) -> jax.Array:
-        """Returns what one position of the kernel adds to all outputs.
+        """Returns the term that one position of the kernel adds to all outputs.
 
-        ``position`` has an index for each spatial dimension; tracers in a loop.
+        ``position`` has an index for each spatial dimension. The indices are tracers in a loop.
         """
         # Position k of the kernel meets the input at k * dilation + t * stride, for all outputs t.
         starts = [index * step for index, step in zip(position, self.dilation, strict=True)]
@@ -233,13 +240,13 @@ class _Terms(NamedTuple):
     def of_output(self, position: Sequence[Any]) -> jax.Array:
         """Returns one output: all of a window times all of the kernel.
 
-        ``position`` has an index for each spatial dimension; tracers in a loop.
+        ``position`` has an index for each spatial dimension. The indices are tracers in a loop.
         """
         # Output t meets the input at t * stride + k * dilation, for all positions k of the kernel.
         starts = [index * step for index, step in zip(position, self.strides, strict=True)]
         part = _slice(self.x, starts, sizes=self.kernel.shape[3:], steps=self.dilation)
         # part: (groups, rows, channels, *window); kernel: (groups, features, channels, *window)
-        channels_and_window = tuple(range(2, part.ndim))  # these dimensions of both are summed over
+        channels_and_window = tuple(range(2, part.ndim))  # the dimensions that are summed over
         summed, groups = (channels_and_window, channels_and_window), ((0,), (0,))
         # result: (groups, rows, features)
         return self.product(part, self.kernel, dimension_numbers=(summed, groups))
@@ -247,16 +254,16 @@ class _Terms(NamedTuple):
 
 def _split_groups(x: jax.Array, dimension: int, groups: int) -> jax.Array:
     """Splits one of the first two dimensions: (…, groups * size, …) → (groups, …, size, …)."""
-    # Not -1, which an array without elements cannot have.
+    # The size is computed, because `reshape` of an array without elements cannot take -1.
     size = x.shape[dimension] // groups
     shape = (*x.shape[:dimension], groups, size, *x.shape[dimension + 1 :])
     return jnp.moveaxis(x.reshape(shape), dimension, 0)
 
 
 def _span(size: int, step: int) -> int:
-    """Returns how many positions ``size`` ones reach over, from the first to the last.
+    """Returns the number of positions from the first to the last of ``size`` in steps.
 
-    Three in steps of 2 are at 0, 2 and 4, so they span 5.
+    Three positions in steps of 2 are 0, 2 and 4, so they span 5 positions.
     """
     return (size - 1) * step + 1
 
@@ -268,15 +275,17 @@ def _slice(
 
     Args:
       x: the array.
-      starts: the first position in each of these dimensions: an int, or a tracer in a loop.
-      sizes: the number of positions in each.
-      steps: their distances.
+      starts: the first position in each spatial dimension: an int, or a tracer in a loop.
+      sizes: the number of positions in each spatial dimension.
+      steps: the distance of positions in each spatial dimension.
     """
-    first = x.ndim - len(sizes)
-    for d, (start, size, step) in enumerate(zip(starts, sizes, steps, strict=True), start=first):
+    first_dim = x.ndim - len(sizes)
+    slices = zip(starts, sizes, steps, strict=True)
+    for d, (start, size, step) in enumerate(slices, start=first_dim):
         span = _span(size, step)
         if not isinstance(start, int):
-            # A slice with a traced start has no steps, so the span is taken first, which is static.
+            # A slice with a traced start cannot have steps. So the whole span is taken first, whose
+            # size is static.
             x = lax.dynamic_slice_in_dim(x, start, span, axis=d)
             start = 0
         x = lax.slice_in_dim(x, start, start + span, step, axis=d)
@@ -284,10 +293,10 @@ def _slice(
 
 
 def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """Returns the sum of the terms of all positions; adds them in a loop if they are many.
+    """Returns the sum of the terms of all positions; a loop adds them if they are many.
 
     Args:
-      term: returns the term of a position, one index for each dimension.
+      term: returns the term of a position, which has one index for each dimension.
       sizes: the number of positions in each dimension.
     """
     if math.prod(sizes) <= _MAX_UNROLLED:
@@ -306,10 +315,10 @@ def _stacked(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -
     """Returns the terms of all positions, in new last dimensions: (…) → (…, *sizes).
 
     Args:
-      term: returns the term of a position, one index for each dimension.
+      term: returns the term of a position, which has one index for each dimension.
       sizes: the number of positions in each dimension. If they are many, a loop makes the terms.
     """
-    # Both ways go through the positions in one order, with the last index the fastest.
+    # Both branches go through the positions in the same order, in which the last index is fastest.
     if math.prod(sizes) <= _MAX_UNROLLED:
         positions = itertools.product(*map(range, sizes))
         terms = jnp.stack([term(position) for position in positions], axis=-1)

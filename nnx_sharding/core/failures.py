@@ -1,13 +1,14 @@
 """Explains errors of JAX in terms of the user's arguments.
 
 Nothing here runs before JAX has refused a call. If the arguments show the reason (``checks.py``),
-the user gets an error that names them; otherwise JAX's error is kept, with a note if there is more
-to say.
+the user gets an error that names the arguments. Otherwise JAX's error is kept, with a note if the
+function captures something, or if arguments are in host memory.
 
 From other modules:
 
     first_mistake   the error for the first mistake that the arguments show, or None
-    call_and_pack   calls the user's function in a trace: errors that pass through it are the user's
+    call_and_pack   calls the user's function in a trace, so an error that passes through it comes
+                    from this function
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ def raise_explained(plan: Plan, leaves: Arrays, error: Exception, fun: Any = Non
     Args:
       plan: the plan of the call.
       leaves: the arrays of the call, by slot.
-      error: the error by which JAX refused them.
-      fun: the user's function; None for that of the plan.
+      error: the error by which JAX refused the arrays.
+      fun: the user's function; None for the function of the plan.
     """
-    # In a lambda, because an error in the explanation itself must not hide the original one.
+    # `raise_instead` calls the lambda, because an error in the explanation must not hide the
+    # original one.
     raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
 
 def call_with_explained_errors(plan: Plan, leaves: Arrays, function: Callable[..., Any]) -> Any:
-    """Returns what a function of the arrays returns, with its errors explained."""
+    """Returns the result of a function of the arrays; explains an error before it is raised."""
     try:
         return function(*leaves)
     except Exception as error:
@@ -57,9 +59,9 @@ def call_with_explained_errors(plan: Plan, leaves: Arrays, function: Callable[..
 
 
 def raise_instead(error: Exception, explain: Callable[[], Exception | None]) -> None:
-    """Raises the error that ``explain`` returns instead of another; returns if that is None.
+    """Raises the error that ``explain`` returns instead of ``error``; returns if that is None.
 
-    If ``explain`` itself fails, that is logged, and the user sees the original error.
+    If ``explain`` itself raises, this logs its error and returns, and the caller raises ``error``.
     """
     try:
         explanation = explain()
@@ -67,7 +69,8 @@ def raise_instead(error: Exception, explain: Callable[[], Exception | None]) -> 
         _LOGGER.warning("The following error cannot be explained:", exc_info=True)
         return
     if explanation is not None:
-        # The frames of an error of JAX are all internal; with the option, the user wants them.
+        # The frames of JAX's error are all internal. The user wants to see these only if JAX's
+        # filter of tracebacks is off.
         shows_internals = jax.config.jax_traceback_filtering == "off"
         raise explanation from (error if shows_internals else None)
 
@@ -77,23 +80,24 @@ def _explanation(
 ) -> Exception | None:
     """Returns the error for the first reason that the arguments show; None if they show none.
 
-    Adds notes to the original error, on what the function captures and what is in host memory.
+    Adds notes to ``error`` about captured objects and arguments in host memory.
 
     Args:
       plan: the plan of the call.
       leaves: the arrays of the call, by slot.
-      error: the error by which JAX refused them.
+      error: the error by which JAX refused the arrays.
       fun: the user's function.
     """
-    # Notes go to errors of the user's function, too, so they come before all checks.
+    # Errors of the user's function get notes as well, so the notes come before all checks.
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
-    is_explained = hasattr(error, "anchor")  # it refers to docs/errors.md, by an inner function
+    # An inner function has explained an error that refers to docs/errors.md by its anchor.
+    is_explained = hasattr(error, "anchor")
     if _compat.is_memory_error(error) and not is_explained:
         note_host_arrays(plan, leaves, error)
-    # An error of the user's function is about what it computes, whatever the arguments are.
+    # An error of the user's function is about its computation, so the arguments are not checked.
     frames = traceback.walk_tb(error.__traceback__)
     is_from_function = any(frame.f_code is call_and_pack.__code__ for frame, _ in frames)
     if isinstance(error, NoMeshError) or is_from_function:

@@ -1,18 +1,20 @@
-"""What JAX or XLA is known to compute wrong: dodged, warned about, or refused.
+"""Avoids, warns about, or refuses operations that JAX or XLA is known to compute wrong.
 
-    grouped convolutions     XLA partitions them wrong. They are replaced by products, at the end of
-                             a trace (``convolutions.py``)
-    *reduced* operands       of a product, on Auto axes. The spec of an array may say that it is
-                             reduced over mesh axes: its gradient is then a sum over these. XLA may
-                             count the gradient once for each device; this gives a warning
-    maps without check_vma   in an outer map that has it: JAX forgets there that results *vary*
-                             (differ between devices). Their gradients raise an error
+    grouped convolutions     XLA partitions them wrong. At the end of a trace, products replace them
+                             (``convolutions.py``)
+    *reduced* operands       The spec of an array may say that it is reduced over mesh axes: its
+                             gradient is then a sum over these. If the array is an operand of a
+                             product on Auto axes, XLA may count the gradient once for each device.
+                             This gives a warning
+    maps without check_vma   In an outer map that has ``check_vma``, JAX forgets that the results of
+                             an inner map without it *vary* (differ between devices). Gradients of
+                             such results raise an error
 
 From other modules:
 
     is_grouped      whether an equation is a convolution with groups
-    Replacements    ``of`` returns what replaces an equation in which there are such convolutions,
-                    itself or in a jaxpr that it calls; None for any other
+    Replacements    ``of`` returns the replacement for an equation that is such a convolution, or
+                    calls a jaxpr with one; None for any other equation
     jaxprs_of       yields the jaxprs that an equation calls, such as the body of a loop
     varying_axes    the axes over which an array in a map differs between devices
 """
@@ -35,38 +37,39 @@ T = TypeVar("T")
 
 
 def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, nested: bool) -> None:
-    """Replaces what XLA would compute wrong in the current trace, or warns about it.
+    """Replaces grouped convolutions in the current trace, and warns about reduced operands.
 
-    Convolutions are replaced in a nested trace, too: from an ungrouped one there, a gradient around
-    it would make one with groups, which is met when the outer trace ends.
+    Convolutions are also replaced in a nested trace. An ungrouped convolution there may get groups
+    by a gradient around the trace, and is replaced when the outer trace ends.
 
     Args:
-      mesh: the mesh of the arrays; None if they are on none.
-      name: of the transform, in messages.
+      mesh: the mesh of the arrays; None if they are on no mesh.
+      name: the name of the transform, in messages.
       strict: whether a warning is an error.
-      nested: whether the trace is part of another, which warns.
+      nested: whether the trace is part of another one, which gives the warning.
     """
     if mesh is None:
         return
-    # The axes over which XLA divides arrays: what is manual it does not partition.
+    # The axes over which XLA divides arrays. It does not partition over Manual axes.
     divided = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
     divided -= axes_of_type(mesh, AxisType.Manual)
     if not divided:
         return
     auto = divided & axes_of_type(mesh, AxisType.Auto)
     has_groups = False  # whether there are convolutions with groups
-    lines = list[str]()  # one for each product with a reduced operand
-    # Products and grouped convolutions, each behind the equations around it: [call, loop, product].
+    lines = list[str]()  # one line for each product with a reduced operand
+    # Each item is a product or grouped convolution behind its enclosing equations: (call, loop,
+    # product).
     for *outer, eqn in _products_and_grouped(_compat.trace_equations()):
         if is_grouped(eqn):
             has_groups = True
         elif auto and any(x.sharding.spec.reduced for x in _compat.operand_types(eqn)):
-            module_path = path_of([*outer, eqn])  # such as ``blocks[0].mlp``; empty if not known
+            module_path = path_of([*outer, eqn])  # ``blocks[0].mlp``, for example, or ""
             place = f"{module_path}: {_REDUCED}" if module_path else _REDUCED
             lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
     if has_groups:
         _compat.replace_equations(Replacements(divided).of)
-    if lines and not nested:  # the outer trace has these operations, too
+    if lines and not nested:  # the outer trace has these operations as well, and warns
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
@@ -75,14 +78,14 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
 def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
     """Returns the inputs of a map without ``check_vma``, whose gradients are refused if they vary.
 
-    An outer map with ``check_vma`` has in the type of an array over which axes it *varies*: differs
-    between devices. An inner map without it returns arrays whose types do not say so, although they
-    vary like the inputs. By these types, the outer map counts gradients wrongly. The values are
-    right, so only asking for a gradient raises an error.
+    In an outer map with ``check_vma``, the type of an array says over which axes the array
+    *varies*, that is, differs between devices. An inner map without ``check_vma`` returns arrays
+    whose types do not say this, although they vary like the inputs. So the outer map counts
+    gradients wrongly. The values are right, so only asking for a gradient raises an error.
 
     Args:
       tree: a pytree of arrays, the inputs of the inner map.
-      name: of the function that maps, in messages.
+      name: the name of the function that maps, in messages.
     """
 
     def mark(x: Any) -> Any:
@@ -94,10 +97,14 @@ def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    """Returns an array unchanged. Its derivative is `_raise_no_gradient`, which raises an error.
+    """Returns an array unchanged. The derivative is `_raise_no_gradient`, which raises an error.
 
-    JAX asks for that only where something differentiates the array. ``name`` is that of the
-    function that maps, ``axes`` are those over which the array varies.
+    JAX asks for the derivative only if something differentiates the array.
+
+    Args:
+      name: the name of the function that maps.
+      axes: the axes over which the array varies.
+      x: the array.
     """
     return x
 
@@ -122,16 +129,16 @@ _REMEDY = "Reshard it before, to a spec that is not reduced."
 def _products_and_grouped(
     eqns: Iterable[Any], outer: tuple[Any, ...] = (), without: set[int] | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields each product and grouped convolution, behind the equations that it is in.
+    """Yields each product and grouped convolution, behind its enclosing equations.
 
-    The latter tell in which module it is: a product in a loop in a call is yielded as ``(call,
-    loop, product)``.
+    A product in a loop in a call is yielded as ``(call, loop, product)``. The enclosing equations
+    tell in which module the product is.
 
     Args:
-      eqns: the equations in which to look, and in the jaxprs that they call.
-      outer: the equations that these are in, the outermost first.
-      without: the ids of jaxprs in which there are none. They are not looked through again: most
-        layers of a model share the jaxpr of ``gelu``, for example.
+      eqns: the equations that are searched, with the jaxprs that they call.
+      outer: the equations that enclose these, the outermost first.
+      without: the ids of jaxprs without such equations. These are not searched again, because most
+        layers of a model share jaxprs, such as that of ``gelu``.
     """
     without = set() if without is None else without
     for eqn in eqns:
@@ -140,15 +147,18 @@ def _products_and_grouped(
         for inner in _compat.jaxprs_of(eqn) if eqn.params else ():
             if id(inner) in without:
                 continue
-            found = [*_products_and_grouped(inner.eqns, (*outer, eqn), without)]
-            yield from found
-            if not found:
+            inner_chains = [*_products_and_grouped(inner.eqns, (*outer, eqn), without)]
+            yield from inner_chains
+            if not inner_chains:
                 without.add(id(inner))
 
 
 def path_of(eqns: Iterable[Any]) -> str:
-    """Returns the path of the module in the names of equations, each inside the previous one."""
-    # What is in a custom_jvp_call also has the names around that call.
+    """Returns the path of the module of an equation, from its enclosing equations and itself.
+
+    Returns "" if the names of the equations name no module.
+    """
+    # A custom_jvp_call is left out, because the equations in it also have the names around it.
     kept = [eqn for eqn in eqns if not eqn.primitive.name.startswith("custom_jvp")]
     stacks = (str(eqn.source_info.name_stack) for eqn in kept)
     parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)

@@ -17,7 +17,7 @@ from ..specs.types import AnyArray, Arrays
 
 
 def join_paths(paths: Sequence[str]) -> str:
-    """Returns some paths as text; if they are more than five, similar paths are merged."""
+    """Returns some paths as text; if there are more than five, similar paths are merged."""
     return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
@@ -30,12 +30,12 @@ def no_tree(cls: type) -> Exception:
 
 
 def array_line(path: str, array: AnyArray) -> str:
-    """Returns the line of a list for an array: its path and type."""
+    """Returns a line of a message for an array, with its path and type."""
     return f"  {path}, {jax.typeof(array).str_short()}"
 
 
 def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> Exception | None:
-    """Returns the error for leaves that are not arrays, if there are any.
+    """Returns the error for leaves that are not arrays; None if all are arrays.
 
     Args:
       head: the first line of the error.
@@ -52,7 +52,7 @@ def not_arrays(head: str, names: Sequence[str], leaves: Arrays, remedy: str) -> 
 
 
 def arguments_not_arrays(names: Sequence[str], leaves: Arrays) -> Exception | None:
-    """Returns the error for arguments that are not arrays, if there are any."""
+    """Returns the error for arguments that are not arrays; None if all are arrays."""
     return not_arrays(
         "these arguments are not arrays:",
         names,
@@ -63,7 +63,7 @@ def arguments_not_arrays(names: Sequence[str], leaves: Arrays) -> Exception | No
 
 
 def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
-    """Returns the error for a ``PartitionSpec`` without a mesh, with lines for where it is."""
+    """Returns the error for a ``PartitionSpec`` without a mesh; its text lists ``places``."""
     text = (
         f"{name}: a PartitionSpec needs a mesh, and none is in context. Pass mesh=..., call within "
         "`with jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec)."
@@ -72,20 +72,20 @@ def no_mesh(name: str, places: Sequence[str] = ()) -> NoMeshError:
 
 
 class DeclaredArray(NamedTuple):
-    """An array with a declared sharding, which is not the one that it has."""
+    """An array that has another sharding than the declared one."""
 
-    name: str  # the expression for it, in messages
+    name: str  # the expression for the array, in messages
     array: AnyArray
     declared: Sharding
 
     def line(self) -> str:
-        """Returns a line of a message that says both shardings."""
+        """Returns a line of a message with both shardings."""
         actual, expected = describe_both(self.array.sharding, self.declared)
         return f"  {self.name}, shape {self.array.shape}: is {actual}, declared {expected}"
 
 
 def committed_elsewhere(name: str, arrays: Iterable[DeclaredArray]) -> Exception | None:
-    """Returns the error for arrays that are committed to other shardings than declared."""
+    """Returns the error for arrays that are committed to other shardings; None for no arrays."""
     lines = [array.line() for array in arrays]
     return listed_error(
         ValueError,
@@ -99,7 +99,7 @@ def committed_elsewhere(name: str, arrays: Iterable[DeclaredArray]) -> Exception
 
 
 def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:
-    """Returns the range of integers as text if another dtype cannot hold it; else nothing."""
+    """Returns the range of integers as text if another dtype cannot hold it; otherwise ""."""
     if dtype == values.dtype or not values.size:
         return ""
     if not all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype)):
@@ -110,16 +110,17 @@ def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any])
 
 
 def check_mesh(name: str, mesh: object) -> None:
-    """Raises a ``TypeError`` if the option ``mesh`` of a function has something else."""
+    """Raises a ``TypeError`` if the option ``mesh`` of a function is neither a mesh nor None."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{name}: mesh must be a Mesh or an AbstractMesh, got {show(mesh)}.")
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
-    """Raises a ``ValueError`` if an option has none of its choices.
+    """Raises a ``ValueError`` if the value of an option is none of its choices.
 
-    ``options`` are pairs of a value and its choices: ``check_options("jit", mode=("a", ("a",
-    "b")))``. ``name`` is that of the function.
+    Args:
+      name: the name of the function.
+      **options: by option, a pair of the value and the choices: ``mode=("a", ("a", "b"))``.
     """
     lines = [
         f"  {option}: expected one of {', '.join(map(repr, choices))}, got {value!r}"

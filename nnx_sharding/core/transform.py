@@ -1,8 +1,8 @@
-"""What a transform decides: the base class of all transforms, and of ``jit`` and ``shard_map``.
+"""The base class of all transforms, and of ``jit`` and ``shard_map``: what a transform decides.
 
 A *spec* says how an array enters or leaves: for ``jit`` it is a sharding, for ``vmap`` an axis. The
-user writes specs as a prefix of arguments or outputs (``Specs``); their *final* form is what the
-transform gives JAX. A *plan* (``plan.py``) is what follows from them for a structure of arguments.
+user writes specs as a prefix of arguments or outputs (``Specs``). The transform gives JAX their
+*final* form. A *plan* (``plan.py``) has all that follows from specs for a structure of arguments.
 A *slot* is the position of an array in the flat list of all arrays (``leaves``).
 """
 
@@ -38,11 +38,11 @@ from .signature import Parameters, Signature, SortedCall, sort_call
 from .static_equality import strict_key
 from .unflatten import Unflattened
 
-if TYPE_CHECKING:  # a plan is made for a transform, which then gets it
+if TYPE_CHECKING:  # plan.py imports this module
     from .plan import Plan
 
-# What is done with arrays that are committed to a sharding other than declared: raise an error,
-# reshard them on the same devices, move them from any devices, or keep their own sharding.
+# What a call does with arrays that are committed to another sharding than declared: raise an error,
+# reshard them on the same devices, move them from any devices, or keep their sharding.
 OnCommitted: TypeAlias = Literal["error", "reshard", "move", "leave"]
 
 NO_SPECS = Specs(None)
@@ -54,27 +54,27 @@ class Program(NamedTuple):
     staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
     top_level: Callable[..., Any]  # what a call executes outside of any trace
     inline: Callable[..., Any]  # what a call executes inside another trace
-    # what a call executes outside of any trace, if no earlier trace is right for it
+    # What a call executes outside of any trace if no earlier trace is right for it.
     traced_each_time: Callable[..., Any]
 
 
 class Dependencies(NamedTuple):
     """What a plan depends on besides the structure of the arguments and the user's options."""
 
-    mesh: AnyMesh | None = None  # the one in context, if specs need a mesh
+    mesh: AnyMesh | None = None  # the mesh in context, if specs need a mesh
     types: tuple[Hashable, ...] | None = None  # shapes and dtypes of all arrays, if they matter
-    specs: tuple[PartitionSpec, ...] | None = None  # of all arrays, if their types say them
-    filters: Hashable = None  # what functions of the user that choose specs can read
+    specs: tuple[PartitionSpec, ...] | None = None  # the specs in types of arrays, if they matter
+    filters: Hashable = None  # a key for what the user's functions that choose specs can read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What a transform decides for itself. Hashable.
+    """A transform with the user's options; hashable.
 
-    Its specs are of its own kind, shardings or axes, so their type here is ``Any``.
+    The specs of a transform are shardings or axes, so their type here is ``Any``.
     """
 
-    name: str  # its name in messages
+    name: str  # the name of the transform in messages
     in_name: str  # the name of the option for the specs of inputs
     in_specs: Specs = NO_SPECS  # the specs of inputs as the user wrote them
     out_specs: Specs = NO_SPECS  # the specs of outputs as the user wrote them
@@ -82,13 +82,14 @@ class Transform:
     context: ClassVar[Any] = None  # the mesh that applies to one plan
     strict: ClassVar[bool] = False  # whether warnings are errors
     returns_any: ClassVar[bool] = False  # whether results need not be arrays
-    # whether a program at top level keeps what its function captured when it was traced
+    # Whether a program at top level keeps what its function captured when it was traced.
     keeps_captures: ClassVar[bool] = False
-    # whether negative positions count from the end of the call
+    # Whether negative positions count from the end of the call.
     counts_from_call: ClassVar[bool] = False
-    # the options on which no trace depends
+    # The options on which no trace depends.
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
-    own_specs: ClassVar[tuple[Any, ...]] = ()  # of outputs, in addition to the user's specs
+    # Specs that the transform may choose for outputs, in addition to the user's specs.
+    own_specs: ClassVar[tuple[Any, ...]] = ()
 
     @property
     def out_name(self) -> str:
@@ -105,10 +106,10 @@ class Transform:
         """Sorts the arguments of a call by their roles.
 
         Here, the roles are those that the user declared. ``shard_map`` also makes arguments static
-        that are not arrays, and for that needs the parameters.
+        that are not arrays, and needs the parameters for that.
 
         Args:
-          parameters: those of the user's function.
+          parameters: the parameters of the user's function.
           signature: the names and roles of the arguments of this call.
           args: the positional arguments.
           kwargs: the keyword arguments.
@@ -136,7 +137,8 @@ class Transform:
         filters: Hashable = None
         predicates = (*self.in_specs.predicates, *self.out_specs.predicates)
         if predicates and not self.keeps_captures:
-            # What they read may not be listed. Then they are asked in each call: no key is equal.
+            # None: what the predicates read cannot be listed. A new object equals no other key, so
+            # the predicates are then asked in each call.
             filters = fingerprint_of(predicates) or object()
         return Dependencies(
             mesh=_compat.context_mesh() if self.reads_context else None,
@@ -146,7 +148,7 @@ class Transform:
 
     @property
     def traced_filters(self) -> Sequence[Any]:
-        """The predicates of the user that a trace asks, so that it depends on what they read."""
+        """The user's predicates that a trace asks; the trace depends on what they read."""
         return self.out_specs.predicates
 
     def in_context(self) -> Self:
@@ -175,9 +177,9 @@ class Transform:
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """Returns what a final spec may become where it does not divide a shape.
+        """Returns the specs that may take the place of a final spec which does not divide a shape.
 
-        ``on_indivisible`` is the option of a ``StateSharding``, which precedes the transform's.
+        ``on_indivisible`` is the option of a ``StateSharding``, which overrides the transform's.
         """
         return []
 
@@ -190,9 +192,9 @@ class Transform:
         return frozenset()
 
     def written_specs(self, plan: Plan, after: Flat) -> Mapping[int, Any]:
-        """Returns specs other than declared, for arrays that the function wrote.
+        """Returns specs other than declared for arrays that the function wrote, by slot.
 
-        They are by slot after the call; ``after`` has the objects after it.
+        Slots are those of ``after``, the graph after the call.
         """
         return {}
 
@@ -203,8 +205,8 @@ class Transform:
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Returns arrays with the types that they have while the function runs.
 
-        Here, these are the types that JAX gives. A transform with shardings adds declared ones, and
-        may change the types of mesh axes (:class:`Sharded`).
+        Here, these are the types that JAX gives. A transform with shardings adds declared
+        shardings, and may change the types of mesh axes (:class:`Sharded`).
 
         Args:
           plan: the plan of the call.
@@ -212,18 +214,17 @@ class Transform:
           nested: whether the trace is part of another one.
 
         Returns:
-          The arrays as the function sees them, and what brings its results back to the types around
-          it.
+          The arrays before and during the call, which can give its results their types outside.
         """
         return RetypedArrays.unchanged(leaves)
 
     def tracing(
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """The context of the user's function in a trace; yields what to call in its place.
+        """Returns the context of the user's function in a trace; it yields the function to call.
 
-        Here, that is the function itself. ``jit`` and ``shard_map`` also shard the activations of
-        the modules that it calls.
+        Here, that is the user's function itself. ``jit`` and ``shard_map`` also shard the
+        activations of the modules that it calls.
 
         Args:
           plan: the plan of the call.
@@ -236,7 +237,7 @@ class Transform:
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Arrays, specs: Sequence[Any]
     ) -> None:
-        """Raises an error for arrays that cannot be outputs with these specs; by default for none.
+        """Raises an error for arrays that cannot be outputs with these specs. Here, all can.
 
         ``names`` are the expressions for the arrays, such as ``output[0].kernel``.
         """
@@ -245,12 +246,12 @@ class Transform:
         """Transforms the pure function of a plan by JAX. Nothing is traced or compiled yet.
 
         Args:
-          plan: has a spec for each array that the function takes (``specs``), and one for each
-            group of arrays that it returns (``out_specs``).
-          function: the pure function: takes all arrays, and returns the groups, last the outcome.
+          plan: has a spec for each array that the function takes (``specs``), and for each group of
+            arrays that it returns (``out_specs``).
+          function: the pure function: takes all arrays, and returns the groups, then the outcome.
 
         Returns:
-          What calls with this plan run; JAX traces and compiles it when it is first called.
+          The program of the plan; JAX traces and compiles it when it is first called.
         """
         raise NotImplementedError
 
@@ -259,19 +260,20 @@ class Transform:
 class Sharded(Transform):
     """A transform whose specs are shardings, which have to fit a mesh."""
 
-    # The mesh that JAX gets with each spec: the user's, or the concrete one in context. None inside
-    # a trace without a mesh of the user: the mesh in context is abstract there.
+    # The mesh that JAX gets with each spec: the user's, or the concrete mesh in context. If the
+    # user gives no mesh, it is None inside a trace, because the mesh in context is abstract there.
     mesh: Mesh | AbstractMesh | None = None
-    # The mesh that applies, for checks: `mesh`, or the one in context, which may be abstract.
+    # The mesh that applies, for checks: `mesh`, or the mesh in context, which may be abstract.
     context: Mesh | AbstractMesh | None = None  # type: ignore[misc]
-    on_committed: OnCommitted = "error"  # for arrays committed to a sharding other than declared
-    on_indivisible: OnIndivisible = "error"  # for specs that do not divide a shape
+    on_committed: OnCommitted = "error"
+    on_indivisible: OnIndivisible = "error"  # what to do with specs that do not divide a shape
     strict: bool = False  # type: ignore[misc]
     activation_shardings: ActivationSharding | None = None  # for modules of all arguments
-    # Explicit axes that are Auto while the function runs; True for all
+    # The Explicit axes that are Auto while the function runs; True for all of them.
     auto_axes: bool | tuple[Any, ...] = False
 
-    passes_shardings: ClassVar[bool] = True  # to JAX as an option, not by the types of arrays
+    # Whether JAX gets the shardings as an option, and not by the types of arrays.
+    passes_shardings: ClassVar[bool] = True
     divides_outputs: ClassVar[bool] = True  # whether specs must divide the output arrays
 
     @property
@@ -296,27 +298,27 @@ class Sharded(Transform):
         return super().reads_shapes or self.on_indivisible != "error"
 
     def in_context(self) -> Self:
-        """Returns this transform with the mesh that applies now; an error if one is missing."""
+        """Returns this transform with the mesh that applies now; raises if a spec has no mesh."""
         if not self.reads_context:  # the user gave a mesh, or nothing needs one
             return dataclasses.replace(self, context=self.mesh)
         mesh = _compat.context_mesh()
         if mesh is None and self._has_partition_spec:
             raise no_mesh(self.name)
-        # An abstract mesh, inside a trace, is not put into specs: JAX itself finds it for a spec
-        # without a mesh, with the devices of the trace.
-        concrete = mesh if isinstance(mesh, Mesh) else None
-        return dataclasses.replace(self, mesh=concrete, context=mesh)
+        # The abstract mesh inside a trace is not put into specs, because JAX itself finds it for a
+        # spec without a mesh, with the devices of the trace.
+        concrete_mesh = mesh if isinstance(mesh, Mesh) else None
+        return dataclasses.replace(self, mesh=concrete_mesh, context=mesh)
 
     def spec_of(self, spec: Spec) -> Any:
-        """Returns the final form: with the mesh."""
+        """Returns the final form of a spec: a sharding on the mesh, if there is a mesh."""
         if isinstance(spec, PartitionSpec) and self.mesh is not None:
             return NamedSharding(self.mesh, spec)
         return spec
 
     def corrected(self, spec: Spec, on_indivisible: OnIndivisible | None) -> list[Any]:
-        """Returns all that may be left of a spec, by the shape that it does not divide.
+        """Returns all parts of a spec that may be used if it does not divide a shape.
 
-        For ``P(("data", "model"))`` and ``"drop"``: ``P("data")`` and ``P(None)``.
+        For ``P(("data", "model"))`` and ``"drop"``, these are ``P("data")`` and ``P(None)``.
         """
         pair = spec_and_mesh(spec, self.context)  # None for a sharding without a spec
         if pair is None:
@@ -334,9 +336,9 @@ class Sharded(Transform):
     def retype_inputs(self, plan: Plan, leaves: Arrays, *, nested: bool) -> RetypedArrays:
         """Returns arrays with declared shardings in their types, and the function's axis types.
 
-        The former is only for arrays outside of objects: a call has placed those of Variables as
-        declared, so that JAX types them right. JAX omits declared shardings from the types of
-        uncommitted arrays, which are not bound to devices.
+        Only arrays outside of objects get declared shardings here, because a call has placed the
+        arrays of Variables as declared, so JAX types these right. JAX omits declared shardings from
+        the types of uncommitted arrays, which are not bound to devices.
 
         Args:
           plan: the plan of the call.
@@ -344,20 +346,20 @@ class Sharded(Transform):
           nested: whether the trace is part of another one.
         """
         # 1. The sharding that the type of an array gets, by slot. Types have only Explicit axes.
-        around = _compat.context_mesh()
+        context_mesh = _compat.context_mesh()
         is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
         if is_auto and not nested:
             # The mesh of the call has Auto axes only. An array may come from another mesh with
             # Explicit axes, which would stay in its type.
             auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
             targets = dict.fromkeys(plan.structure.root_slots, auto)
-        elif around is not None and not axes_of_type(around, AxisType.Explicit):
-            targets = {}  # under Auto axes, JAX computes with no types of Explicit ones
+        elif context_mesh is not None and not axes_of_type(context_mesh, AxisType.Explicit):
+            targets = {}  # under Auto axes, JAX computes with no types of Explicit axes
         else:
-            targets = dict(plan.explicit_root_shardings)  # as declared
+            targets = dict(plan.explicit_root_shardings)
         typed = [*leaves]
         for slot, target in targets.items():
-            # In a trace, what has a mesh in its type was given it by the outer function.
+            # In a nested trace, the outer function has given an array the mesh in its type.
             if not nested or type_mesh(leaves[slot]) is None:
                 typed[slot] = type_as(leaves[slot], target)
         # 2. With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
@@ -376,13 +378,13 @@ class Sharded(Transform):
         Args:
           mesh: the abstract mesh of the program.
           call: the program.
-          from_arrays: whether JAX takes the devices from arrays on a concrete mesh; otherwise only
-            from a mesh in context.
+          from_arrays: whether JAX takes the devices from arrays on a concrete mesh; if not, it
+            takes them only from a mesh in context.
         """
 
         def checked(*leaves: object) -> Any:
-            """Calls it with these arrays; a ``NoMeshError`` if nothing says the devices."""
-            # The mesh of an array that exists is concrete.
+            """Calls the program; raises a ``NoMeshError`` if no devices are known."""
+            # The mesh of an array with data is concrete.
             have_devices = from_arrays and any(
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )
