@@ -5,13 +5,15 @@ loads only the rows that its devices hold, its *own rows*:
 
     P("data") over 4 devices, 2 processes, 8 rows     process 0: rows 0 to 3    process 1: 4 to 7
 
-All arrays with rows must be sharded so that a process holds the same rows of each; ``process_rows``
-computes which. The first batch of an iteration decides on structure, shapes and dtypes
-(``BatchSharding``), and all others must be alike: a training step would be compiled again for
-another shape. A leaf of a batch whose spec is None is *passed through*, and may be anything.
+All arrays with rows must be sharded so that a process holds the same rows of each. ``process_rows``
+computes these rows. The first batch of an iteration decides on structure, shapes and dtypes
+(``BatchSharding``). All other batches must have the same, because a training step would be compiled
+again for another shape. A leaf of a batch whose spec is None is *passed through*, and may be
+anything.
 
-From the core: `assign_shardings` turns a prefix of specs into the sharding of each array, or raises
-an error; `raise_listed` raises an error with a line for each item, and does nothing without items.
+From other modules: `assign_shardings` turns a prefix of specs into the sharding of each array, or
+raises an error. `raise_listed` raises an error only if there are lines. `out_of_range` returns the
+range of integers as a text if a dtype cannot hold it, and an empty text otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _NAME = "shard_batches"
 # Indices of rows of a global batch, in ascending order.
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
 
-# An array of this process's rows. It may also be a leaf that is passed through, of any type.
+# An array of this process's rows, or a leaf of any type that is passed through.
 HostArray: TypeAlias = "np.ndarray[Any, Any] | jax.Array"
 
 
@@ -85,8 +87,8 @@ def process_rows(
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
-    # The sharding of one array along the rows. It has 0 of them, which every spec divides: whether
-    # `batch_size` can be divided is checked below.
+    # The spec is fitted to an array with 0 rows, because every spec divides 0. The check below says
+    # whether it divides `batch_size`.
     no_rows = jax.ShapeDtypeStruct((0,), np.bool_)
     specs = Specs(sharding)
     [concrete] = _assign_specs("process_rows", "rows", no_rows, specs, mesh, trim_to_rank)
@@ -105,13 +107,13 @@ def process_rows(
     selected = held_rows[process]
     first = int(selected[0])
     end = int(selected[-1]) + 1
-    # Ascending and distinct, so without gaps exactly if there are as many as from first to end.
+    # The indices are ascending and distinct, so they have no gaps if their number is `end - first`.
     is_contiguous = end - first == len(selected)
     return slice(first, end) if is_contiguous else selected
 
 
 def check_integer(caller: str, option: str, value: object, least: int | None = None) -> None:
-    """Raises an error if the value of an option is not an integer, or less than ``least``."""
+    """Raises a TypeError if an option is no integer, and a ValueError if it is below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{caller}: {option} must be an integer, got {value!r}.")
     if least is not None and value < least:
@@ -119,7 +121,7 @@ def check_integer(caller: str, option: str, value: object, least: int | None = N
 
 
 def check_process(caller: str, process: int, processes: Collection[int]) -> None:
-    """Raises an error if a process has none of the devices that a sharding needs."""
+    """Raises a ValueError unless a process is one of ``processes``, which have devices."""
     if process not in processes:
         raise ValueError(
             f"{caller}: process {process} has none of the devices of the sharding; the processes "
@@ -128,7 +130,7 @@ def check_process(caller: str, process: int, processes: Collection[int]) -> None
 
 
 def check_has_devices(caller: str, sharding: Sharding) -> None:
-    """Raises an error if a sharding is on an abstract mesh."""
+    """Raises a ValueError if a sharding is on an abstract mesh."""
     mesh = getattr(sharding, "mesh", None)
     if isinstance(mesh, AbstractMesh):
         raise ValueError(f"{caller}: {mesh} is abstract, without devices for batches.")
@@ -144,13 +146,13 @@ def _rows_sharding(sharding: Sharding) -> Sharding:
 
 def _num_parts(sharding: Sharding) -> int:
     """Returns the number of parts into which the rows are sharded."""
-    num_rows = sharding.num_devices  # which every spec divides
+    num_rows = sharding.num_devices  # every spec divides an array with so many rows
     rows_of_part = int(_rows_sharding(sharding).shard_shape((num_rows,))[0])
     return num_rows // rows_of_part
 
 
 def _axes_text(sharding: Sharding) -> str:
-    """Describes what shards the rows: ``'data' (2) × 'model' (4)``."""
+    """Returns the axes that shard the rows as text: ``'data' (2) × 'model' (4)``."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
@@ -160,21 +162,25 @@ def _axes_text(sharding: Sharding) -> str:
 def rows_by_process(
     sharding: Sharding, size: int, process_of: Callable[[jax.Device], int] | None = None
 ) -> dict[int, Rows]:
-    """Returns the indices of the rows that each process holds, of a batch of ``size`` rows.
+    """Returns the indices of the rows of a batch that each process holds, by process.
 
-    With 8 rows, ``P("data")`` over 4 devices and 2 processes:
-    ``{0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}``. ``process_of`` maps a device to its process; None for
-    the real one.
+    For 8 rows and ``P("data")`` over 4 devices in 2 processes, the result is
+    ``{0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}``.
+
+    Args:
+      sharding: the sharding of an array with rows.
+      size: the number of rows of the batch.
+      process_of: maps a device to its process; None for the process that it belongs to.
     """
     if process_of is None and jax.process_count() == 1:
         return {jax.process_index(): np.arange(size)}
-    blocks: dict[int, set[tuple[int, int]]] = {}  # by process, the first row and the end of each
-    # By device, the slice of its rows: a tuple, for an array of rank 1.
+    blocks: dict[int, set[tuple[int, int]]] = {}  # by process, (first row, end) of its blocks
+    # By device, the slice of its rows, in a tuple for the only dimension.
     indices: Mapping[Any, tuple[slice, ...]] = _rows_sharding(sharding).devices_indices_map((size,))
     for device, (row_slice,) in indices.items():
         process = device.process_index if process_of is None else process_of(device)
         start, end, _ = row_slice.indices(size)
-        # A set, since several devices of a process may hold the same rows.
+        # The blocks are a set, because several devices of a process may hold the same rows.
         blocks.setdefault(process, set()).add((start, end))
     return {
         process: np.concatenate([np.arange(start, end) for start, end in sorted(blocks[process])])
@@ -190,12 +196,12 @@ def _next_size(size: int, parts: int) -> int:
 class Leaf(NamedTuple):
     """One leaf of a batch."""
 
-    name: str  # where it is, as Python code
-    sharding: Sharding | None  # None if it is passed through
-    kind: str  # dtype and shape of its array: float32[rows, 2]
+    name: str  # the place in the batch, as Python code: batch['x']
+    sharding: Sharding | None  # None if the leaf is passed through
+    kind: str  # the dtype and shape of its array: float32[rows, 2]
     has_rows: bool  # whether its first dimension is the rows of the batch
-    # The dtype and the shape of a row, if JAX does not change the dtype. A NumPy array with both
-    # can be placed as it is. None if each array has to be checked.
+    # The dtype and the shape of a row. A NumPy array with both can be placed as it is, because JAX
+    # does not change this dtype. None if each array has to be checked.
     unchecked_row: tuple[np.dtype[Any], tuple[int, ...]] | None = None
 
     def needs_no_check(self, value: Any) -> bool:
@@ -214,20 +220,20 @@ class BatchSharding:
 
     Attributes:
       leaves: the leaves of a batch, in the order of its pytree.
-      rows: the sharding of the first dimension of leaves with rows, as an array of rank 1.
+      rows: the sharding of the rows, for an array of rank 1.
       size: the number of rows of a full global batch; 0 until :meth:`set_size`.
-      own_rows: the indices of those rows that this process holds.
+      own_rows: the indices of the rows of a full batch that this process holds.
 
     Its private attributes:
 
-        _treedef     that of each batch
+        _treedef     the pytree structure of each batch
         _with_rows   the name and the sharding of each leaf with rows
         _placed      the positions of the leaves that are placed, not passed through
-        _shardings   the shardings of these
-        _common      the sharding of all of these; None if they differ
+        _shardings   the shardings of these leaves
+        _common      the sharding of all these leaves; None if they differ
         _full_kinds  the dtype and the shape of each leaf in a full batch of this process; None for
-                     a leaf that is passed through; empty until `set_size`, and if a leaf is always
-                     checked
+                     a leaf that is passed through. The list is empty until `set_size`, and if a
+                     leaf always has to be checked
     """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
@@ -239,44 +245,47 @@ class BatchSharding:
           mesh: the mesh of each ``PartitionSpec``; None for the one in context.
 
         Raises:
+          TypeError: a leaf with a spec is not an array.
           ValueError: specs do not fit the arrays, or no array has rows.
         """
         self._treedef: PyTreeDef
         leaves_with_path, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = _names(leaves_with_path)
-        # 1. Arrays and their shardings. In place of a leaf that is no array there is a TypeError,
-        # which `_check_arrays` raises unless the spec of the leaf is None.
+        # 1. Arrays and their shardings. `arrays` has a TypeError for a leaf that is no array.
+        # `_check_arrays` raises an error for such leaves, unless their spec is None.
         arrays = [_as_host_array(leaf) for _, leaf in leaves_with_path]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays(names, arrays, shardings)
-        # 2. What is known of each leaf, for the checks of later batches.
+        # 2. The facts about each leaf, for the checks of later batches.
         self.leaves: list[Leaf] = []
         self._with_rows: list[tuple[str, Sharding]] = []
         for name, sharding, array in zip(names, shardings, arrays, strict=True):
             has_rows = sharding is not None and array.ndim > 0
             unchecked_row = None
             if has_rows and isinstance(array, np.ndarray):
-                # JAX changes 64-bit dtypes by default, and integers may be too large for 32 bits.
-                is_kept = array.dtype == jax.dtypes.canonicalize_dtype(array.dtype)
-                unchecked_row = (array.dtype, array.shape[1:]) if is_kept else None
+                # If JAX changes the dtype, as by default with 64 bits, each array is checked,
+                # because integers may be too large for 32 bits.
+                is_dtype_kept = array.dtype == jax.dtypes.canonicalize_dtype(array.dtype)
+                unchecked_row = (array.dtype, array.shape[1:]) if is_dtype_kept else None
             self.leaves.append(Leaf(name, sharding, _kind(array), has_rows, unchecked_row))
             if sharding is not None and has_rows:
                 self._with_rows.append((name, sharding))
         if not self._with_rows:
-            found = ", ".join(map(str, self.leaves)) or "it is empty"
+            leaves_text = ", ".join(map(str, self.leaves)) or "it is empty"
             raise ValueError(
-                f"{_NAME}: the batch has no array with rows: {found}. Give at least one array with "
-                "a leading dimension, and a spec for it."
+                f"{_NAME}: the batch has no array with rows: {leaves_text}. Give at least one "
+                "array with a leading dimension, and a spec for it."
             )
-        # 3. What is placed, and how the rows are sharded.
+        # 3. The leaves that are placed, and the sharding of the rows.
         sharded = [(i, leaf.sharding) for i, leaf in enumerate(self.leaves) if leaf.sharding]
         self._placed = [index for index, _ in sharded]
         self._shardings = [sharding for _, sharding in sharded]
-        # Matching a list of shardings with two arrays takes JAX 5 to 10 µs more than one.
+        # A common sharding is kept because JAX takes 5 to 10 µs more to match a list of shardings
+        # with two arrays than one sharding.
         are_alike = self._shardings.count(self._shardings[0]) == len(self._shardings)
         self._common = self._shardings[0] if are_alike else None
-        # The rows are sharded as those of the leaf with the most parts of rows. `set_size` checks
-        # that this suits the others.
+        # The leaf with the most parts of rows decides how the rows are sharded. `set_size` checks
+        # that this suits all other leaves.
         shardings_with_rows = [sharding for _, sharding in self._with_rows]
         self.rows = _rows_sharding(max(shardings_with_rows, key=_num_parts))
         self.size = 0
@@ -284,18 +293,18 @@ class BatchSharding:
         self._full_kinds: list[tuple[np.dtype[Any], tuple[int, ...]] | None] = []
 
     def full_arrays(self, batch: Any) -> list[HostArray] | None:
-        """Returns the leaves of a batch if they can be placed as they are; None if not known.
+        """Returns the leaves of a batch if they can be placed as they are; None if unknown.
 
-        That is so for all NumPy arrays of the structure, the dtypes and the shapes of a full batch:
+        NumPy arrays with the structure, the dtypes and the shapes of a full batch can be, because
         they pass all checks of `arrays`, `count` and `set_size`, which depend on nothing else.
         """
         values, treedef = jax.tree.flatten(batch)
         if not self._full_kinds or treedef != self._treedef:
             return None
         for value, kind in zip(values, self._full_kinds, strict=True):
-            if kind is None:  # passed through, whatever it is
+            if kind is None:  # the leaf is passed through, whatever it is
                 continue
-            # The type itself: subclasses, such as masked arrays, are converted.
+            # `type` leaves out subclasses, such as masked arrays, because they are converted.
             if type(value) is not np.ndarray or (value.dtype, value.shape) != kind:
                 return None
         return values
@@ -306,15 +315,16 @@ class BatchSharding:
         Leaves that are passed through are returned as they are.
 
         Raises:
-          ValueError: the structure, shapes or dtypes differ; or integers do not fit JAX's.
+          ValueError: the structure, shapes or dtypes differ from those of the first batch, or
+            integers do not fit the dtypes that JAX gives them.
           TypeError: a leaf is not an array, and is not passed through.
         """
         values, treedef = jax.tree.flatten(batch)
-        # Batches with fewer rows and those with a mask end here: the checks below take 5 µs for
-        # each leaf.
+        # This shortcut is for batches with fewer rows or with a mask, because the checks below take
+        # 5 µs for each leaf.
         if treedef == self._treedef and all(map(Leaf.needs_no_check, self.leaves, values)):
             return values
-        # 1. The same structure.
+        # 1. The structure has to be the same.
         names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
             new_names = _names(jax.tree_util.tree_flatten_with_path(batch)[0])
@@ -325,19 +335,20 @@ class BatchSharding:
                 f"{_NAME}: the structure of this batch differs from that of the first one:",
                 lines or [f"  {treedef}, in the first batch {self._treedef}"],
             )
-        # 2. Arrays, except what is passed through.
+        # 2. All leaves have to be arrays, except those that are passed through.
         arrays = [
             value if leaf.sharding is None else _as_host_array(value)
             for value, leaf in zip(values, self.leaves, strict=True)
         ]
         _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
-        # 3. Shapes and dtypes as in the first batch, and integers that JAX can hold.
+        # 3. Shapes and dtypes have to be those of the first batch, and JAX has to hold all
+        # integers.
         changed: list[str] = []
         too_large: list[str] = []
         for array, leaf in zip(arrays, self.leaves, strict=True):
-            if leaf.sharding is None:  # passed through, whatever it is
+            if leaf.sharding is None:  # the leaf is passed through, whatever it is
                 continue
-            limits = ""  # the range of integers that do not fit the dtype that JAX gives them
+            limits = ""  # the range of integers, if they do not fit the dtype that JAX gives them
             if isinstance(array, np.ndarray):
                 limits = out_of_range(array, jax.dtypes.canonicalize_dtype(array.dtype))
             kind = _kind(array)
@@ -361,7 +372,11 @@ class BatchSharding:
         return arrays
 
     def count(self, arrays: Sequence[HostArray]) -> int:
-        """Returns the number of rows that this process has of a batch; all leaves must agree."""
+        """Returns the number of rows that this process has of a batch.
+
+        Raises:
+          ValueError: leaves have different numbers of rows.
+        """
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
@@ -372,30 +387,30 @@ class BatchSharding:
                 "Leave out what does not have rows, or give it the spec None, which passes it "
                 "through.",
             )
-        # There is a leaf with rows, or the first batch would have been refused.
+        # There is a leaf with rows, because the constructor refuses a batch without one.
         return next(iter(counts.values()))
 
     def set_size(self, size: int | None, loaded: int, *, is_alone: bool) -> None:
-        """Sets the number of rows of a full global batch, and finds those of this process.
+        """Sets the number of rows of a full global batch, and the rows of this process.
 
         Args:
-          size: the number of rows of all processes. None for the least that the ``loaded`` rows
-            fit into, as if all processes had loaded in proportion to their parts.
+          size: the number of rows of all processes. None for the least number that the ``loaded``
+            rows fit into, if all processes have loaded rows in proportion to their parts.
           loaded: the number of rows that this process has of the first batch.
           is_alone: whether no other process has devices of the sharding.
 
         Raises:
-          ValueError: leaves cannot be sharded evenly, or so that a process has the same rows of
-            each.
+          ValueError: leaves cannot be sharded evenly, or a process would hold different rows of
+            different leaves.
         """
         if size is None:
-            # If this process has 2 of 4 parts of the rows and has loaded 6, there are 12 of them.
+            # If this process has 2 of 4 parts of the rows and has loaded 6 rows, there are 12.
             num_parts = _num_parts(self.rows)
-            # In a batch with one row for each part, its rows are its parts.
+            # The parts of a process are its rows in a batch with one row for each part.
             own_parts = len(rows_by_process(self.rows, num_parts)[jax.process_index()])
             size = math.ceil(loaded * num_parts / own_parts)
         self.size = size
-        # The next size that all leaves can be divided by, for the message.
+        # The next size that can be divided for all leaves, for the message.
         all_parts = [_num_parts(sharding) for _, sharding in self._with_rows]
         divisible = _next_size(size, math.lcm(*all_parts))
         raise_listed(
@@ -412,7 +427,7 @@ class BatchSharding:
         held_rows = rows_by_process(self.rows, size)  # process → indices of its rows
         self.own_rows = held_rows[jax.process_index()]
         self._full_kinds = self._kinds_in_full_batch()
-        if is_alone:  # it holds all rows of each leaf
+        if is_alone:  # this process holds all rows of each leaf
             return
         raise_listed(
             ValueError,
@@ -427,7 +442,7 @@ class BatchSharding:
         )
 
     def _kinds_in_full_batch(self) -> list[tuple[np.dtype[Any], tuple[int, ...]] | None]:
-        """Returns ``_full_kinds``, once it is known how many rows this process has."""
+        """Returns the value for ``_full_kinds``; ``own_rows`` has to be set."""
         kinds: list[tuple[np.dtype[Any], tuple[int, ...]] | None] = []
         for leaf in self.leaves:
             if leaf.sharding is None:
@@ -440,28 +455,34 @@ class BatchSharding:
         return kinds
 
     def place(self, arrays: Sequence[HostArray], mask: HostArray | None = None) -> Any:
-        """Assembles a global batch from the rows of this process, paired with a mask if given.
+        """Assembles a global batch from the rows of this process.
 
         Args:
           arrays: the leaves of the batch, with all rows that this process holds.
-          mask: of shape (own rows,), which of these rows were loaded and not filled in.
+          mask: of shape (own rows,), whether each row was loaded and not filled in.
+
+        Returns:
+          The batch; with a mask, a pair of the batch and the global mask.
         """
         leaves: list[Any] = list(arrays)
         # The positions of the leaves that are placed, and their shardings.
-        placed, shardings, common = self._placed, self._shardings, self._common
-        if mask is not None:  # placed together with the arrays, as one more leaf with rows
+        positions, shardings, common = self._placed, self._shardings, self._common
+        if mask is not None:  # the mask is placed with the arrays, as one more leaf with rows
             leaves.append(mask)
-            placed, shardings = [*placed, len(arrays)], [*shardings, self.rows]
+            positions, shardings = [*positions, len(arrays)], [*shardings, self.rows]
             common = common if common == self.rows else None
-        own = [leaves[index] for index in placed]  # each (own rows, …), or () for a number
-        if jax.process_count() == 1:  # what the function below comes to, a tenth faster
-            global_arrays = jax.device_put(own, shardings if common is None else common)
+        own_arrays = [leaves[index] for index in positions]  # (own rows, …), or () for a number
+        # With one process, `device_put` does the same as the other function, and is a tenth faster.
+        if jax.process_count() == 1:
+            global_arrays = jax.device_put(own_arrays, shardings if common is None else common)
         else:
-            shapes = [  # the global ones: (rows, …), or () for a number
-                (self.size, *array.shape[1:]) if array.ndim else () for array in own
+            global_shapes = [  # (rows, …), or () for a number
+                (self.size, *array.shape[1:]) if array.ndim else () for array in own_arrays
             ]
-            global_arrays = jax.make_array_from_process_local_data(shardings, own, shapes)
-        for index, array in zip(placed, global_arrays, strict=True):
+            global_arrays = jax.make_array_from_process_local_data(
+                shardings, own_arrays, global_shapes
+            )
+        for index, array in zip(positions, global_arrays, strict=True):
             leaves[index] = array  # all other leaves are passed through
         if mask is None:
             return self._treedef.unflatten(leaves)
@@ -469,9 +490,10 @@ class BatchSharding:
         return self._treedef.unflatten(leaves), global_mask
 
 
-def _are_equal(one: Mapping[int, Rows], other: Mapping[int, Rows]) -> bool:
+def _are_equal(rows: Mapping[int, Rows], other_rows: Mapping[int, Rows]) -> bool:
     """Whether the same processes hold the same rows."""
-    return [*one] == [*other] and all(map(np.array_equal, one.values(), other.values()))
+    has_same_processes = [*rows] == [*other_rows]
+    return has_same_processes and all(map(np.array_equal, rows.values(), other_rows.values()))
 
 
 def _shardings(
@@ -485,25 +507,29 @@ def _shardings(
     A sharding has to divide all dimensions except the rows, whose number `set_size` checks.
 
     Args:
-      treedef: that of the batch.
-      arrays: its leaves; a ``TypeError`` in place of each that is not an array.
+      treedef: the pytree structure of the batch.
+      arrays: the leaves of the batch; a ``TypeError`` in place of a leaf that is no array.
       specs: the user's specs, as a prefix of the batch.
       mesh: the mesh of each ``PartitionSpec``; None for the one in context.
+
+    Raises:
+      ValueError, TypeError, NoMeshError: specs do not fit.
     """
-    # Loaded rows may be fewer than the rows of a batch, so each array counts as one with a number
-    # of rows that any mesh axis divides.
+    # Fewer rows may be loaded than a batch has, so the specs are fitted to arrays with a number of
+    # rows that any mesh axis divides.
     num_devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
     num_rows = math.lcm(*num_devices, 1 if mesh is None else mesh.size)
 
     def abstract(array: HostArray | TypeError) -> jax.ShapeDtypeStruct:
-        if isinstance(array, TypeError):  # a placeholder: passed through, or refused afterwards
+        # A leaf that is no array gets a placeholder. Later it is passed through or refused.
+        if isinstance(array, TypeError):
             return jax.ShapeDtypeStruct((), bool)
         shape = (num_rows, *array.shape[1:]) if array.ndim else ()
         return jax.ShapeDtypeStruct(shape, array.dtype)
 
     def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-        # P("data") for all leaves replicates a number, which has no rows to shard. Of an array with
-        # rows, too many entries are an error.
+        # P("data") for all leaves replicates a number, because it has no rows to shard. Too many
+        # entries for an array with rows are an error.
         return spec if leaf.shape else trim_to_rank(spec, leaf)
 
     tree = treedef.unflatten(map(abstract, arrays))
@@ -522,27 +548,31 @@ def _assign_specs(
 
     Args:
       caller: the function that the user called, in messages.
-      name: the argument of that, in messages.
+      name: the argument of this function, in messages.
       tree: the arrays.
       specs: a prefix of the tree.
       mesh: the mesh of each ``PartitionSpec``; None for the one in context.
       adapt: takes a spec and its array, and returns the spec that has to fit.
+
+    Raises:
+      ValueError, TypeError, NoMeshError: specs do not fit.
     """
     _, shardings = assign_shardings(
         tree,
-        flatten(tree),  # the same tree, as the core describes it
+        flatten(tree),
         specs,
         mesh=mesh,
         caller=caller,
         name=name,
-        whole=True,  # no UNCONSTRAINED: no compiler is there to choose the sharding of a dimension
+        # UNCONSTRAINED is refused, because there is no compiler that could choose a sharding.
+        whole=True,
         adapt=adapt,
     )
     return shardings
 
 
 def _names(leaves_with_path: Sequence[tuple[Sequence[Any], Any]]) -> list[str]:
-    """Returns where each leaf is, as Python code: ``batch['x']``."""
+    """Returns the place of each leaf as Python code: ``batch['x']``."""
     return [accessor("batch", tuple(map(path_key, path))) for path, _ in leaves_with_path]
 
 
@@ -553,7 +583,7 @@ def _kind(array: HostArray | TypeError) -> str:
     return _kind_of_rows(array.dtype, array.shape[1:] if array.ndim else None)
 
 
-@functools.lru_cache(maxsize=1024)  # of each leaf of each batch, and the text takes microseconds
+@functools.lru_cache(maxsize=1024)  # called for each leaf of each batch; a text takes microseconds
 def _kind_of_rows(dtype: np.dtype[Any], row: tuple[int, ...] | None) -> str:
     sizes = [] if row is None else ["rows", *map(str, row)]
     return f"{dtype}[{', '.join(sizes)}]"
@@ -564,7 +594,7 @@ def _check_arrays(
     arrays: Sequence[HostArray | TypeError],
     shardings: Sequence[Sharding | None],
 ) -> None:
-    """Raises an error that lists all leaves with a sharding that are not arrays."""
+    """Raises a TypeError that lists all leaves with a sharding that are not arrays."""
     wrong = [
         f"  {name}: {array}"
         for name, array, sharding in zip(names, arrays, shardings, strict=True)
@@ -575,17 +605,19 @@ def _check_arrays(
 
 
 def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
-    """Returns a leaf of a batch as an array, which shares its memory if possible.
+    """Returns a leaf of a batch as an array, which shares the leaf's memory if possible.
 
-    What is no array becomes a ``TypeError`` that says why. It is returned and not raised: the spec
-    of the leaf may be None, which passes it through, and one error lists all others.
+    For a leaf that is no array, a ``TypeError`` that says why is returned. It is not raised,
+    because the spec of the leaf may be None, which passes it through, and one error lists all other
+    leaves.
     """
-    # ``np.float64`` is a ``float``, but has a dtype of its own.
+    # NumPy numbers are left out: ``np.float64`` is a ``float``, but has a dtype of its own.
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         try:
             return np.asarray(leaf, jnp.result_type(type(leaf)))  # the dtype that JAX gives it
         except OverflowError:  # an integer that this dtype cannot hold
-            # In 64 bits, it is refused with its path if it is placed. A larger one is of dtype O.
+            # NumPy gives it 64 bits, and `arrays` refuses it with its path if it is placed. A
+            # larger integer gets the dtype O, which is refused below.
             leaf = np.asarray(leaf)
     if isinstance(leaf, jax.Array):
         return leaf
@@ -595,8 +627,8 @@ def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf i
         array = np.asarray(leaf if is_of_numpy else _from_library(leaf))
     except TypeError as error:
         return error
-    # JAX has no objects (O), bytes (S), text (U), dates (M) or time spans (m), and no records. The
-    # kind of records is V, but so is that of bfloat16, whose type is not `np.void`.
+    # JAX has no objects (O), bytes (S), text (U), dates (M) or time spans (m), and no records.
+    # Records are found by the type `np.void`, because their kind, V, is that of bfloat16 as well.
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
         return TypeError(f"an array of dtype {array.dtype}")
     return array
@@ -606,31 +638,32 @@ def _from_library(x: object) -> np.ndarray[Any, Any]:
     """Returns an array of another library, such as a tensor of PyTorch, as a NumPy array.
 
     Raises:
-      TypeError: it is not an array, or cannot be converted, such as a tensor on a GPU.
+      TypeError: x is not an array, or cannot be converted, such as a tensor on a GPU.
     """
     try:
         if hasattr(x, "__array__"):
-            # PyTorch raises a TypeError for bfloat16, which NumPy lacks. DLPack can do it.
+            # PyTorch raises a TypeError for bfloat16, which NumPy lacks. DLPack is tried then.
             with contextlib.suppress(TypeError):
                 return np.asarray(x)
         if hasattr(x, "__dlpack__"):
             return np.asarray(jax.dlpack.from_dlpack(x))
-    except Exception as error:  # of another library, which may raise anything
+    except Exception as error:  # another library may raise anything
         raise TypeError(f"a {type(x).__name__} that gives no array: {error}") from error
-    # It has neither method, or only `__array__`, which raised a TypeError.
+    # The object has neither method, or only `__array__`, which raised a TypeError.
     raise TypeError(f"{show(x)} of type {type(x).__name__}")
 
 
 def pad_rows(array: HostArray, rows: int, filler: HostArray | int | None) -> HostArray:
     """Fills an array up to a number of rows, with copies of its last row.
 
-    Zeros might become NaN in a model, which a mask does not remove from a sum.
+    Zeros are not used, because they might become NaN in a model, and a mask does not remove NaN
+    from a sum.
 
     Args:
       array: the array, of shape (at most ``rows``, …).
       rows: the number of rows of the result.
-      filler: what fills an array without rows: a row of shape (1, …), which is one of keys for an
-        array of random keys, or a number. None if the array has rows.
+      filler: the row for an array without rows: an array of shape (1, …), of random keys if the
+        array has random keys, or a number. None if the array has rows.
     """
     count = len(array)
     if count == rows:
