@@ -1,10 +1,12 @@
 """``shard_batches``: batches from the host as global arrays, loaded while devices compute.
 
-``global_batches`` makes them one after the other, ``feed`` runs it in a thread ahead of the loop,
-and this module is what users hold: an iterable, its iterators, and their state.
+``global_batches`` makes the batches one after the other, and ``feed`` runs it in a thread ahead of
+the loop. This module has the objects that users hold: an iterable, its iterators, and their state.
 
-From the core: `Specs` is the user's prefix of specs, with its leaves in ``written``; `given_mesh`
-returns the mesh that a function was given, else the one in context, else None; `check_*` raise.
+From other modules: `Specs` is the user's prefix of specs, with its leaves in ``written``.
+`given_mesh` returns the mesh that a function was given, else the one in context, else None. The
+functions `check_specs`, `check_options`, `check_integer`, `check_process` and `check_has_devices`
+only raise errors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .global_batches import UNEVEN, BatchOptions, GlobalBatches, Loaded, Uneven
 
 _NAME = "shard_batches"
 
-# How long `close` waits for a loader that is loading a batch.
+# The time that `close` waits for a loader that is loading a batch.
 _CLOSE_SECONDS = 10.0
 
 
@@ -110,7 +112,7 @@ def shard_batches(
     check_specs(_NAME, sharding=specs)
     onto = given_mesh(_NAME, mesh)
     processes = _processes_of(specs, onto)
-    # None have devices if all specs are None, so that everything is passed through.
+    # If all specs are None, everything is passed through, and no process needs devices.
     if processes:
         check_process(_NAME, jax.process_index(), processes)
     is_alone = len(processes) <= 1
@@ -141,9 +143,10 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
         self._batches, self._options = batches, options
-        # The iterations that `close` ends; weakly, so that one ends when its loop drops it.
+        # The iterations that `close` ends. References are weak, so that an iteration ends when its
+        # loop drops it.
         self._open: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
-        # The one iteration over a loader that is an iterator itself; None for other loaders.
+        # The only iteration over a loader that is an iterator itself; None for other loaders.
         self._only: BatchIterator | None = None
 
     def __iter__(self) -> BatchIterator:
@@ -153,8 +156,9 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
         source = iter(self._batches)
         iterator = BatchIterator(source, self._options)
         self._open.add(iterator)  # for `close`
-        if source is self._batches:  # the loader is an iterator, and cannot start again
-            # A second iterator over the same source would lose batches that this one loaded ahead.
+        # The loader is an iterator and cannot start again. The iteration is kept, because a second
+        # one over the same source would lose batches that this one has loaded ahead.
+        if source is self._batches:
             self._only = iterator
         return iterator
 
@@ -180,18 +184,21 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
-        # The state after the last batch that was yielded: the number of rows of a full batch, None
-        # until it is known, and the state of the loader, None if it has none.
+        # The state after the last batch that was yielded: the number of rows of a full batch (None
+        # until it is known), and the state of the loader (None if it has none).
         self._batch_size = options.batch_size
-        # A copy, since the loader may change it in place, also for a batch that fails.
+        # The loader's state is copied, because the loader may change it in place, even for a batch
+        # that fails.
         get_state = getattr(source, "get_state", None)
         self._loader_state = None if get_state is None else copy.deepcopy(get_state())
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
+        """Makes a new feed; ``resumed`` says whether an earlier iteration has yielded batches."""
         batches = GlobalBatches(self._source, self._options, resumed=resumed)
         self._feed: Feed[Loaded] = Feed(batches.__next__, self._options.prefetch)
-        # For an iterator that is dropped; at exit, the feed has a handler of its own.
+        # The finalizer stops the feed of an iterator that is dropped. It does not run at exit,
+        # because the feed has a handler of its own there.
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 
@@ -204,7 +211,9 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
     @_compat.api_boundary
     def _take(self) -> Loaded | None:
-        # The end is no error: as one, JAX would filter its traceback, as long as for ten batches.
+        """Returns the next result of the feed; None at the end."""
+        # StopIteration does not leave this function, because `api_boundary` would filter its
+        # traceback, which takes as long as ten batches.
         try:
             return self._feed.take()
         except StopIteration:
@@ -228,11 +237,11 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         Raises:
           TypeError: the loader's iterator has no ``get_state`` (Grain's iterators have it).
         """
-        # Not called now: the loader is ahead of the loop. Its state after each batch was kept with
-        # the batch, as `__next__` stores it. This raises the error if the loader has no state.
+        # The method is not called, because the loader is ahead of the loop. `__next__` has kept the
+        # loader's state after the last batch. `_method` raises an error if the loader has no state.
         self._method("get_state")
         state: dict[str, Any] = {"batch_size": self._batch_size}
-        # JSON has no bytes, so these are stored as text. The key says which of the two it was.
+        # JSON has no bytes, so bytes are stored as text. The key says whether they were bytes.
         if isinstance(self._loader_state, bytes):
             state["text"] = self._loader_state.decode()
         else:
@@ -252,25 +261,27 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """
         set_state = self._method("set_state")
         try:
-            # As `get_state` writes it: the loader's state is text if it is bytes, else JSON.
+            # `get_state` has written a loader's state of bytes as "text", and any other as
+            # "loader".
             fields = json.loads(state)
             size = fields["batch_size"]
-            loader = fields["text"].encode() if "text" in fields else fields["loader"]
+            loader_state = fields["text"].encode() if "text" in fields else fields["loader"]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
-        # Wait for the thread that loads ahead: it must not use the loader while the state is set.
-        # If `set_state` raises, the iteration stays at its end.
+        # The thread that loads ahead has to end first, because it must not use the loader while the
+        # state is set. If `set_state` raises an error, the iteration stays at its end.
         self._feed.stop(None)
-        self._finalizer.detach()  # or it would keep the old feed; `_begin` makes both anew
-        set_state(copy.deepcopy(loader))  # the loader may change its own in place
-        self._batch_size, self._loader_state = size, loader
-        # By default, the first batch decides on the number of rows. The next one may be uneven, so
-        # the number in the state decides.
+        # The finalizer would keep the old feed. `_begin` makes a new one of both.
+        self._finalizer.detach()
+        set_state(copy.deepcopy(loader_state))  # copied because the loader may change it in place
+        self._batch_size, self._loader_state = size, loader_state
+        # By default, the first batch decides on the number of rows. The number in the state is used
+        # instead, because the next batch may be uneven.
         self._options = self._options._replace(batch_size=self._options.batch_size or size)
         self._begin(resumed=True)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """Returns a method of the loader's iterator, or raises an error that it has none."""
+        """Returns a method of the loader's iterator; raises a TypeError if it has none."""
         if not hasattr(self._source, name):
             raise TypeError(
                 f"{_NAME}: {type(self._source).__name__} has no {name}. Pass a loader whose "
@@ -286,7 +297,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
     """Returns the indices of the processes that have devices of the user's shardings, ascending.
 
-    A spec that is None needs no devices, since what it is for is passed through.
+    A spec that is None needs no devices, because its leaves are passed through.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
@@ -300,7 +311,7 @@ def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, 
             raise ValueError(f"{_NAME}: {spec}: give the Sharding without a memory layout.")
         if isinstance(spec, PartitionSpec):
             assert mesh is not None  # checked above
-            spec = NamedSharding(mesh, PartitionSpec())  # on the same devices, whatever the spec
+            spec = NamedSharding(mesh, PartitionSpec())  # any spec is on all devices of the mesh
         if isinstance(spec, Sharding):
             check_has_devices(_NAME, spec)
             devices |= spec.device_set

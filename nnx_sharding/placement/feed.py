@@ -1,8 +1,9 @@
 """Makes results ahead of their use, in a thread that ends with its consumer.
 
 The thread and the consumer share one condition and a bounded queue. A feed ends in one of three
-ways: ``make`` raises (``StopIteration`` included), the consumer calls ``stop``, or the consumer is
-dropped and its finalizer calls ``stop``. The thread therefore must not refer to the consumer.
+ways: ``make`` raises an error (``StopIteration`` included), the consumer calls ``stop``, or the
+consumer is dropped and its finalizer calls ``stop``. The thread must not refer to the consumer,
+because the consumer would then never be dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# How long the end of the program waits for a thread that runs a user's loader.
+# The time that the end of the program waits for a thread that runs a user's loader.
 _EXIT_SECONDS = 5.0
 
 
@@ -24,19 +25,20 @@ class Feed(Generic[T]):
 
     With a ``depth`` of 0 there is no thread: :meth:`take` makes each result.
 
-    What the thread and the consumer share, under the condition ``_change``:
+    The thread and the consumer share these attributes, under the condition ``_change``:
 
         _ready     the results that were made and not yet taken
-        _error     what ``make`` raised, until it is raised to the consumer
+        _error     the error that ``make`` raised, until the consumer raises it
         _over      whether nothing more is made
-        _stopped   whether nobody takes any more
+        _stopped   whether the consumer takes nothing more
     """
 
     def __init__(self, make: Callable[[], T], depth: int):
         """Prepares to make up to ``depth`` results ahead; no thread is started yet."""
         self._make, self._depth = make, depth
         self._ready: deque[T] = deque()
-        self._lock = threading.RLock()  # not a Lock: a finalizer may call `stop` anywhere
+        # The lock is an RLock, because a finalizer may call `stop` in a thread that holds it.
+        self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
         self._error: BaseException | None = None
         self._stopped = False
@@ -47,7 +49,7 @@ class Feed(Generic[T]):
         """Returns the next result, and waits for it.
 
         Raises:
-          BaseException: what ``make`` raised, once, after all results that it made before.
+          BaseException: the error that ``make`` raised, once, after all results before it.
           StopIteration: ``make`` raised it, its error was raised already, or the feed was stopped.
         """
         if self._depth == 0:
@@ -55,24 +57,29 @@ class Feed(Generic[T]):
         with self._change:
             if self._thread is None and not self._over:
                 self._start()
-            # `_make_one` wakes this for a result or the end, and `stop` for being stopped.
+            # `_make_one` notifies of a result or the end, and `stop` of being stopped.
             while not (self._ready or self._over or self._stopped):
                 self._change.wait()
-            if self._ready:  # also after the end: what was made before an error comes first
+            # Results are taken even after the end, because those before an error come first.
+            if self._ready:
                 self._change.notify_all()  # the thread may wait for room
                 return self._ready.popleft()
             error, self._error = self._error, None  # an error is raised once
         try:
             raise StopIteration if error is None else error
         finally:
-            del error  # its traceback holds this frame, and this frame would hold it
+            # The error's traceback holds this frame, so the frame must not hold the error: they
+            # would keep each other in memory.
+            del error
 
     def _make_now(self) -> T:
-        """Makes the next result in the thread of the consumer; raises what :meth:`take` does.
+        """Makes the next result in the thread of the consumer; the errors are those of `take`.
 
-        It passes through no queue, which took a third of what a batch costs besides placing it.
+        The result passes through no queue, because that took a third of the cost of a batch besides
+        placing it.
         """
-        with self._lock:  # of consumers in several threads, one after the other uses the loader
+        # The lock is for consumers in several threads: one after the other uses the loader.
+        with self._lock:
             if self._over:
                 raise StopIteration
             try:
@@ -80,7 +87,7 @@ class Feed(Generic[T]):
             except BaseException:
                 self._end()
                 raise
-            if self._stopped:  # by the loader, or by a finalizer
+            if self._stopped:  # the loader, or a finalizer, has called `stop` meanwhile
                 raise StopIteration
             return result
 
@@ -94,7 +101,7 @@ class Feed(Generic[T]):
             self._ready.clear()
             self._change.notify_all()
             thread = self._thread
-            # Nothing more is made from here on. A thread notes that itself, when `make` returns.
+            # A thread calls `_end` itself, when `make` returns. Without one, it is called here.
             if thread is None:
                 self._end()
         # A finalizer may run in the thread itself, which cannot wait for its own end.
@@ -102,18 +109,21 @@ class Feed(Generic[T]):
             thread.join(wait)
 
     def _start(self) -> None:
-        # A daemon, since the program could not end while the loader is blocked.
+        """Starts the thread; raises a RuntimeError if the system has no more threads."""
+        # The thread is a daemon, because the program could not end while the loader is blocked.
         self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches", daemon=True)
         # Exit handlers run in reverse order, so this one runs before JAX closes its connections.
         atexit.register(self.stop, _EXIT_SECONDS)
         try:
             self._thread.start()
-        except RuntimeError:  # the system has no more threads: without one, `take` would wait
+        except RuntimeError:
             atexit.unregister(self.stop)
-            self._thread = None  # the next `take` tries again
+            # The next `take` tries again. It would wait forever for a thread that does not run.
+            self._thread = None
             raise
 
     def _run(self) -> None:
+        """Makes results until the end; the thread runs this."""
         while self._has_room() and not self._over:
             self._make_one()
         with self._change:
@@ -132,21 +142,22 @@ class Feed(Generic[T]):
             return
         try:
             result = self._make()  # in a thread without the lock, since it may take long
-        except BaseException as error:  # the consumer raises it, KeyboardInterrupt too
+        except BaseException as error:  # the consumer raises any error, even KeyboardInterrupt
             with self._change:
-                # `take` raises StopIteration itself where nothing more is made.
+                # StopIteration is not kept, because `take` raises it itself if nothing more is
+                # made.
                 self._error = None if isinstance(error, StopIteration) else error
                 self._end()  # sets `_over`, and wakes the consumer
         else:
             with self._change:
-                if not self._stopped:  # else nobody takes it
+                if not self._stopped:  # a stopped consumer takes nothing
                     self._ready.append(result)
                     self._change.notify_all()
 
     def _end(self) -> None:
-        """Notes that nothing more is made, and wakes the consumer; with the lock held."""
+        """Notes that nothing more is made, and wakes the consumer. The caller holds the lock."""
         if not self._over:
             self._over = True
             atexit.unregister(self.stop)
-            del self._make  # which holds the user's loader
+            del self._make  # frees the user's loader, which `make` holds
         self._change.notify_all()
