@@ -4,12 +4,13 @@
              (checked)     (padded or dropped)        (placed)
 
 A *row* is one example, an index along the first dimension. A batch is *full* if it has all rows
-that this process's devices hold; what is done with one that has fewer is the option ``uneven``.
-Which processes hold which rows follows from the sharding, so no process asks another one. This also
-means that none can notice that another one has ended: with several processes, what would depend on
-the others is an error, and the loaders have to yield equally many batches.
+that this process's devices hold. The option ``uneven`` says what is done with a batch that has
+fewer rows. The sharding tells which processes hold which rows, so no process asks another one. For
+the same reason, no process can notice that another one has ended. So with several processes, the
+loaders have to yield equally many batches, and a decision that depends on other processes is an
+error.
 
-`BatchSharding` (`batch_sharding.py`) knows the leaves of a batch, checks and places them; its
+`BatchSharding` (`batch_sharding.py`) knows the leaves of a batch, checks and places them. Its
 ``own_rows`` are the indices of the rows of a full batch that this process holds. A leaf whose
 sharding is None is *passed through*: it may be anything. A process *is alone* if no other process
 has devices of the shardings.
@@ -30,7 +31,7 @@ from .batch_sharding import BatchSharding, HostArray, copied, pad_rows
 
 _NAME = "shard_batches"
 
-# What is done with a batch that has fewer rows than the others.
+# The ways to treat a batch that has fewer rows than a full one.
 Uneven: TypeAlias = Literal["pad", "drop", "error"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
@@ -42,7 +43,7 @@ class BatchOptions(NamedTuple):
     mesh: Mesh | AbstractMesh | None  # None if no spec needs one
     is_alone: bool  # whether no other process has devices of the sharding
     uneven: Uneven
-    batch_size: int | None  # None for that of the first batch
+    batch_size: int | None  # None: the size of the first batch
     prefetch: int
     copy: bool
 
@@ -50,7 +51,7 @@ class BatchOptions(NamedTuple):
 class Loaded(NamedTuple):
     """A global batch, and the state of the iteration after it."""
 
-    value: Any  # a pytree of arrays; with ``uneven="pad"``, a pair of it and the mask
+    value: Any  # a pytree of arrays; with ``uneven="pad"``, a pair of the pytree and the mask
     batch_size: int  # the number of rows of a full batch
     loader: Any  # the state of the loader; None if it has none
 
@@ -64,17 +65,20 @@ class GlobalBatches(Iterator[Loaded]):
         _options       the options that the user gave (``BatchOptions``)
         _x64           the user's setting of ``jax_enable_x64``, by which arrays are placed
         _count         the number of batches that the loader has yielded
-        _dropped       the number of those that were left out
+        _dropped       the number of batches that had too few rows and were left out
         _has_yielded   whether this iteration, or the one that it continues, has yielded a batch
-        _sharding      the leaves and shardings of a batch, known from the first one on
+        _sharding      the leaves and shardings of a batch; None until the first batch
         _last_rows     the last row of each leaf, to fill a batch without rows
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, *, resumed: bool):
-        """Iterates over a loader; ``resumed`` if an earlier iteration has yielded batches."""
+        """Prepares to iterate over a loader.
+
+        ``resumed`` says whether an earlier iteration has yielded batches.
+        """
         self._source, self._options = source, options
-        # Batches may be placed in a thread of our own. There, a setting that the user made with
-        # `with jax.enable_x64(True):`, for one thread, would not apply.
+        # The setting is kept, because batches may be placed in a thread of our own, and a setting
+        # that the user made with `with jax.enable_x64(True):` is for one thread only.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
         self._count = 0
         self._dropped = 0
@@ -90,11 +94,12 @@ class GlobalBatches(Iterator[Loaded]):
             except StopIteration:
                 self._check_end()
                 raise
-            # The state after this batch. A copy, since the loader may change it in place for the
-            # next one.
+            # The state after this batch is copied, because the loader may change it in place for
+            # the next batch.
             get_state = getattr(self._source, "get_state", None)
             state = None if get_state is None else copy.deepcopy(get_state())
-            if jax.config.read("jax_enable_x64") == self._x64:  # a fifth of the time of a context
+            # Reading the setting takes a fifth of the time of a context.
+            if jax.config.read("jax_enable_x64") == self._x64:
                 value = self._shard(batch)
             else:
                 with jax.enable_x64(self._x64):
@@ -109,12 +114,16 @@ class GlobalBatches(Iterator[Loaded]):
         """Turns the rows that this process loaded into a global batch; None to leave it out.
 
         With ``uneven="pad"``, the result is a pair of the batch and the mask of loaded rows.
+
+        Raises:
+          ValueError, TypeError: the batch does not fit, or may not be left out.
         """
         options = self._options
         if self._sharding is None:  # the first batch decides for all
             self._sharding = BatchSharding(batch, options.specs, options.mesh)
         sharding = self._sharding
-        # Nearly all batches end here. What follows takes as long for a small one as placing it.
+        # This shortcut is for nearly all batches. The steps below take as long for a small batch as
+        # placing it.
         if options.uneven != "pad" and not options.copy:
             full_arrays = sharding.full_arrays(batch)
             if full_arrays is not None:
@@ -122,10 +131,11 @@ class GlobalBatches(Iterator[Loaded]):
         arrays = sharding.arrays(batch)  # the leaves, checked to be like those of the first batch
         if options.copy:
             pairs = zip(arrays, sharding.leaves, strict=True)
-            # What is passed through is not placed, and may have no copy.
+            # Leaves that are passed through are not copied, because they may be anything.
             arrays = [x if leaf.sharding is None else copied(x) for x, leaf in pairs]
         rows = sharding.count(arrays)
-        # If other processes have rows, this one has to run the step as well, with padding.
+        # A batch without rows is left out only if this process is alone. Otherwise other processes
+        # may have rows, and this one has to run the step as well, with padding.
         if not rows and options.is_alone:
             if options.uneven == "error":
                 raise ValueError(
@@ -133,30 +143,34 @@ class GlobalBatches(Iterator[Loaded]):
                     "out."
                 )
             return None
-        if not sharding.size:  # not known yet: this is the first batch that is not left out
+        if not sharding.size:  # this is the first batch that is not left out
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
-        full = len(sharding.own_rows)
-        if rows > full:
+        num_full = len(sharding.own_rows)
+        if rows > num_full:
             raise ValueError(self._describe(rows, "more"))
         if options.uneven == "pad":
-            mask = np.arange(full) < rows  # (own rows,)
-            return sharding.place(self._fill(arrays, rows, full), mask)
-        if rows < full:
-            self._leave_out(rows)
+            mask = np.arange(num_full) < rows  # (own rows,)
+            return sharding.place(self._fill(arrays, rows, num_full), mask)
+        if rows < num_full:
+            self._leave_out(rows)  # raises an error if the batch may not be dropped
             return None
         return sharding.place(arrays)
 
     def _leave_out(self, rows: int) -> None:
-        """Counts a batch with too few rows that is dropped; raises an error if it must not be."""
+        """Counts a batch with too few rows as dropped.
+
+        Raises:
+          ValueError: it may not be dropped, by ``uneven`` or because this process is not alone.
+        """
         # "shard_batches: batch 3 (from 0) has 5 rows, fewer than 8 in a full batch."
-        found = self._describe(rows, "fewer")
+        description = self._describe(rows, "fewer")
         if self._options.uneven == "error":
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
-            raise ValueError(f"{found} {hint}.")
+            raise ValueError(f"{description} {hint}.")
         if not self._options.is_alone:
-            # Where another process has a full batch, its step would wait for this one forever.
+            # If another process has a full batch, its step would wait for this process forever.
             raise ValueError(
-                f"{found} Other processes may have all of theirs, so it "
+                f"{description} Other processes may have all of theirs, so it "
                 "cannot be dropped here alone: drop it in the loader of each process (Grain: "
                 "drop_remainder=True), or pass uneven='pad' with batch_size=..."
             )
@@ -165,20 +179,21 @@ class GlobalBatches(Iterator[Loaded]):
     def _fill(self, arrays: Sequence[HostArray], rows: int, full: int) -> list[HostArray]:
         """Fills the arrays of a short batch with copies of their last row: (rows, …) → (full, …).
 
-        A batch without rows gets the last row of an earlier one, or zeros if there was none. What
-        has no rows, as numbers and what is passed through, stays as it is.
+        A batch without rows gets the last row of an earlier one, or zeros if there was none. Leaves
+        without rows, such as numbers and leaves that are passed through, stay as they are.
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves
-        # Kept for a batch without rows. A process that is alone skips such batches. Each batch with
-        # rows replaces what is kept; one without rows only adds zeros if nothing is kept yet.
+        # The last rows are kept for a later batch without rows, unless this process is alone,
+        # because it leaves out such batches. Each batch with rows replaces the last rows. A batch
+        # without rows keeps zeros if there are no last rows yet.
         if not self._options.is_alone and (rows or not self._last_rows):
             self._last_rows = []
             for array, leaf in zip(arrays, leaves, strict=True):
                 last_row = None
                 if leaf.has_rows:
-                    # (rows, …) → (1, …), of zeros if there are no rows. A copy, since the loader
-                    # may write to its array again.
+                    # (rows, …) → (1, …), zeros if there are no rows. The row is copied, because the
+                    # loader may write to its array again.
                     last_row = copied(pad_rows(array[-1:], 1, filler=0))
                 self._last_rows.append(last_row)
         fillers = self._last_rows or [None] * len(leaves)
@@ -188,10 +203,10 @@ class GlobalBatches(Iterator[Loaded]):
         ]
 
     def _check_end(self) -> None:
-        """Raises an error if the loader has ended and this iteration has yielded no batch.
+        """Raises a ValueError if the loader has ended and this iteration has yielded no batch.
 
-        If this process is alone, an empty loader is no mistake, but one whose batches were all
-        dropped is.
+        If this process is alone, an empty loader is no mistake, but it is one if all batches were
+        dropped.
         """
         if self._has_yielded:
             return
@@ -203,7 +218,7 @@ class GlobalBatches(Iterator[Loaded]):
                 "the leaves of the other processes."
             )
         if self._dropped:
-            assert self._sharding is not None  # made for the first batch
+            assert self._sharding is not None  # the first batch has set it
             raise ValueError(
                 f"{_NAME}: uneven='drop' left out every batch: {self._dropped}, all with "
                 f"fewer than {self._sharding.size} rows. Pass uneven='pad', or a smaller "
@@ -211,7 +226,7 @@ class GlobalBatches(Iterator[Loaded]):
             )
 
     def _describe(self, rows: int, what: str) -> str:
-        """Says that the current batch has ``what`` ("more" or "fewer") rows than a full one."""
+        """Returns a text: the batch has "more" or "fewer" (``what``) rows than a full one."""
         assert self._sharding is not None
         where = "" if self._options.is_alone else f" on process {jax.process_index()}"
         return (

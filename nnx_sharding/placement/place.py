@@ -1,12 +1,12 @@
 """``place``: a model, or any pytree, sharded by a prefix of shardings.
 
-Four steps, each a function of the core:
+There are four steps, each a function of the core:
 
-    flatten             tree → arrays (``flat.leaves``) and all the rest
-    assign_shardings    prefix of specs → sharding of each array (None: it stays), or one error with
-                        all that do not fit
-    apply_shardings     moves the arrays; one that is placed already is returned itself
-    rebuild             puts the arrays into the caller's modules, only after all of them are there
+    flatten             tree → arrays (``flat.leaves``), and a description of everything else
+    assign_shardings    prefix of specs → sharding of each array (None: the array stays where it
+                        is); one error lists all specs that do not fit
+    apply_shardings     moves the arrays; an array that is placed already is returned itself
+    rebuild             puts the arrays into the caller's modules, after all arrays have been moved
 """
 
 from __future__ import annotations
@@ -100,18 +100,20 @@ def place(
         caller="place",
         on_indivisible=on_indivisible,
         strict=strict,
-        whole=True,  # no UNCONSTRAINED: no compiler is there to choose the sharding of a dimension
+        # UNCONSTRAINED is refused, because there is no compiler that could choose a sharding.
+        whole=True,
     )
-    # Interrupted after the old arrays are deleted, the model would be left without values.
+    # Signals are deferred if arrays are donated, because the model would have no values if this was
+    # interrupted after the old arrays are deleted.
     with signals_deferred() if donate else contextlib.nullcontext():
-        # ``alias``: whether a new array may share memory with the old one.
+        # ``alias`` says whether a new array may share memory with the old one.
         leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
         if not copy:
             return rebuild(flat, leaves, "place")
     copies = []
     for old, new in zip(flat.leaves, leaves, strict=True):
-        # An array that stays where it is was returned itself, and is copied here, also one of
-        # strings. A `jax.Ref` is not shardable, and stays shared; Python numbers have no `copy`,
+        # An array that stays where it is was returned itself, so it is copied here, even an array
+        # of strings. A `jax.Ref` is not shardable, and stays shared. Python numbers have no `copy`,
         # and need none.
         is_array = is_shardable(old) or isinstance(old, np.ndarray)
         needs_copy = new is old and is_array and hasattr(old, "copy")
@@ -120,16 +122,15 @@ def place(
 
 
 def trim_to_rank(spec: Any, leaf: Any) -> Any:
-    """Returns a spec without entries beyond the rank of an array; None for what is not an array.
+    """Returns a spec without entries beyond the rank of an array; None if the leaf is no array.
 
-    ``P("data", "model")`` becomes ``P("data")`` for an array of shape (8,). What is no
-    ``PartitionSpec`` and has none, such as None or a ``SingleDeviceSharding``, is returned as it
-    is.
+    ``P("data", "model")`` becomes ``P("data")`` for an array of shape (8,). None, and shardings
+    without a spec, such as a ``SingleDeviceSharding``, are returned unchanged.
     """
     if not is_shardable(leaf):
         return None
     if isinstance(spec, NamedSharding):
-        return spec.update(spec=trim_to_rank(spec.spec, leaf))  # the same mesh and memory
+        return spec.update(spec=trim_to_rank(spec.spec, leaf))  # mesh and memory stay the same
     if isinstance(spec, PartitionSpec):
         return with_entries(spec, spec.partitions[: len(leaf.shape)])
     return spec
