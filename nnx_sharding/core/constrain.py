@@ -1,21 +1,24 @@
-"""Shardings of arrays inside a trace; for what happens outside of one, see ``place.py``.
+"""Gives arrays their shardings inside a trace; ``place.py`` does so outside of a trace.
 
-A mesh axis says by its type who decides on shardings over it, and this module does what each wants:
+The type of a mesh axis says who decides on shardings over the axis. This module calls
 
-    Auto      the compiler decides; a sharding is a constraint      with_sharding_constraint
-    Explicit  it is in the type of each array, and JAX checks it    reshard
-    Manual    the function sees one device's part                   nothing to do
+    with_sharding_constraint   for Auto axes: the compiler decides, and a sharding is a constraint
+    reshard                    for Explicit axes: the type of an array has the sharding, and JAX
+                               checks it
+    nothing                    for Manual axes: the function sees the part of one device
 
-One array may be on a mesh with all three, so :func:`_constrain` does each for its axes. Arrays may
-also meet a mesh with the same axes of other types, in ``auto_axes`` for example: :func:`retype`.
+One array may be on a mesh with axes of all three types, so :func:`_constrain` calls each for its
+axes. Arrays may also meet a mesh with the same axes of other types, in ``auto_axes`` for example.
+:func:`retype` gives them the types of the axes there.
 
 The *type* of an array (``jax.typeof``) has a mesh, and the part of its spec that is over Explicit
 axes. An array is *plain* unless it is a ``jax.Ref`` or a Variable that is a value of JAX (hijax);
 ``ArrayImpl`` is JAX's class of arrays that are not traced. From other modules:
 
-    keep_axes      leaves only some of the axes in a spec; UNCONSTRAINED stays
-    pad_entries    fills the entries of a spec with None, up to a number of dimensions
-    with_entries   replaces the entries of a spec; ``with_reduced`` its reduced axes
+    keep_axes      returns a spec with only some of its axes; UNCONSTRAINED stays
+    pad_entries    returns the entries of a spec, filled with None up to a number of dimensions
+    with_entries   returns a spec with other entries
+    with_reduced   returns a spec with other reduced axes
     place_arrays   moves arrays that are not traced, each to its sharding
     finish_on_cpu  waits for new arrays on several CPU devices, where programs may deadlock
     other_memory   the memory kind of a sharding, such as that of the host; None for main memory
@@ -53,23 +56,24 @@ def apply_shardings(
 ) -> list[Any]:
     """Returns the arrays, each with its sharding: placed outside of a trace, constrained in one.
 
-    An array whose sharding is None stays as it is; outside of a trace also one that has it already.
+    An array whose sharding is None stays as it is. Outside of a trace, an array that already has
+    its sharding stays as well.
 
     Args:
       leaves: the arrays.
-      shardings: one for each of them, or None.
+      shardings: a sharding or None for each array.
       donate: whether the arrays may be deleted, outside of a trace.
-      alias: whether a result may share memory with a NumPy array, outside of a trace.
+      alias: whether a result may share memory with a given array, outside of a trace.
     """
     if _compat.trace_is_clean():
         return finish_on_cpu(place_arrays(leaves, shardings, donate=donate, alias=alias), leaves)
     new = [*leaves]
-    # One constraint takes all arrays on one mesh. A sharding that has none counts as its own mesh.
+    # One constraint takes all arrays on one mesh. A sharding without a mesh counts as its own mesh.
     slots_of_mesh: dict[object, list[int]] = {}
     for slot, sharding in enumerate(shardings):
         if sharding is None:
             continue
-        if isinstance(new[slot], jax.ShapeDtypeStruct):  # abstract also within a trace
+        if isinstance(new[slot], jax.ShapeDtypeStruct):  # an abstract array is no tracer
             new[slot] = new[slot].update(sharding=sharding)
         else:
             slots_of_mesh.setdefault(getattr(sharding, "mesh", sharding), []).append(slot)
@@ -87,12 +91,12 @@ def _constrain(arrays: tuple[Any, ...], shardings: tuple[Sharding, ...]) -> tupl
     All shardings are on one mesh. Arrays are taken together because in a derivative, tracing and
     lowering one constraint of two arrays takes 0.6 of the time of two constraints.
     """
-    if not isinstance(shardings[0], NamedSharding):  # without a mesh, there are no axis types
+    if not isinstance(shardings[0], NamedSharding):  # the sharding has no mesh, so no axis types
         return cast(tuple[Any, ...], _CONSTRAINT(arrays, shardings))
     mesh = shardings[0].mesh
     specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
     if axes := axes_of_type(mesh, AxisType.Explicit):
-        # The type of an array says all of its spec, so UNCONSTRAINED becomes what the array has.
+        # Types have no UNCONSTRAINED dimensions, so the array keeps its sharding there.
         explicit_specs = [
             without_unconstrained(keep_axes(spec, axes), array, mesh)
             for array, spec in zip(arrays, specs, strict=True)
@@ -108,7 +112,8 @@ def _constrain(arrays: tuple[Any, ...], shardings: tuple[Sharding, ...]) -> tupl
     )
 
 
-# Compiled so that they also work on the single-device arrays of a transformation without jit.
+# Both are jitted, so that they also work on the single-device arrays of a transformation without
+# jit.
 _CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
@@ -129,19 +134,19 @@ def is_shardable(x: object) -> bool:
     if _compat.is_ref(x) or _compat.is_hijax_variable(x):
         return False
     if isinstance(x, np.ndarray | np.generic):
-        # Of float0 are the gradients with respect to integers, which JAX keeps in NumPy.
+        # JAX keeps gradients with respect to integers as NumPy arrays of float0.
         return x.dtype.kind not in "OSUMm" and x.dtype != jax.dtypes.float0
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def given_mesh(caller: str, mesh: AnyMesh | None) -> Mesh | AbstractMesh | None:
-    """Returns the mesh that a function was given, or else the one in context, or None."""
+    """Returns the mesh that a function was given, the mesh in context, or None if there is none."""
     check_mesh(caller, mesh)
     return _compat.context_mesh() if mesh is None else mesh
 
 
 def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
-    """Puts a mesh in context, for traces; without one, nothing changes."""
+    """Returns a context that sets a mesh for traces; the context does nothing for None."""
     use = jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else use(mesh.abstract_mesh)
 
@@ -149,21 +154,22 @@ def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
 def mesh_in_trace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Returns a mesh with the axis types that it has in the current trace, such as Manual.
 
-    Outside of a trace, and if the mesh in context has other axes, it is returned unchanged.
+    Outside of a trace, and if the mesh in context has other axes, returns the mesh unchanged.
     """
-    context = jax.sharding.get_abstract_mesh()  # without axes if no mesh is in context
+    context = jax.sharding.get_abstract_mesh()  # has no axes if no mesh is in context
     has_same_axes = context.axis_names == mesh.axis_names
     has_same_sizes = dict(context.shape) == dict(mesh.shape)
     if _compat.trace_is_clean() or not (has_same_axes and has_same_sizes):
         return mesh
-    # With the same types, the mesh itself: it has devices, and the one in context does not. If no
-    # argument is on a mesh, JAX knows the devices of a program only from the shardings in it.
+    # If the types are the same, the mesh itself is returned, because it has devices, and the mesh
+    # in context has none. If no argument is on a mesh, JAX knows the devices of a program only from
+    # the shardings in it.
     has_same_types = context == mesh.abstract_mesh
     return mesh if has_same_types else context
 
 
 def sharding_of(leaf: AnyArray) -> Any:
-    """Returns the sharding of an array, or in the type of a tracer; None if there is none."""
+    """Returns the sharding of an array, or the one in the type of a tracer; None without one."""
     is_traced = isinstance(leaf, jax.core.Tracer)
     return getattr(jax.typeof(leaf) if is_traced else leaf, "sharding", None)
 
@@ -171,7 +177,7 @@ def sharding_of(leaf: AnyArray) -> Any:
 def without_unconstrained(
     spec: PartitionSpec, leaf: AnyArray, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Replaces UNCONSTRAINED in a spec by the entries of the array's present sharding.
+    """Returns a spec with the entries of the array's present sharding instead of UNCONSTRAINED.
 
     An array ``P(None, "model")`` and the spec ``P("data", UNCONSTRAINED)`` give ``P("data",
     "model")``.
@@ -179,7 +185,7 @@ def without_unconstrained(
     Args:
       spec: the spec.
       leaf: the array.
-      mesh: the mesh of the spec; a sharding on another one is left out.
+      mesh: the mesh of the spec. If the array is on another mesh, the entries are None.
     """
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
@@ -190,7 +196,7 @@ def without_unconstrained(
     used = set(spec_axes(spec))
     for dimension, entry in enumerate(entries):
         if entry is PartitionSpec.UNCONSTRAINED:
-            # An axis can shard one dimension only, and the other entries were asked for.
+            # An axis can shard one dimension only, and the entries of the spec have priority.
             is_free = used.isdisjoint(axes_of(present_entries[dimension]))
             entries[dimension] = present_entries[dimension] if is_free else None
     return with_entries(spec, entries)
@@ -200,7 +206,7 @@ def without_unconstrained(
 
 
 def type_spec(x: object) -> PartitionSpec | None:
-    """Returns the spec in the type of an array; None if none of the axes is Explicit."""
+    """Returns the spec in the type of an array; None if no axis of its mesh is Explicit."""
     mesh = type_mesh(x)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return None
@@ -209,11 +215,11 @@ def type_spec(x: object) -> PartitionSpec | None:
 
 
 def type_mesh(x: Any) -> Any:
-    """Returns the mesh in the type of an array; None if that has none, and for what is no array."""
-    # An array outside of a trace that is on no mesh: most are, and `jax.typeof` takes much longer.
+    """Returns the mesh in the type of an array; None if there is none, or if ``x`` is no array."""
+    # Most arrays outside of a trace are on no mesh. This test is much faster than `jax.typeof`.
     if type(x) is _compat.ArrayImpl and not isinstance(x.sharding, NamedSharding):
         return None
-    # Arrays, concrete or traced. A ref counts as a `jax.Array`, too, but it cannot be resharded.
+    # A ref is a `jax.Array` as well, but is left out because it cannot be resharded.
     is_array = _compat.is_plain_array(x) or (isinstance(x, jax.Array) and not _compat.is_ref(x))
     if not is_array:
         return None
@@ -223,10 +229,10 @@ def type_mesh(x: Any) -> Any:
 
 
 def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> Any:
-    """Returns the mesh by which JAX types arrays.
+    """Returns the mesh by which JAX types arrays; None if there is none.
 
-    That is the mesh in context or else the default. Without both, it is that of the first array
-    whose type has one; None if there is none.
+    This is the mesh in context, or the default if there is none. Without both, it is the first mesh
+    in the type of an array.
     """
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
@@ -236,20 +242,20 @@ def mesh_of_types(leaves: Iterable[object], default: AnyMesh | None = None) -> A
 
 
 def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
-    """Gives arrays that are on no mesh the type (with a mesh) that ``jax.jit`` gives them.
+    """Returns arrays; those on no mesh get the type (with a mesh) that ``jax.jit`` gives them.
 
-    Outside of ``jax.jit``, JAX types them without a mesh. The gradient for such an array is a sum:
-    on Explicit axes, some of its terms have a type with a mesh and some without one. JAX refuses to
-    add them, or gives the sum the sharding of one term. As ``jax.jit`` does, an array gets the mesh
-    in context and the spec ``P()``.
+    Outside of ``jax.jit``, JAX types such arrays without a mesh. The gradient of such an array is a
+    sum. On Explicit axes, some terms of the sum have a type with a mesh and some have none. JAX
+    refuses to add them, or gives the sum the sharding of one term. So these arrays get the mesh in
+    context and the spec ``P()``, as in ``jax.jit``.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.empty or not axes_of_type(context, AxisType.Explicit):
         return leaves
     typed = []
     for x in leaves:
-        # Tracers have their type from the trace around. An array that the user put on one device
-        # (committed) stays there: JAX raises its own error that it is not on the mesh.
+        # A tracer has its type from the enclosing trace. An array that the user put on one device
+        # (committed) stays there, and JAX raises its own error that it is not on the mesh.
         is_uncommitted = type(x) is _compat.ArrayImpl and not x.committed
         is_on_no_mesh = is_uncommitted and type_mesh(x) is None
         typed.append(jax.sharding.reshard(x, PartitionSpec()) if is_on_no_mesh else x)
@@ -257,20 +263,21 @@ def type_as_in_jit(leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 def type_as(x: object, target: NamedSharding) -> Any:
-    """Gives an array the type that it has on the mesh of another sharding.
+    """Returns an array with the type that it has on the mesh of another sharding.
 
-    It is unchanged if it is on this mesh already, or if neither its own mesh nor that of the target
-    has Explicit axes: then no spec is in either type.
+    The array is unchanged if it is on this mesh already, or if neither its mesh nor that of the
+    target has Explicit axes, because no spec is in either type then. A ref is unchanged, because it
+    cannot be resharded.
     """
     wanted = target.mesh.abstract_mesh
     has_spec_in_type = type_spec(x) is not None or axes_of_type(wanted, AxisType.Explicit)
-    if type_mesh(x) == wanted or not has_spec_in_type or _compat.is_ref(x):  # no ref is resharded
+    if type_mesh(x) == wanted or not has_spec_in_type or _compat.is_ref(x):
         return x
     return jax.sharding.reshard(x, target)
 
 
 def retype(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec | None = None) -> Any:
-    """Gives an array in a trace the axis types of a mesh, as :func:`retype_all` does."""
+    """Returns an array in a trace with the axis types of a mesh; see :func:`retype_all`."""
     [new] = retype_all([x], mesh, [spec])
     return new
 
@@ -280,15 +287,15 @@ def retype_all(
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec | None] | None = None,
 ) -> list[Any]:
-    """Gives arrays in a trace the axis types of a mesh, and specs over its Explicit axes.
+    """Returns arrays in a trace with the axis types of a mesh, and specs over its Explicit axes.
 
-    Other values than arrays are returned unchanged.
+    Values that are no arrays are returned unchanged.
 
     Args:
       leaves: the arrays.
       mesh: has the axis types.
-      specs: the spec of each array; None to keep that of the array, over axes that stay Explicit.
-        An array without a mesh, or with one of other axes, is then returned unchanged.
+      specs: a spec or None for each array. With None, an array keeps its spec over axes that stay
+        Explicit, and is returned unchanged if it is on no mesh, or on a mesh with other axes.
     """
     wanted = mesh.abstract_mesh
     new = [*leaves]
@@ -305,7 +312,7 @@ def retype_all(
                 jax.typeof(new[i]).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
             )
         elif present_mesh == wanted:
-            # The spec in a type has an entry for each dimension: P("a") is P("a", None) there.
+            # The spec in a type has an entry for each dimension, so P("a") becomes P("a", None).
             padded = with_entries(spec, pad_entries(spec, new[i].ndim))
             if jax.typeof(new[i]).sharding.spec == padded:
                 continue
@@ -320,14 +327,14 @@ def retype_all(
 
 
 def _without_lost_reduced(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
-    """Returns an array that may go to a mesh with other axis types, which forgets Auto axes.
+    """Returns an array that is not *reduced* over axes which are Auto on another mesh.
 
-    The gradient of an array that is *reduced* over an axis is a sum over this axis. If the other
-    mesh only forgot such an axis, JAX would count some gradients once per device: on an axis of
-    four devices, they would be four times too large. So the array first gets a type on its present
-    mesh that is not reduced over these axes.
+    The gradient of an array that is reduced over an axis is a sum over this axis. The type of the
+    array on the other mesh does not have the axis. If the axis only went missing there, JAX would
+    count some gradients once per device: on an axis of four devices, they would be four times too
+    large. So the array first gets a type on its present mesh that is not reduced over such axes.
     """
-    explicit = axes_of_type(mesh, AxisType.Explicit)  # what the type on the mesh can say
+    explicit = axes_of_type(mesh, AxisType.Explicit)  # the axes in types of arrays on ``mesh``
     present: NamedSharding = jax.typeof(x).sharding
     if explicit.issuperset(present.spec.reduced):
         return x

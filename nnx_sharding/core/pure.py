@@ -242,7 +242,7 @@ def _flatten_after(
     after = flatten(
         output,
         graph=plan.graph,
-        first_objects=unflattened.objects,  # these keep their indices
+        first_objects=unflattened.objects,  # the objects of the arguments keep their indices
         replaced=replaced,
         # JAX keeps the structure with the trace, which must not keep the caller's objects alive.
         held_weakly=static_ids | object_ids,

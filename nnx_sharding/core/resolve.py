@@ -89,7 +89,7 @@ def resolve(
     is_inside = False  # whether rules for a tuple of modules were used for one of these modules
     for named in locations:
         index, slots = named.location.object_index, named.location.slots
-        is_in_argument = named.argument.name in decided_arguments  # otherwise in the output
+        is_in_argument = named.argument.name in decided_arguments
         # Step 1: the spec that the user gave for this location, perhaps by a filter, or None.
         written = named.part.spec
         if is_in_argument and decided and index in decided:
@@ -103,7 +103,7 @@ def resolve(
             matches = use.find(named, subject)
             written = matches[0].sharding
             conflicts += _disagreements(named, matches, spec_of)
-            # It is an error if no filter matches, unless there is no array, or just a number.
+            # A subject that no filter matches is an error, unless it has no array or is a number.
             if matches[0].number is None and needs_filter(slots, subject):
                 use.unmatched.append((named.name, subject))
                 is_inside |= use.is_inside(named.paths[0])

@@ -1,17 +1,18 @@
 """Checks the specs of a call against the mesh and the shapes of its arrays.
 
 A *spec* is a ``PartitionSpec`` or a sharding. It *fits* if the mesh has its axes, and these divide
-the dimensions of the array; ``specs/fitting.py`` decides that for one array. :func:`fit_specs` goes
-through the arrays of a call: one error lists everything that does not fit, one warning everything
-that was corrected. ``tree_shardings.py`` does the same for trees outside of a call. A *slot* is the
+the dimensions of the array. ``specs/fitting.py`` decides that for one array, and :func:`fit_specs`
+for all arrays of a call. One error lists all specs that do not fit, and one warning all specs that
+were corrected. ``tree_shardings.py`` does the same for trees outside of a call. A *slot* is the
 position of an array in the list of all arrays.
 
 From other modules:
 
-    Transform       has the mesh that applies (``context``), and which axes may be used. It *passes
-                    shardings* if it is `jit`, and JAX gets them as an option; `shard_map` does not
-    fit_sharding    decides for one array: a ``Fit`` with the spec that is left, and the problems
-    NamedLocation   where a Variable or an array is, with the user's spec for that part
+    Transform       has the mesh that applies (``context``), and the axes that may be used. `jit`
+                    *passes shardings*: JAX gets them as an option. `shard_map` does not
+    fit_sharding    decides for one array: returns a ``Fit`` with the spec after corrections, and
+                    the problems
+    NamedLocation   where a Variable or an array is, with the user's spec for its part
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from .transform import Sharded, Transform
 def check_axes(
     transform: Sharded, locations: Sequence[NamedLocation], objects: Objects, leaves: Arrays
 ) -> None:
-    """Raises a ``ValueError`` if specs name axes that the mesh does not have, or one twice.
+    """Raises a ``ValueError`` if specs name axes that the mesh does not have, or an axis twice.
 
     Args:
       transform: has the specs and the mesh.
-      locations: where the inputs are, to say for which of them a spec is used.
+      locations: where the inputs are; the message names the inputs for which a spec is used.
       objects: the objects of the inputs, by index.
       leaves: the arrays of the inputs, by slot.
     """
     mismatches: dict[Any, Sequence[Mismatch]] = {}  # by spec
-    # The size of each axis, of all meshes that specs do not fit, for the message. Usually these are
-    # one mesh; else the one of the call decides.
+    # The sizes of the axes of all meshes that specs do not fit, for the message. Usually there is
+    # one such mesh. If there are several, the sizes of the call's mesh have priority.
     sizes: dict[AxisName, int] = {}
     for spec in (*transform.in_specs.written, *transform.out_specs.written):
-        pair = spec_and_mesh(spec, transform.context)  # None for what has no PartitionSpec
+        pair = spec_and_mesh(spec, transform.context)  # None for a sharding without a spec
         if pair is None:
             continue
         _, mesh = pair
@@ -60,8 +61,8 @@ def check_axes(
     names_by_spec = _names_by_spec(mismatches, locations, objects, leaves)
     lines = []
     for spec, problems in mismatches.items():
-        # The arrays that the spec is for. If there are none, as for a spec of outputs, whose arrays
-        # are not known yet, the option that has it.
+        # The line names the arrays that the spec is for. The arrays of outputs are not known yet,
+        # so a spec of outputs is named by its option.
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
         names = join_paths(names_by_spec[spec] or [option])
@@ -81,19 +82,19 @@ def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[
     """Returns what is wrong with a spec on its mesh, such as an axis that the mesh does not have.
 
     Args:
-      transform: has the mesh of the call (``context``); None if there is none, and each spec is a
-        sharding with a mesh of its own.
+      transform: has the mesh of the call (``context``). This is None if each spec is a sharding
+        with a mesh.
       spec: the spec or sharding.
-      mesh: that of the sharding; for a spec, the one of the call.
+      mesh: the mesh of the sharding, or the mesh of the call for a spec.
     """
     context = transform.context
     is_other_mesh = context is None or mesh.abstract_mesh != context.abstract_mesh
-    # `jax.jit` gets shardings (``passes_shardings``), which may be on several meshes. For
-    # `shard_map`, a program runs on the mesh of the call: JAX gets specs, without their meshes.
+    # `jax.jit` gets shardings (``passes_shardings``), and these may be on several meshes. A program
+    # of `shard_map` runs on the mesh of the call, because JAX gets specs without their meshes.
     if is_other_mesh and not transform.passes_shardings:
         return [Mismatch(f"it is for another mesh, {mesh}; give the PartitionSpec alone")]
-    # A sharding is checked on its own mesh, a spec on that of the call. JAX takes UNCONSTRAINED
-    # entries only in constraints, not for inputs and outputs.
+    # A sharding is checked on its own mesh, and a spec on the mesh of the call. JAX takes
+    # UNCONSTRAINED entries only in constraints, not for inputs and outputs.
     return fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False).problems
 
 
@@ -102,7 +103,7 @@ def _names_by_spec(
 ) -> dict[Any, list[str]]:
     """Returns the names of the arrays that have each of some specs, for a message.
 
-    It asks all filters again, which takes long: only for an error.
+    This asks all filters again, which takes long, so it is only called for an error.
 
     Args:
       specs: the specs.
@@ -112,13 +113,13 @@ def _names_by_spec(
     """
     names: dict[Any, list[str]] = {spec: [] for spec in specs}
     for named in locations:
-        spec = named.part.spec  # as the user wrote it for this part of an argument
+        spec = named.part.spec  # the user's spec for this part of an argument
         if isinstance(spec, StateSharding):
-            # Filters see the Variable, or the array that is in none; its path in a module; and the
-            # path of the module in a tuple, list or dict (``below``).
+            # Filters see the Variable or bare array, its path in a module, and the path of the
+            # module in a tuple, list or dict (``below``).
             subject = named.subject(objects, leaves)
             spec = spec.find_below(named.part.below, named.location.path, subject).sharding
-        # Specs of other arrays fit their mesh.
+        # Other specs are left out, because they fit their mesh.
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in names:
             names[spec].append(named.name)
     return names
@@ -134,27 +135,28 @@ def fit_specs(
     outputs: bool = False,
     before: Mapping[int, Sequence[int] | None] | None = None,
 ) -> list[Any]:
-    """Returns specs that fit arrays of these shapes: the given ones, corrected where requested.
+    """Returns the specs; those that do not fit their arrays are corrected if the user wants that.
+
+    Warns of corrections.
 
     Args:
       transform: has the mesh, and the option ``on_indivisible``.
       names: the expression for each array, by slot.
-      shapes: its shape; None for what is not an array.
-      specs: its final spec.
+      shapes: the shape of each array, by slot; None for other values.
+      specs: the final spec of each array, by slot.
       on_indivisible: options with priority over that of the transform, by slot.
       outputs: whether the arrays are results.
       before: the old shapes of results that are updates, by slot.
 
     Raises:
-      ValueError: for all specs that do not fit and are not to be corrected.
+      ValueError: some specs do not fit, and are not to be corrected. The error lists all of them.
     """
     result = list(specs)
-    if not isinstance(transform, Sharded):  # its specs are axes of `vmap` and the like
+    if not isinstance(transform, Sharded):  # the specs are axes of `vmap` and the like
         return result
     arrays = "results" if outputs else "arrays"
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
-    # A ``Fit`` has the spec that is left (``sharding``), its ``problems`` and ``corrections``.
-    mismatches: list[tuple[Fit, str]] = []  # each with its line for the error
+    mismatches: list[tuple[Fit, str]] = []  # specs that do not fit, with lines for the error
     corrected: list[str] = []  # lines for the warning
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if spec is None or shape is None:
@@ -163,12 +165,12 @@ def fit_specs(
         fit = fit_once(spec, transform.context, tuple(shape), on_indivisible=action)
         if not (fit.problems or fit.corrections):
             continue
-        # The results of `shard_map` are parts, which a spec joins and need not divide. But also
-        # there it must not have more entries than a part has dimensions.
+        # The results of `shard_map` are parts. A spec joins them and need not divide them, but it
+        # must not have more entries than a part has dimensions.
         is_too_long = any(mismatch.kind == "rank" for mismatch in fit.problems)
         if outputs and not transform.divides_outputs and not is_too_long:
             continue
-        # For an update, the line also has the old shape: "model.kernel, shape (6,) (was (4,)), …".
+        # The line for an update has the old shape, too: "model.kernel, shape (6,) (was (4,)), …".
         line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
             mismatches.append((fit, line))
@@ -187,18 +189,20 @@ def fit_specs(
 def _raise_for_mismatches(
     transform: Sharded, arrays: str, mismatches: Sequence[tuple[Fit, str]]
 ) -> None:
-    """Raises the error for specs that do not fit, each with its line, if there are any.
+    """Raises the error for specs that do not fit, if there are any.
 
     Args:
       transform: the transform, whose JAX counterpart decides on the type of the error.
-      arrays: the word for them in the message: ``arrays`` or ``results``.
-      mismatches: what does not fit: it is not divisible, or a spec is too long.
+      arrays: the word for the arrays in the message: ``arrays`` or ``results``.
+      mismatches: the fits with problems, each with its line: a dimension is not divisible, or a
+        spec is too long.
     """
     indivisible = [fit.is_indivisible for fit, _ in mismatches]
-    # `jax.jit` raises its own type of error for what is not divisible, and a ValueError for specs
+    # `jax.jit` raises its own type of error for indivisible dimensions, and a ValueError for specs
     # that are too long. `jax.shard_map` raises a ValueError for both.
     is_like_jit = all(indivisible) and transform.passes_shardings
-    # With both in one list, the remedy is for the more frequent one; each line says its problem.
+    # If the list has both kinds of problems, the remedy is for indivisible dimensions, which are
+    # more frequent. Each line says its problem.
     if any(indivisible):
         remedy = (
             "Change the shape (pad it) or the spec; or let the spec be corrected: "

@@ -1,17 +1,20 @@
 """Gives the arrays of any tree their shardings, outside of a plan: for ``place`` or ``reshard``.
 
 :func:`assign_shardings` finds the spec of each array, from a prefix that the user wrote (a pytree
-of specs that may end above the arrays), and *fits* it: checks that the mesh has its axes, and that
-these divide the shape. One error lists everything that does not fit, one warning everything that
-was corrected. For the arrays of a call, ``spec_checks.py`` does the same with the specs of a
-transform; ``specs/fitting.py`` decides for one array.
+of specs that may end above the arrays), and *fits* the spec: checks that the mesh has its axes, and
+that these divide the shape. One error lists all specs that do not fit, and one warning all specs
+that were corrected. ``spec_checks.py`` does the same for the arrays of a call, with the specs of a
+transform. ``specs/fitting.py`` decides for one array.
 
 From other modules:
 
-    Specs            the user's prefix; ``invalid`` are leaves that are no specs, for `check_specs`
+    Specs            the user's prefix; ``invalid`` has the leaves that are no specs, for which
+                     `check_specs` raises an error
     split_argument   gives each module and array of a tree its part of the prefix
     resolve          finds one spec for each array, also by the filters of a ``StateSharding``
-    fit_sharding     decides for one array: a ``Fit`` with the spec that is left, and the problems
+    fit_sharding     decides for one array: returns a ``Fit`` with the spec after corrections, and
+                     the problems
+    obstacle         why an array cannot be moved to a sharding; None if it can
 """
 
 from __future__ import annotations
@@ -59,26 +62,26 @@ def assign_shardings(
     name: str = "tree",
     **options: Any,
 ) -> tuple[list[str], list[Any]]:
-    """Returns the names of the arrays of a tree, and their shardings; None to change nothing.
+    """Returns two lists, in the order of ``flat.leaves``: the names of arrays, and their shardings.
 
-    Both are in the order of ``flat.leaves``.
+    The sharding of an array that is to stay as it is is None.
 
     Args:
       tree: any pytree.
-      flat: the same, flattened.
-      sharding: a prefix of it, as the user wrote it.
-      mesh: the mesh of a ``PartitionSpec``; None for the one in context.
+      flat: the same tree, flattened.
+      sharding: a prefix of the tree, as the user wrote it.
+      mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
       caller: the function that the user called, in messages.
-      name: the name of its argument, in messages.
-      **options: those of :func:`fit_shardings`.
+      name: the name of the argument of this function, in messages.
+      **options: the options of :func:`fit_shardings`.
     """
     mesh = given_mesh(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
-    # The tree as one argument, whose parts have the user's specs; ``root`` describes all of it.
+    # The tree counts as one argument, whose parts have the user's specs.
     argument = split_argument(name, specs.tree, tree, flat.structure.root, caller)
-    locations = locate(flat.structure, [argument])  # of each Variable and array in it
-    # A spec stays as it is written: the mesh is added when it has been fitted to a shape.
+    locations = locate(flat.structure, [argument])
+    # A spec stays as it is written, because the mesh is added once it is fitted to a shape.
     resolved = resolve(locations, flat.objects, flat.leaves, spec_of=lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
     return names, fit_shardings(caller, names, flat.leaves, resolved, mesh, places=True, **options)
@@ -96,20 +99,20 @@ def fit_shardings(
 ) -> list[Any]:
     """Returns the sharding of each array, from the spec that was found for it.
 
-    It is None for an array that is to stay as it is.
+    The sharding is None for an array that is to stay as it is. Warns of corrections and of filters
+    without effect.
 
     Args:
       caller: the function that the user called, in messages.
       names: the expression for each array, in messages.
       leaves: the arrays.
-      resolved: the specs that were found for them.
+      resolved: the specs that were found for the arrays.
       mesh: the mesh of each ``PartitionSpec``.
       strict: whether warnings are errors.
       **options: the other fields of :class:`_Fitter`.
 
     Raises:
-      ValueError, TypeError, NoMeshError: for all that does not fit; with ``strict``, also for
-        corrections and filters without effect, which otherwise are warnings.
+      ValueError, TypeError, NoMeshError: some specs do not fit; the error lists all of one kind.
     """
     fitter = _Fitter(caller=caller, resolved=resolved, mesh=mesh, **options)
     shardings = []
@@ -123,21 +126,22 @@ def fit_shardings(
 
 @dataclasses.dataclass(kw_only=True)
 class _Fitter:
-    """Fits specs to the arrays of a tree, and collects what is wrong, for one error of all.
+    """Fits specs to the arrays of a tree, and collects problems, so that one error lists all.
 
     Args:
       caller: the function that the user called, for messages.
       resolved: the spec of each array.
       mesh: the mesh of each ``PartitionSpec``.
-      on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
+      on_indivisible: what to do if a spec does not divide a shape, unless a ``StateSharding``
         decides.
-      explicit: whether specs may only name Explicit axes, as those of ``reshard``.
-      places: whether arrays get the shardings now; outside of a trace, by moving them.
-      whole: whether arrays are placed outside of a trace, as by ``place``. No compiler is there, so
-        a spec has to decide about all dimensions. Numbers become arrays, and anything else with a
-        spec is an error.
-      lenient: whether specs are corrected, not refused, and ignored without a mesh.
-      adapt: changes the spec of an array first.
+      explicit: whether specs may only name Explicit axes, as in ``reshard``.
+      places: whether arrays get the shardings now. Outside of a trace, this means that they are
+        moved.
+      whole: whether arrays are placed outside of a trace, as in ``place``. There is no compiler
+        then, so a spec has to decide about all dimensions. Numbers become arrays, and any other
+        value with a spec is an error.
+      lenient: whether specs are corrected instead of refused, and ignored if there is no mesh.
+      adapt: a function of a spec and its array, which returns the spec that is fitted.
 
     Attributes:
       corrected: a line for each array whose spec was corrected, for the caller's warning.
@@ -156,47 +160,48 @@ class _Fitter:
     def __post_init__(self) -> None:
         """Starts with no problems."""
         self._moves = self.places and _compat.trace_is_clean()  # inside a trace, nothing is moved
-        # UNCONSTRAINED leaves a dimension to the compiler: types have none (``explicit``), and
-        # outside of a trace there is none (``whole``).
+        # UNCONSTRAINED leaves a dimension to the compiler. Types of arrays have no such dimensions
+        # (``explicit``), and outside of a trace there is no compiler (``whole``).
         fit = functools.partial(
             fit_sharding, unconstrained=not (self.explicit or self.whole), lenient=self.lenient
         )
-        # Cached, since the many arrays of a model have few different shapes and specs.
+        # Results are cached, because the arrays of a model have few different shapes and specs.
         self._fit_once = functools.cache(fit)
-        # Lines of messages, one for each array. Those of errors are read in `raise_for_mismatches`.
+        # Lines of messages, one for each array. `raise_for_mismatches` makes errors of all but the
+        # first list.
         self.corrected: list[str] = []
         self._refused: list[str] = []
         self._not_arrays: list[str] = []
         self._without_mesh: list[str] = []
-        self._remedy = ""  # the last line of the error for what was refused
+        self._remedy = ""  # the last line of the error for refused specs
 
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
-        """Returns the sharding of one array; None to leave it as it is.
+        """Returns the sharding of one array; None if it stays as it is, or if there is a problem.
 
-        What is wrong is noted for the errors and the warning of all arrays; then it is None, too.
-        For a spec, the result is a ``NamedSharding`` on its mesh. Anything else that the user may
-        have written, such as a ``SingleDeviceSharding`` or a ``Format``, is returned as it is.
+        A problem is noted for the error of all arrays, and a correction for the warning. For a
+        spec, the result is a ``NamedSharding`` on its mesh. Any other sharding of the user, such as
+        a ``SingleDeviceSharding`` or a ``Format``, is returned as it is.
 
         Args:
           slot: the position of the array.
-          name: the expression for it, in messages.
-          leaf: the array, or what is in its place.
-          spec: its spec, sharding or format; None without one.
+          name: the expression for the array, in messages.
+          leaf: the array, or another value.
+          spec: the spec, sharding or format of the array, or None.
         """
         spec = self.adapt(spec, leaf)
-        # 1. What is no array. `place` (``whole``) makes arrays of numbers.
+        # 1. Values that are no arrays. `place` (``whole``) makes arrays of numbers.
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_shardable(leaf) and not (self.whole and is_number):
             if self.whole and spec is not None:
                 self._not_arrays.append(f"  {name}: a {type(leaf).__name__}")
             return None
-        # 2. The spec and its mesh: None for a sharding that has no spec, or a spec without a mesh.
+        # 2. The spec and its mesh; None for a sharding without a spec, or a spec without a mesh.
         sharding = spec.sharding if isinstance(spec, Format) else spec
         pair = spec_and_mesh(sharding, self.mesh)
         if pair is None and isinstance(spec, PartitionSpec):
             self._without_mesh.append(f"  {name}: {spec}")
             return None
-        # 3. Whether it fits the array.
+        # 3. Whether the spec fits the array.
         fit, mesh = self._fit_array(slot, leaf, sharding, pair)
         if fit.problems:
             self._refused.append(fit.line(name))
@@ -209,13 +214,13 @@ class _Fitter:
         # 4. The result. A Format keeps its layout.
         if pair is None:
             return spec
-        if isinstance(spec, Format):  # with the corrected sharding
+        if isinstance(spec, Format):  # gets the corrected sharding
             return Format(spec.layout, replace_spec(sharding, fit.sharding))
         # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
         may_be_unconstrained = (
             isinstance(leaf, jax.core.Tracer) and AxisType.Auto in mesh.axis_types
         )
-        final = fit.sharding  # the spec, or what is left of it
+        final = fit.sharding  # the spec after corrections
         if not may_be_unconstrained:
             final = without_unconstrained(final, leaf, mesh)
         return NamedSharding(mesh, final, memory_kind=other_memory(spec))
@@ -228,7 +233,7 @@ class _Fitter:
         Args:
           slot: the position of the array.
           leaf: the array.
-          sharding: its spec or sharding; None to leave it as it is, which fits.
+          sharding: the spec or sharding; None fits, and leaves the array as it is.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """
         default = "drop" if self.lenient else self.on_indivisible
@@ -237,27 +242,27 @@ class _Fitter:
         mesh: Any
         target: Any  # a sharding on the devices to which the array goes
         if pair is None:
-            mesh, target = self.mesh, sharding  # the mesh is not used: `sharding` has no spec
+            mesh, target = self.mesh, sharding  # `fit_sharding` ignores a mesh without a spec
             fit = self._fit_once(sharding, mesh, shape, on_indivisible=action)
         else:
             spec, mesh = pair
             if self.places:
-                mesh = mesh_in_trace(mesh)  # with the axis types that it has in a trace
-            # Whether an array can be moved depends on the devices, not on the spec.
+                mesh = mesh_in_trace(mesh)  # gets the axis types of the current trace
+            # The spec is left out, because only the devices decide whether an array can be moved.
             target = NamedSharding(mesh, PartitionSpec())
             fit = self._fit_once(spec, mesh, shape, on_indivisible=action)
-            # `refuse` adds a problem, unless its text is None.
+            # `refuse` adds a problem, unless its text is None: here, if all axes are Explicit.
             if self.explicit and not fit.problems:
-                fit = fit.refuse(_not_explicit(spec, mesh))  # None if all axes are Explicit
+                fit = fit.refuse(_not_explicit(spec, mesh))
         is_concrete = not isinstance(leaf, jax.ShapeDtypeStruct)
         if self._moves and isinstance(target, Sharding) and is_concrete:
-            fit = fit.refuse(obstacle(leaf, target))  # None if nothing is in the way
+            fit = fit.refuse(obstacle(leaf, target))  # None if the array can be moved
         return fit, mesh
 
     def raise_for_mismatches(self) -> None:
-        """Raises the errors for what was wrong, if anything: one kind at a time."""
-        # Without a mesh, the specs of a lenient caller are ignored. What cannot be corrected is an
-        # error for it, too.
+        """Raises an error that lists all problems of one kind, if there are any."""
+        # A lenient caller ignores specs without a mesh. Problems that cannot be corrected are
+        # errors for a lenient caller as well.
         if self._without_mesh and not self.lenient:
             raise no_mesh(self.caller, self._without_mesh)
         raise_listed(
@@ -271,7 +276,7 @@ class _Fitter:
 
 
 def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
-    """Returns what is wrong with a spec that may only name Explicit axes; None if nothing is."""
+    """Returns a text for axes of a spec that are not Explicit; None if all are Explicit."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     wrong = [axis for axis in spec_axes(spec) if types[axis] != AxisType.Explicit]
     if not wrong:
@@ -281,7 +286,7 @@ def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def warn_of_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
-    """Warns of specs that were corrected, if there are any."""
+    """Warns of specs that were corrected, or raises if ``strict``; does nothing without lines."""
     if lines:
         text = message(f"{name}: these specs do not fit, and were corrected:", lines)
         warn_or_raise(CorrectedSpecWarning, text, strict=strict)

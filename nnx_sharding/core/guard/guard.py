@@ -55,8 +55,8 @@ class Guard(NamedTuple):
     context: AnyMesh | None  # the mesh in context that the plan was made for
     # The next four fields have an item for each array that has to be placed or whose shape matters.
     slots: bytes  # the slots of these arrays, as 32-bit integers
-    shardings: list[Sharding | None]  # where to place them; None for arrays that are not placed
-    avals: list[Any]  # their types in JAX; the list is empty if shapes do not matter
+    shardings: list[Sharding | None]  # targets; None for an array that is not placed
+    avals: list[Any]  # the types of the arrays in JAX; the list is empty if shapes do not matter
     # For each array: None, then a weak reference to the first array that fitted; False once calls
     # were found to replace the array, because the reference is then of no use.
     known: list[Any]

@@ -53,9 +53,9 @@ class Opcode(enum.IntEnum):
 class Rule(enum.IntFlag):
     """How an item of the stream is compared."""
 
-    FROZEN = 1  # its value must equal a pin
-    MENTION = 2  # its id must be a pin
-    TYPED = 4  # its type must be the recorded type
+    FROZEN = 1  # the value of the item must equal a pin
+    MENTION = 2  # the id of the item must be a pin
+    TYPED = 4  # the type of the item must be the recorded type
     # The item says to which trace the graph belongs. Only `follow` compares such an item, because
     # graphs that are built alike may belong to different traces.
     OF_TRACE = 8

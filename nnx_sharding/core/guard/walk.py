@@ -51,7 +51,7 @@ class Matched(NamedTuple):
     """
 
     leaves: Sequence[Any]  # the arrays of the graph, by slot
-    objects: Sequence[Any]  # its objects, by index
+    objects: Sequence[Any]  # the objects of the graph, by index
     statics: tuple[Any, ...]  # the field ``Recipe.statics`` of a recipe of this graph
     ids: bytes  # the field ``Recipe.ids`` of a recipe of this graph
     traces: Sequence[Any]  # the traces to which modules and Variables of the graph belong
