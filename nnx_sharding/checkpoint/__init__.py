@@ -1,12 +1,14 @@
 """Checkpoints of models and optimizers, in the format of Orbax, and weights in safetensors files.
 
 - Checkpoints: ``files`` saves them, ``stored`` opens and reads them, ``restore`` fills a model, and
-  ``steps`` has those of a training run. ``names`` lists the arrays of a model by name.
-- Weights: ``safetensors`` loads and saves, by what ``tensor_rules`` (which array),
-  ``tensor_matching`` (what fits), ``tensor_layouts`` (how dimensions become others) and
-  ``tensor_files`` (which bytes) say.
-  ``tensor_inference`` writes such rules, by ``tensor_links`` and ``tensor_names`` (which mean the
-  same) and ``tensor_candidates`` (in which ways they fit), as the text that ``tensor_table`` reads.
+  ``steps`` manages the steps of a training run. ``names`` lists the arrays of a model by name.
+- Weights: ``safetensors`` loads and saves them. ``tensor_rules`` has the user's rules, which say
+  what array a tensor becomes. ``tensor_matching`` checks that all tensors and arrays fit.
+  ``tensor_layouts`` says how dimensions of a tensor become dimensions of an array, and
+  ``tensor_files`` reads and writes bytes. ``tensor_release`` publishes new files.
+- Inferred rules: ``tensor_inference`` writes rules. ``tensor_links`` and ``tensor_names`` find the
+  names that mean the same, and ``tensor_candidates`` the ways in which tensors fit.
+  ``tensor_table`` writes and reads rules as text.
 """
 
 from typing import TYPE_CHECKING, Any

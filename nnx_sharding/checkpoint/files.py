@@ -50,14 +50,14 @@ T = TypeVar("T")
 def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:
     """Writes a model, an optimizer or any pytree of them and of arrays to a checkpoint.
 
-    The checkpoint is what Orbax's ``StandardCheckpointer`` writes for ``nnx.state(tree)``, and
-    ``StandardCheckpointer`` can read it, with a checksum of each array, which :func:`restore`
-    compares. A shared Variable is stored once. Each process writes its own shards of global arrays;
-    the first process writes all other arrays and numbers.
+    The checkpoint has the format that Orbax's ``StandardCheckpointer`` writes for
+    ``nnx.state(tree)``, and ``StandardCheckpointer`` can read it. It also has a checksum of each
+    array, which :func:`restore` compares. A shared Variable is stored once. Each process writes its
+    own shards of global arrays; the first process writes all other arrays and numbers.
 
     Args:
       path: the directory to make, with its parents.
-      tree: what to save; it is not changed.
+      tree: the tree to save; it is not changed.
       overwrite: whether to replace an existing checkpoint, once the new one is written. A folder
         that holds anything else is not replaced, and nothing in a bucket (``gs://…``).
 
@@ -144,7 +144,7 @@ def restore(
         in ``tree``.
       only: an NNX filter for what to restore, such as ``nnx.Param``, or ``...`` for all of
         ``tree``. The rest of ``tree`` is not changed, and the rest of the checkpoint is ignored.
-        None restores all of both: what is in one of them only is an error.
+        With None, an array that only one of the two has is an error.
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
 

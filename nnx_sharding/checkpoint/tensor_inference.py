@@ -74,19 +74,20 @@ def match_tensors(
 ) -> TensorRules:
     r"""Infers the rules by which the tensors of a file fill a model, from names and shapes.
 
-    It knows the names of Hugging Face, of Meta, and the usual ones in Flax. Weights may be
-    transposed, split into heads, fused (``qkv``, ``gate_up``) on either side, stacked in any
-    dimension, and the embedding may be the head, too. Of several possibilities none is taken, but
-    for square kernels, which are (in, out), and the rules say so. Only headers are read.
+    It knows the names of Hugging Face, the names of Meta, and the usual names in Flax. Weights may
+    be transposed, split into heads, fused (``qkv``, ``gate_up``) on either side, or stacked in any
+    dimension, and the embedding may be the head as well. If there are several possibilities, none
+    is taken, except for square kernels, which are (in, out), and the rules say so. Only headers are
+    read.
 
     Rules say where numbers go, not what they mean. If the model orders rotary dimensions in
-    another way than the file, or adds 1 to the scale of a norm, rules must be edited, or the model.
+    another way than the file, or adds 1 to the scale of a norm, edit the rules or the model.
 
     Args:
-      model: what is to be filled, with arrays or abstract.
+      model: the model to fill, with arrays or abstract.
       path: a file or a folder, as for :func:`load_safetensors`.
-      rules: those that are known already, as for :func:`load_safetensors`. They come first.
-      only: an NNX filter for what is to be filled. The default is all but the state of random
+      rules: rules that are known already, as for :func:`load_safetensors`. They come first.
+      only: an NNX filter for the arrays to fill. The default is all but the state of random
         streams.
 
     Returns:
@@ -96,8 +97,8 @@ def match_tensors(
 
     Raises:
       NoCheckpointError: the file does not exist.
-      CheckpointError: a file is damaged; or arrays without tensors, tensors without arrays, shapes
-        that do not fit, and what is ambiguous, with the candidates, all in one message.
+      CheckpointError: a file is damaged; or arrays have no tensors, tensors have no arrays, shapes
+        do not fit, or matches are ambiguous. One message lists all of these, with the candidates.
 
     Example:
       >>> import tempfile

@@ -32,8 +32,8 @@ _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
 class Tensor:
     r"""The array of a model that a tensor of a safetensors file belongs to.
 
-    ``dimensions`` is written as for ``einops.rearrange``: first the dimensions of the tensor, then
-    those of the array, by names of axes; parentheses make one dimension of several axes.
+    ``dimensions`` is written as for ``einops.rearrange``: the dimensions of the tensor, then the
+    dimensions of the array, by names of axes. Parentheses make one dimension of several axes.
 
     - ``"out in -> in out"`` transposes.
     - ``"(h d) e -> e h d", h=32`` splits rows into heads.
@@ -46,13 +46,13 @@ class Tensor:
     Args:
       path: the path of the array, such as ``blocks/{0}/up/kernel``, where ``{0}`` is the first
         group of the pattern that matched the name of the tensor.
-      dimensions: how the dimensions of the tensor become those of the array; None if they are the
-        same. ``{0}`` among those of the array is an index by a group of the pattern.
-      take: for axes of which the array has only a part, a slice of the tensor; or an index, for
-        axes that the array does not have.
-      put: for axes of which the tensor has only a part, a slice of the array; or an index, for axes
-        that the tensor does not have. Of several axes in one dimension, only the first can be in
-        ``put``.
+      dimensions: how the dimensions of the tensor become dimensions of the array; None if they are
+        the same. ``{0}`` on the side of the array is an index by a group of the pattern.
+      take: by axis, a slice of the tensor, if the array has only a part of the axis; or an index of
+        the tensor, if the array does not have the axis.
+      put: by axis, a slice of the array, if the tensor has only a part of the axis; or an index of
+        the array, if the tensor does not have the axis. If a dimension has several axes, only the
+        first can be in ``put``.
       **sizes: the sizes of axes in the tensor. One axis of each dimension of the array may be left
         out, unless ``take`` has it.
 

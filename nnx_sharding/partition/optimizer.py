@@ -49,16 +49,17 @@ def optimizer_sharding(
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
-    Optax keeps copies of the ``nnx.State`` of the parameters, such as ``opt_state/0/mu``. A
-    Variable in one belongs to the parameter whose path its own starts with there, such as
-    ``up/kernel``; any other to that with the longest path that its own ends with. The spec depends
-    on its shape:
+    Optax keeps copies of the ``nnx.State`` of the parameters, such as ``opt_state/0/mu``. The path
+    of a Variable in a copy starts, after the copy, with the path of the parameter that it belongs
+    to, such as ``up/kernel``. A Variable outside of copies belongs to the parameter with the
+    longest path that its own path ends with. The spec of the Variable depends on its shape:
 
-    * that of the parameter (moments, traces, averages, gradients): the same spec;
-    * that shape with some dimensions of size 1 or left out (the factors of ``adafactor``): the
-      entries of the dimensions that remain;
-    * that shape with more dimensions in front (the memory of ``lbfgs``): those are replicated;
-    * any other, such as placeholders, counts and schedules: ``P()``.
+    * the parameter's shape (moments, traces, averages, gradients): the same spec;
+    * the parameter's shape with some dimensions of size 1 or left out (the factors of
+      ``adafactor``): the entries of the dimensions that remain;
+    * the parameter's shape with more dimensions in front (the memory of ``lbfgs``): the dimensions
+      in front are replicated;
+    * any other shape, such as placeholders, counts and schedules: ``P()``.
 
     State is never ``reduced`` or ``unreduced``, even if its parameter is: Optax computes it from
     summed gradients, and JAX cannot add an array that is not reduced to one that is.

@@ -102,22 +102,23 @@ def fsdp(
 ) -> StateSharding:
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
-    In each array, the largest dimension that the axis divides is sharded; of equally large ones,
-    the last. An array without such a dimension is replicated, as are normalization layers, random
-    streams and buffers: the masks, rotary tables and other arrays that a model holds outside its
-    Variables.
+    In each array, the largest dimension that the axis divides is sharded. If several dimensions are
+    equally large, the last of them is. An array without such a dimension is replicated. So are
+    normalization layers, random streams and buffers: the masks, rotary tables and other arrays that
+    a model holds outside its Variables.
 
-    The dimensions of stacked layers are never sharded, since a loop takes one layer at a time. They
-    are found in four ways: a :class:`~nnx_sharding.Stack` has them first; a parameter of a layer of
-    Flax has them beyond the shape for one layer, along any axis of ``vmap``; other Variables in the
-    same module have them as its layers of Flax do; or the metadata (``out_sharding``) name a
-    dimension ``layers``, as ``nnx.PARTITION_NAME`` declares it. Where equal sizes leave several
-    candidates, none is sharded.
+    The dimensions of stacked layers are never sharded, because a loop takes one layer at a time.
+    They are found in four ways: a :class:`~nnx_sharding.Stack` has them first; a parameter of a
+    layer of Flax has them in addition to the shape for one layer, along any axis of ``vmap``; other
+    Variables in the same module have them where its layers of Flax do; or the metadata
+    (``out_sharding``) name a dimension ``layers``, as ``nnx.PARTITION_NAME`` declares it. If equal
+    sizes leave several candidates, none is sharded.
 
-    With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else after the axes of the largest one. The others keep their specs. So
-    ``fsdp(model, base=tensor_parallel(model))`` is FSDP and tensor parallelism. A
-    ``NamedSharding`` in ``base`` is not changed, nor is what it already shards over the axis.
+    With ``base``, its specs are kept and the axis is added to each array: on the largest dimension
+    that is not sharded yet, else after the axes of the largest dimension. Arrays that cannot have
+    the axis keep their specs. So ``fsdp(model, base=tensor_parallel(model))`` is FSDP and tensor
+    parallelism. A ``NamedSharding`` in ``base`` is not changed, and neither is a spec that already
+    has the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -127,11 +128,13 @@ def fsdp(
       base: shardings to start from, corrected first if their ``on_indivisible`` requests it.
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
-      min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
-        that reason are listed by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
-        because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
-      across_slices: whether the axis may have devices of several TPU slices, over whose network
-        all parameters are then gathered. See :func:`make_mesh` for HSDP, which does not.
+      min_size: arrays with fewer elements keep the spec of ``base``.
+        :func:`~nnx_sharding.report.check_sharding` lists the arrays that stay replicated for this
+        reason. If nothing is sharded because of it, there is an
+        :class:`~nnx_sharding.errors.UnshardedWarning`.
+      across_slices: whether the axis may have devices of several TPU slices. All parameters are
+        then gathered over the network between slices. See :func:`make_mesh` for HSDP, which avoids
+        that.
       prefetch: 1 to gather the parameters of the next layer of each :class:`~nnx_sharding.Stack`
         while a layer computes, in the forward and the backward pass; 0 to gather them when the
         layer starts. Results are the same. It takes the memory of one more gathered layer, and

@@ -90,11 +90,11 @@ def tensor_parallel(
       ``Linear``; matrices (a, b) and (b, a) as a pair of layers, also with a dimension of experts
       in front; one parameter next to the subscripts of an einsum, as ``Einsum``.
 
-    All else is replicated, such as tables of positions, and matrices of your own modules of which
-    neither name nor shape says what they are for; subclasses of a layer follow its rule. Where the
-    inputs of a layer are sharded, its output is a sum over the axis, which the compiler adds on
-    Auto axes and the layer on Explicit ones. On Explicit axes, what the model returns is not
-    sharded over the axis.
+    All other parameters are replicated, such as tables of positions, and matrices of your own
+    modules if neither name nor shape says what they are for. Subclasses of a layer follow its rule.
+    If the inputs of a layer are sharded, its output is a sum over the axis. The compiler adds this
+    sum on Auto axes, and the layer on Explicit axes. On Explicit axes, the outputs of the model are
+    not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -111,10 +111,10 @@ def tensor_parallel(
         activations are then sent.
 
     Returns:
-      The spec of each path. All of them divide the shapes. Why others are replicated, and which
-      heads are split, is noted by :func:`~nnx_sharding.report.check_sharding`. Of what has more
-      than 5 % of the parameters, and 65,536 elements, an
-      :class:`~nnx_sharding.errors.UnshardedWarning` says it.
+      The spec of each path. All of them divide the shapes.
+      :func:`~nnx_sharding.report.check_sharding` says why other parameters are replicated, and
+      which heads are split. An :class:`~nnx_sharding.errors.UnshardedWarning` says it of replicated
+      parameters with more than 5 % of all elements, and at least 65,536.
 
     Example:
       >>> from flax import nnx

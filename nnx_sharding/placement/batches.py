@@ -54,10 +54,10 @@ def shard_batches(
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    With several processes, each loads the rows that :func:`process_rows` selects. All have to
-    yield equally many batches, in the same order, as Grain does with ``drop_remainder=True``: a
-    step that only some of them run waits for the others. What one process alone can notice is an
-    error.
+    With several processes, each loads the rows that :func:`process_rows` selects. All loaders have
+    to yield equally many batches, in the same order, as Grain does with ``drop_remainder=True``,
+    because a step that only some processes run waits for the others. Differences that one process
+    alone can notice are an error.
 
     Args:
       batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
@@ -73,7 +73,7 @@ def shard_batches(
         ``"drop"`` with several processes, which cannot know whether all would drop theirs. To
         leave out every batch is an error.
       batch_size: the number of rows of a full global batch; None to use that of the first batch.
-        ``"pad"`` needs it with several processes, of which one may load less than the others.
+        ``"pad"`` needs it with several processes, because one may load less than the others.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
       copy: whether to copy arrays before they are placed. On CPUs, a global array may otherwise
