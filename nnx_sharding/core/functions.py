@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from flax import nnx
-
 from .. import _compat
 from ..errors import message, see
 from ..specs.fitting import describe
