@@ -80,11 +80,11 @@ def _sum_on_host(words: np.ndarray[Any, np.dtype[np.uint32]]) -> np.uint32:
     hashes, shifted = np.empty(size, np.uint32), np.empty(size, np.uint32)
     with np.errstate(over="ignore"):  # sums and products are modulo 2**32
         first_salts = _salts(np.arange(size, dtype=np.uint32))
-        for first in range(0, len(words), _CHUNK):
-            chunk = words[first : first + _CHUNK]
+        for first_position in range(0, len(words), _CHUNK):
+            chunk = words[first_position : first_position + _CHUNK]
             x, y = hashes[: len(chunk)], shifted[: len(chunk)]
-            # Salts are linear, so the salt of position first + i is the sum of the salts of both.
-            np.add(first_salts[: len(chunk)], _salts(np.uint32(first % 2**32)), out=x)
+            # Salts are linear, so the salt of `first_position + i` is the sum of both salts.
+            np.add(first_salts[: len(chunk)], _salts(np.uint32(first_position % 2**32)), out=x)
             np.bitwise_xor(x, chunk, out=x)
             # The same steps as in `_hashes`, but in place.
             for shift, factor in _ROUNDS:

@@ -107,9 +107,9 @@ def digest_of(facts: object) -> str:
 def check_unique(caller: str, arrays: Sequence[NamedArray]) -> None:
     """Raises a ValueError that lists arrays with equal keys once Orbax joins these by dots."""
     counts = Counter(".".join(array.name) for array in arrays)
-    same = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
+    clashing = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
     head = f"{caller}: these paths are the same once their keys are joined by dots:"
-    raise_listed(ValueError, head, same, "Rename a key.")
+    raise_listed(ValueError, head, clashing, "Rename a key.")
 
 
 def selected(

@@ -49,25 +49,25 @@ _NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # leaves of these types stay on the host
 
 
-def restore_into(folder: FilePath, given: ModelRestore) -> Any:
+def restore_into(folder: FilePath, args: ModelRestore) -> Any:
     """Reads a checkpoint, and fills and returns the tree of a ``ModelRestore``.
 
     The tree changes in the last line only, so that an error on any process changes nothing.
     """
     with Operation("restore", folder) as operation:
-        flat = flatten(given.tree)
+        flat = flatten(args.tree)
         # In a trace, values would become constants of the program.
         if not _compat.trace_is_clean():
             raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
         # The arrays that `only` selects, and their shardings.
-        arrays = names.selected("restore", names.named_arrays(flat), given.only, names.is_storable)
+        arrays = names.selected("restore", names.named_arrays(flat), args.only, names.is_storable)
         names.check_unique("restore", arrays)
-        shardings = _shardings(given, flat, arrays)
+        shardings = _shardings(args, flat, arrays)
         # Their names in the checkpoint. `_check_fit` raises an error unless all of them fit.
         stored = opened("restore", folder)
         stored_names = _names_in_checkpoint(stored, arrays)
         targets = [_Target(x, shardings[x.slot], stored_names.get(x.slot, x.name)) for x in arrays]
-        _check_fit(stored, targets, is_part=given.only is not None, cast=given.cast)
+        _check_fit(stored, targets, is_part=args.only is not None, cast=args.cast)
         # The processes agree before anything is read, because they may have opened different
         # checkpoints if another job replaces it. Checksums would not show that for arrays that each
         # process reads completely.
@@ -105,7 +105,7 @@ def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[i
 
 
 def _shardings(
-    given: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
+    args: ModelRestore, flat: Flat, arrays: Sequence[NamedArray]
 ) -> dict[int, Sharding | None]:
     """Returns the sharding of each array by its slot: the user's, else the model's.
 
@@ -116,9 +116,9 @@ def _shardings(
       ValueError: shardings do not divide their arrays, or have no devices; all are listed.
     """
     declared: list[Any] = [None] * len(flat.leaves)
-    if given.sharding is not None:
+    if args.sharding is not None:
         _, declared = assign_shardings(
-            given.tree, flat, given.sharding, mesh=given.mesh, caller="restore"
+            args.tree, flat, args.sharding, mesh=args.mesh, caller="restore"
         )
     result: dict[int, Sharding | None] = {}
     problems = []
@@ -130,8 +130,8 @@ def _shardings(
         if isinstance(sharding, NamedSharding):
             # `assign_shardings` has given the user's shardings their mesh.
             mesh = sharding.mesh
-            if given.sharding is None and given.mesh is not None:
-                mesh = given.mesh
+            if args.sharding is None and args.mesh is not None:
+                mesh = args.mesh
             # The model's own shardings fit, but a mesh of another size may not divide the arrays,
             # and the mesh of an abstract model has no devices. Both are errors, not corrected.
             fit = fit_sharding(sharding.spec, mesh, leaf.shape)

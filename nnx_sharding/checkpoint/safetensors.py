@@ -244,11 +244,10 @@ def selected_weights(
         remedy="Leave them out by only=...",
     )
     arrays: dict[str, NamedArray] = {}
-    same = {x.path for x in weights if arrays.setdefault(x.path, x) is not x}
+    clashing_paths = {x.path for x in weights if arrays.setdefault(x.path, x) is not x}
     head = f"{caller}: each of these paths is that of several arrays:"
-    raise_listed(
-        ValueError, head, [f"  {path}" for path in sorted(same)], "Rename a key that has a slash."
-    )
+    lines = [f"  {path}" for path in sorted(clashing_paths)]
+    raise_listed(ValueError, head, lines, "Rename a key that has a slash.")
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
     meshes = [(path, getattr(sharding_of(x.leaf), "mesh", None)) for path, x in arrays.items()]

@@ -253,31 +253,34 @@ class Checkpoints:
             self.manager.wait_until_finished()
             self.manager.reload()  # finds the steps of other jobs
             steps = sorted(self.manager.all_steps())
-            last = steps[-1] if steps else None
-            wanted = last if step is None else operator.index(step)
+            last_step = steps[-1] if steps else None
+            wanted_step = last_step if step is None else operator.index(step)
             # All processes restore the step that the first process wants. If the user gave none, it
             # is the last step that the first process sees. If the named facts differ among
             # processes, all raise an error with these texts.
-            wanted = operation.agree(
-                wanted,
+            wanted_step = operation.agree(
+                wanted_step,
                 step=str(step),
                 steps="a list of some" if steps else "an empty list",
                 directory=str(self.manager.directory),
             )
-            if wanted is None:
+            if wanted_step is None:
                 return None
-            if wanted not in steps:
+            if wanted_step not in steps:
                 raise NoCheckpointError(
-                    f"Checkpoints: step {wanted} is not in {self.manager.directory}, only "
-                    f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(wanted, steps) or '.'}"
+                    f"Checkpoints: step {wanted_step} is not in {self.manager.directory}, only "
+                    f"{', '.join(map(str, steps)) or 'nothing'}"
+                    f"{suggestion(wanted_step, steps) or '.'}"
                 )
             try:
-                with progress(f"restore step {wanted}"):
-                    return wanted, self._read(wanted, args, data)
+                with progress(f"restore step {wanted_step}"):
+                    return wanted_step, self._read(wanted_step, args, data)
             except KeyError as error:  # Orbax raises it if a step has no such item
-                raise CheckpointError(f"Checkpoints: step {wanted}: {error.args[0]}") from error
+                raise CheckpointError(
+                    f"Checkpoints: step {wanted_step}: {error.args[0]}"
+                ) from error
             except (CheckpointError, FileNotFoundError) as error:
-                earlier = ", ".join(str(other) for other in steps if other < wanted)
+                earlier = ", ".join(str(number) for number in steps if number < wanted_step)
                 hint = (
                     f"\nEarlier steps: {earlier}. resume(..., step=..., discard_later=True) "
                     "continues from one of them, and deletes those after it."

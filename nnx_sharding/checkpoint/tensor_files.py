@@ -121,16 +121,16 @@ def digest(tensors: Tensors) -> str:
     If there are several files, their names differ. If there is a single file, its numbers differ:
     the first numbers of the largest tensor are read, because they are hardly ever constant.
     """
-    places = []
+    locations = []
     for name, x in sorted(tensors.items()):
         path = getattr(x.file, "name", "")  # files in buckets may have no name
-        places.append((name, os.path.basename(path), x.offset))
+        locations.append((name, os.path.basename(path), x.offset))
     numbers = b""
     if tensors:
         largest = max(tensors.values(), key=lambda x: math.prod(x.shape))
         largest.file.seek(largest.offset)
         numbers = largest.file.read(_SHORT)
-    return digest_of((places, numbers))
+    return digest_of((locations, numbers))
 
 
 def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:
@@ -164,8 +164,8 @@ def read_index(folder: FilePath) -> dict[str, str]:
     if type(located) is not dict:
         raise TypeError(f"weight_map is a {type(located).__name__}")
     # Only names of files are accepted, because a path could lead out of the folder.
-    if outside := [x for x in located.values() if type(x) is not str or Path(x).name != x]:
-        raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+    if wrong_names := [x for x in located.values() if type(x) is not str or Path(x).name != x]:
+        raise ValueError(f"{wrong_names[0]!r} is not the name of a file beside it")
     return located
 
 

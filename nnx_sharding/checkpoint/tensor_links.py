@@ -323,11 +323,11 @@ def _pair(tensors: Sequence[Group], arrays: Sequence[Group]) -> tuple[_Pairs, _P
                 unpaired_arrays.remove(array)
     # A pair is possible if both may be in the same half of a model. One side may name fewer towers
     # than the other, because a half that is a model of its own often does not name itself.
-    possible = []
+    possible_pairs = []
     for tensor, array in itertools.product(unpaired_tensors, unpaired_arrays):
         tensor_towers, array_towers = tensor.template.towers, array.template.towers
         if tensor_towers <= array_towers or array_towers <= tensor_towers:
-            possible.append((tensor, array))
+            possible_pairs.append((tensor, array))
     if len(unpaired_tensors) == len(unpaired_arrays) == 1:
-        return pairs + possible, []
-    return pairs, possible
+        return pairs + possible_pairs, []
+    return pairs, possible_pairs

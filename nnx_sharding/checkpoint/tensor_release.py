@@ -60,19 +60,19 @@ class Release:
         for name in self.files:
             with (draft / name).open("rb") as file:
                 read_header(_CALLER, draft / name, file)  # raises an error for a damaged file
-        old = _model_files(folder)
-        new = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
-        for name in new:
+        old_names = _model_files(folder)
+        new_names = self.files if self.files == [MODEL_FILE] else [*self.files, INDEX_FILE]
+        for name in new_names:
             sync(draft / name)
         for name, old_identity in self.old_identities.items():
             check_unchanged(folder / name, old_identity)
         # 2. Add the files, but not the last one, which makes them the model.
-        *shards, last = new
+        *shards, last_name = new_names
         for name in shards:
             _link(draft / name, folder / name)
         # The draft gets links of the old files, so that they are swept if they are not deleted
         # below.
-        for name in old.difference(new):
+        for name in old_names.difference(new_names):
             # `_link` is not used, because its rename would take a file from the old model, which
             # still needs it. `follow_symlinks` is given because an old file may be a symbolic link,
             # and the default depends on the release of Python (3.14 changed it). If there can be no
@@ -85,15 +85,15 @@ class Release:
             sync(draft, deep=False)
             sync(folder, deep=False)
         # 3. From here on, readers find the new model.
-        exchange(draft / last, folder / last)
+        exchange(draft / last_name, folder / last_name)
         sync(folder, deep=False)
         # Readers prefer an index to a single file, so the old index is deleted first. It has to be
         # off the disk before the old files, because after a crash it could name missing files.
-        if last == MODEL_FILE:
+        if last_name == MODEL_FILE:
             (folder / INDEX_FILE).unlink(missing_ok=True)
             sync(folder, deep=False)
         # 4. Delete the old files.
-        for name in old.difference(new):
+        for name in old_names.difference(new_names):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -130,12 +130,12 @@ def _free_names(folder: Path, count: int, *, overwrite: bool) -> list[str]:
     has_index = count > 1 or MODEL_FILE in _indexed_files(folder)
     if has_index:
         names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    taken = [name for name in names if (folder / name).exists()]
-    present = _model_files(folder).union(taken)
-    if present and not overwrite:
-        listed = ", ".join(sorted(present))
+    taken_names = [name for name in names if (folder / name).exists()]
+    present_names = _model_files(folder).union(taken_names)
+    if present_names and not overwrite:
+        listed = ", ".join(sorted(present_names))
         raise CheckpointError(f"{_CALLER}: {folder} has {listed}; overwrite=True replaces it.")
-    if taken and has_index:
+    if taken_names and has_index:
         version = secrets.token_hex(4)
         names = [name.replace("model-", f"model-{version}-", 1) for name in names]
     return names

@@ -99,13 +99,13 @@ def _how_to_get_more(count: int) -> str:
     """Returns a text: how to have as many devices as a mesh needs; empty unless JAX is on CPUs."""
     if jax.default_backend() != "cpu":
         return ""
-    per_process, rest = divmod(count, jax.process_count())
-    each = " in each process" if jax.process_count() > 1 else ""
+    per_process, remainder = divmod(count, jax.process_count())
+    where = " in each process" if jax.process_count() > 1 else ""
     lines = [""]
-    if not rest and per_process <= MOST_DEVICES:
+    if not remainder and per_process <= MOST_DEVICES:
         lines.append(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={per_process}, set before JAX "
-            f"starts, makes {per_process} devices of the CPU{each}."
+            f"starts, makes {per_process} devices of the CPU{where}."
         )
     if not jax.distributed.is_initialized():
         lines.append(

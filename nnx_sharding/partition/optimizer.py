@@ -118,8 +118,8 @@ def optimizer_specs(
         ``P()``.
       parameters: the parameters of the model.
     """
-    states, whole = _states_of(optimizer), PartitionSpec()
-    parameter_specs = {x.path: specs.get(x.path, whole) for x in parameters}
+    states, replicated = _states_of(optimizer), PartitionSpec()
+    parameter_specs = {x.path: specs.get(x.path, replicated) for x in parameters}
     return _follow_all(optimizer, states, parameter_specs, parameters)
 
 
@@ -156,8 +156,8 @@ def _follow_all(
     all_specs = specs.values()
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in all_specs}
     mesh = meshes.pop() if len(meshes) == 1 else None
-    whole = PartitionSpec()
-    ownerless = whole if mesh is None else NamedSharding(mesh, whole)
+    replicated = PartitionSpec()
+    ownerless = replicated if mesh is None else NamedSharding(mesh, replicated)
     state_specs: SpecsByPath = {}
     for state, owner in _with_owners(optimizer, states, parameters):
         if owner is None:

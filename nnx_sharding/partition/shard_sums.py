@@ -466,8 +466,8 @@ class _Evaluation:
 
         def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
             carried_values = [
-                _Value(x, rows=first.rows, is_split=is_split)
-                for x, first, is_split in zip(carry, carried, carries_sums, strict=True)
+                _Value(x, rows=first_value.rows, is_split=is_split)
+                for x, first_value, is_split in zip(carry, carried, carries_sums, strict=True)
             ]
             # A step has no first dimension, so dimension 2 is dimension 1 there. If the rows are in
             # dimension 0, the scan loops over them, and a step has no dimension of rows.

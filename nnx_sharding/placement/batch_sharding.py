@@ -105,11 +105,12 @@ def process_rows(
     held_rows = rows_by_process(concrete, int(batch_size), process_of)
     check_process("process_rows", process, held_rows)
     selected = held_rows[process]
-    first = int(selected[0])
-    end = int(selected[-1]) + 1
-    # The indices are ascending and distinct, so they have no gaps if their number is `end - first`.
-    is_contiguous = end - first == len(selected)
-    return slice(first, end) if is_contiguous else selected
+    first_row = int(selected[0])
+    end_row = int(selected[-1]) + 1
+    # The indices are ascending and distinct, so they have no gaps if there are as many as there are
+    # rows from the first one to the end.
+    is_contiguous = end_row - first_row == len(selected)
+    return slice(first_row, end_row) if is_contiguous else selected
 
 
 def check_integer(caller: str, option: str, value: object, least: int | None = None) -> None:
