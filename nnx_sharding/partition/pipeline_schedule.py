@@ -341,9 +341,12 @@ class Schedule(PipelineSizes):
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
-        # An array with as many rows as the batch is most likely a mask or the like, and would not
-        # fit the rows of a microbatch, so it is refused. With one microbatch, it would fit. With a
-        # batch of one row, its first dimension of 1 may say that there are no rows.
+        # One microbatch has as many rows as the batch, so all further arguments fit. In a batch of
+        # one row, a first dimension of 1 may say that there are no rows.
+        if batch <= 1 or count == 1:
+            return
+        # An array with as many rows as the batch is most likely a mask or the like. It would not
+        # fit the rows of a microbatch, so it is refused unless it is split.
         suspects = [
             leaf
             for leaf, is_split in zip(further, has_rows, strict=True)
@@ -351,8 +354,6 @@ class Schedule(PipelineSizes):
             and isinstance(leaf.value, jax.Array)
             and leaf.value.shape[:1] == (batch,)
         ]
-        if batch <= 1 or count == 1:
-            return
         raise_listed(
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
