@@ -54,7 +54,7 @@ def _sum(x: Value) -> jax.Array | np.uint32 | None:
     """Returns the checksum of one array, which may still be computed when this returns.
 
     Large arrays, and arrays of which this process holds only a part, are summed on their devices.
-    Others are summed on the host. None if this process holds no part.
+    Other arrays are summed on the host. None if this process holds no part.
     """
     if isinstance(x, jax.Array):
         if x.is_fully_replicated:  # one copy is enough

@@ -245,7 +245,8 @@ def is_castable(source: np.dtype[Any] | str, target: np.dtype[Any] | str, cast: 
 
 def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns a dtype in the order of bytes of this machine, as files and JAX have it."""
-    # The dtypes of PRNG keys are not NumPy's and have no `isnative`. They are returned unchanged.
+    # The dtypes of PRNG keys are not NumPy's and have no `isnative`. These dtypes are returned
+    # unchanged.
     return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 

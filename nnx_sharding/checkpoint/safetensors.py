@@ -514,7 +514,7 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
     """
     values: dict[str, Array] = {}
     for path, array in arrays.items():
-        # The value of a `jax.Ref` is saved. It is read by an index.
+        # The value of a `jax.Ref` is saved. A reference is read by an index.
         values[path] = array.leaf[...] if names.is_reference(array.leaf) else array.leaf
     tensors: dict[str, NewTensor] = {}
     unnamed = []

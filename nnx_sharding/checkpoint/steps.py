@@ -126,7 +126,7 @@ class Checkpoints:
             newest = operation.agree(self.manager.latest_step())
             if newest != latest:
                 self._check_is_next(step, newest, " Another job has saved it since this started.")
-            # `check_storable` raises an error if the tree cannot be saved. It is called here,
+            # `check_storable` raises an error if the tree cannot be saved. The check is made here,
             # because Orbax's manager may fail later.
             check_storable(tree)
             items: dict[str, Any] = {MODEL: ModelSave(tree)}

@@ -103,7 +103,7 @@ class Candidate(NamedTuple):
         """
         left, right = self._sides()
         # Axes are numbered in the order of the tensor. Axes that the tensor lacks, such as {0} and
-        # "part", keep their names. They may be in `put`, but not in `take`.
+        # "part", keep their names. Such axes may be in `put`, but not in `take`.
         number = {axis: i for i, axis in enumerate(names_in(left))}
         sides = [[number.get(axis, axis) for axis in names] for names in (*left, *right)]
         taken = [(number[axis], part) for axis, part in self.tensor.take.items()]

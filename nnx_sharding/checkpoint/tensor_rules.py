@@ -194,7 +194,7 @@ class Tensor:
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
         axes: dict[str, Axis] = {}
         for names, size in zip(right, shape, strict=True):
-            # The size of one axis may be unknown. It follows from the sizes of the other axes.
+            # The size of one axis may be unknown. The size of this axis follows from the others.
             rule_sizes = {axis: self._size_by_rule(axis) for axis in names}
             product = math.prod(n for n in rule_sizes.values() if n is not None)
             unsized = [axis for axis, n in rule_sizes.items() if n is None]

@@ -1,6 +1,6 @@
 """Rules as text, to read, save, edit and load, and a table of their effects.
 
-The text is a dict of Python, with calls of ``Tensor`` and ``slice``. It is parsed, never run.
+The text is a dict of Python, with calls of ``Tensor`` and ``slice``. The text is parsed, never run.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def _decorate(
     # The specs are checked here, so that misspelt ones fail when the function is decorated.
     declared = None if specs is None else mode.check(specs)
 
-    # The wrapper gets the name, docstring and attributes of the function. It does not get the
-    # attributes of a module, because they are Variables and submodules.
+    # The wrapper gets the name, docstring and attributes of the function. The wrapper does not get
+    # the attributes of a module, because they are Variables and submodules.
     @functools.wraps(fun, updated=() if is_module else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: object, **kwargs: object) -> Any:

@@ -190,7 +190,7 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
     inputs, _, kernel = operands.partition(",")
     rank = len(shape)
     # The letters do not tell what each dimension is for, so a style for each dimension is offered,
-    # the last dimension first. Their role is empty, because it may be outputs or inputs.
+    # the last dimension first. The role is empty, because the dimension may be outputs or inputs.
     if len(kernel) != rank or "." in kernel:
         return [Style("", {parameter: d, "bias": None}) for d in range(-1, -rank - 1, -1)]
     dimensions = {letter: d - rank for d, letter in enumerate(kernel)}  # counted from the end
@@ -343,7 +343,7 @@ def _rules_of_user_class(
         # ``w_up`` → ``up``.
         layer_name = _AFFIXES.sub("", name.lower())
         # A gate next to kernels of experts, which have a dimension more, is the router of the
-        # experts. It stays whole.
+        # experts. A router stays whole.
         is_router = layer_name == "gate" and any(
             len(other) > len(shape) for other in shapes.values()
         )

@@ -346,8 +346,8 @@ def _slice(device: object) -> int:
 def _libtpu_environment() -> Iterator[None]:
     """Within the block, keeps libtpu from looking for a TPU on a machine without one.
 
-    It sets environment variables that libtpu reads when it is loaded. Variables that the user has
-    set are kept.
+    The function sets environment variables that libtpu reads when it is loaded. Variables that the
+    user has set are kept.
     """
     has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}

@@ -216,8 +216,8 @@ def _paths_of_copies(optimizer: object) -> set[Path]:
 
     The copies are in pytrees of Optax, so they are found by their type.
     """
-    # The ids of modules that were visited. They are compared because the model in an optimizer may
-    # refer to itself.
+    # The ids of modules that were visited. The ids are compared because the model in an optimizer
+    # may refer to itself.
     seen = set[int]()
 
     def is_leaf(x: object) -> bool:

@@ -245,8 +245,8 @@ class OneForwardOneBackward:
           position: its value and auxiliary data.
         """
         carry = self._forward(carry, tick)
-        # The last stage sends to the first one, so its output is at index 0 of `sent`. It is read
-        # there because XLA compiles a slice of the last stage, [-1], as a shift of all stages.
+        # The last stage sends to the first one, so its output is at index 0 of `sent`. The index 0
+        # is read because XLA compiles a slice of the last stage, [-1], as a shift of all stages.
         leaving = {i: x[0] for i, x in carry.sent.items()}  # (rows, …)
         carry, returned, d_leaving = self._differentiate(carry, tick, leaving)
         # The gradients of the stages' outputs, (S, rows, …). The last stage has its gradient from

@@ -162,7 +162,8 @@ class PipelineLoop:
           tick: the tick.
 
         Returns:
-          The output of the last layer of the stage. It has no meaning if the stage has no item.
+          The output of the last layer of the stage. The output has no meaning if the stage has no
+          item.
         """
         staged, sizes = self._staged, self._sizes
         item = tick - stage

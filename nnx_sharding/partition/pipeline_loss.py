@@ -397,8 +397,8 @@ class TracedLoss:
         new_sources = {slot: Source(group=0, position=i) for i, slot in enumerate(slots)}
         traced = self._sorted.outcome
         sources = tuple(new_sources.get(slot, old) for slot, old in enumerate(traced.sources))
-        # `update` says what is written back. It depends on the sources, so it is computed anew:
-        # None means unknown.
+        # `update` says what is written back. This field depends on the sources, so it is computed
+        # anew: None means unknown.
         outcome = dataclasses.replace(traced, sources=sources, update=None)
         return OutputGroup.unnamed((*returned, *state)), outcome
 

@@ -97,8 +97,8 @@ class LossParts:
         ]
         self.x_with_gradients = [i for i in loss.x if loss.has_gradient(i)]
         # An array of layers may depend on several targets, because the blocks of a list are
-        # stacked. Its gradient is kept as shard sums if all these targets are split. The name of
-        # one target is enough, because reports only take the module from it.
+        # stacked. The array's gradient is kept as shard sums if all these targets are split. The
+        # name of one target is enough, because reports only take the module from it.
         self.split_fixed = dict[int, str]()
         for i in self.fixed_with_gradients:
             sources = sorted(self._depends[i].intersection(targets))

@@ -100,7 +100,7 @@ class Schedule(PipelineSizes):
           kwargs: the other arguments.
 
         Returns:
-          The tag, the module and its ``(args, kwargs)``. They are unchanged for a ``Stack``. For
+          The tag, the module and its ``(args, kwargs)``. All are unchanged for a ``Stack``. For
           the last block of a list, they are the list and the arguments of its first block. For
           other blocks, nothing is to be called: the module is None, and the third item is the
           pending output instead of arguments.
@@ -165,8 +165,8 @@ class Schedule(PipelineSizes):
                 schedule = dataclasses.replace(schedule, microbatches=1)
 
             # 2. The rows. The axis of the stages does not shard them, because each stage gets all
-            # rows. Neither do the (Manual) axes of a `shard_map` around the call, because its rows
-            # are those of one device along these axes already.
+            # rows. The (Manual) axes of a `shard_map` around the call do not either, because its
+            # rows are those of one device along these axes already.
             axes_without_rows = axes_of_type(call_mesh, AxisType.Manual) | {self.axis}
             row_axes = tuple(axis for axis in batch_axes if axis not in axes_without_rows)
             further = args, kwargs

@@ -136,7 +136,7 @@ def _reduce(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int |
 def _multiply(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
     """For a product of two inputs, lhs (number 0) and rhs (1).
 
-    Its output has (batch dimensions, free dimensions of lhs, free dimensions of rhs). Dimensions
+    The product has (batch dimensions, free dimensions of lhs, free dimensions of rhs). Dimensions
     that are summed over are *contracted*; the *free* ones are neither contracted nor batched.
     """
     contracted_of_both, batched_of_both = equation.params["dimension_numbers"]

@@ -18,9 +18,9 @@ as ``transpose``, map over these sums. If any other operation needs a value, its
 added up before.
 
 The dimension of the rows is known for the inputs, and the rules of ``row_dimensions.py`` find it
-for other values. It only decides which sums are split. A sum may be split in any dimension, so a
-wrong guess costs time, but the result is right. If no dimension is found, for example in a
-``shard_map``, the sum is reduced at once, as it would be without this module.
+for other values. The dimension only decides which sums are split. A sum may be split in any
+dimension, so a wrong guess costs time, but the result is right. If no dimension is found, for
+example in a ``shard_map``, the sum is reduced at once, as it would be without this module.
 
 Shard sums are on the devices of their rows. On Explicit axes their type says so
 (`ShardSums.with_type`); on Auto axes they are constrained (`ShardSums.constrain`). One backward
@@ -177,7 +177,8 @@ class ShardSums:
         is_wanted = jax.tree.leaves(({i: i in wanted for i in gradients}, no_flags))
         evaluation = _Evaluation(self)
         values = evaluation.run(closed, values, is_wanted)
-        # A wanted gradient is a whole value if no sum over rows leads to it. It is split here.
+        # A wanted gradient is a whole value if no sum over rows leads to it. A whole value is split
+        # here.
         outputs = [
             evaluation.split(x) if wants else evaluation.add_up(x)
             for x, wants in zip(values, is_wanted, strict=True)
@@ -544,7 +545,7 @@ def _run_mapped(
         that the operation was traced with.
     """
     # An operation that was traced on Explicit axes may have the sharding of its output, which JAX
-    # refuses on Auto axes. It is removed, and the caller gives the output its type.
+    # refuses on Auto axes. The sharding is removed, and the caller gives the output its type.
     if mesh is not None and equation.params.get("out_sharding") is not None:
         equation = equation.replace(params={**equation.params, "out_sharding": None})
 

@@ -108,8 +108,8 @@ class StagedLayers:
       slots: the slots of the arrays of which each layer has its own.
       call_layers: calls a group of layers, ``(layers, x, args, kwargs) → x``.
 
-    ``_specs`` has for each slot the spec of the array of one layer. It is ``P()`` unless the layers
-    are the blocks of a list, whose arrays may be sharded over the stages.
+    ``_specs`` has for each slot the spec of the array of one layer. The spec is ``P()`` unless the
+    layers are the blocks of a list, whose arrays may be sharded over the stages.
     """
 
     def __init__(

@@ -461,14 +461,14 @@ def _shard_large(
             if not spec_axes_of(old_spec, mesh):  # an array that `base` shards needs no note
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
-        # Ambiguous layers are the other reason to leave an array whole. It is only noted for arrays
-        # that are large enough.
+        # Ambiguous layers are the other reason to leave an array whole. Ambiguity is only noted for
+        # arrays that are large enough.
         elif array.layers.is_ambiguous and not spec_axes_of(new_spec, mesh):
             notes[array.path] = ambiguous_layers(array)
         specs[array.path] = new_spec
         is_any_sharded |= not spec_axes_of(new_spec, mesh).isdisjoint(axes)
     if too_small and not is_any_sharded and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        # The warning is for small models, which users try first. They would silently stay
+        # The warning is for small models, which users try first. Small models would silently stay
         # replicated.
         largest = max(too_small, key=lambda array: (array.layer_size, array.name))
         warn_or_raise(

@@ -218,7 +218,7 @@ class _ShardedLayers:
             self.row_layers[path] = (*layer.path, *style.row_layer)
 
     def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
-        """Says why some of these parameters stay replicated, by path, for ``check_sharding``."""
+        """Returns notes for ``check_sharding``, by path: why a parameter stays replicated."""
         names = ", ".join(map(repr, self._axes))
         notes = {}
         for parameter in parameters:

@@ -197,8 +197,8 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """Makes a new feed; ``resumed`` says whether an earlier iteration has yielded batches."""
         batches = GlobalBatches(self._source, self._options, resumed=resumed)
         self._feed: Feed[Loaded] = Feed(batches.__next__, self._options.prefetch)
-        # The finalizer stops the feed of an iterator that is dropped. It does not run at exit,
-        # because the feed has a handler of its own there.
+        # The finalizer stops the feed of an iterator that is dropped. The finalizer does not run at
+        # exit, because the feed has a handler of its own there.
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 

@@ -118,7 +118,7 @@ class Feed(Generic[T]):
             self._thread.start()
         except RuntimeError:
             atexit.unregister(self.stop)
-            # The next `take` tries again. It would wait forever for a thread that does not run.
+            # The next `take` tries again. With the old thread, `take` would wait forever.
             self._thread = None
             raise
 
