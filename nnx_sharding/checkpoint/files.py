@@ -82,8 +82,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) ->
     folder = stored.as_folder(path)
     with Operation("save", folder) as operation:
         operation.agree(path=str(folder))
-        # 1. The first process makes the folder to write to. It is in a draft, which is published at
-        # the end. In a bucket it is the final folder, because nothing can be renamed there.
+        # 1. The first process makes the folder to write to. The folder is in a draft, which is
+        # published at the end. In a bucket it is the final folder, because nothing can be renamed
+        # there.
         new, draft = folder, None
         if operation.is_first:
             stored.check_replaceable(folder, overwrite)
@@ -226,8 +227,8 @@ def _outside_of_loop(function: Callable[[], T]) -> T:
 class _Written:
     """A future that Orbax waits for, perhaps in a thread: all processes have written their arrays.
 
-    It also completes the checkpoint. ``finalize`` of the handler does not do so, because if it
-    failed in the first process alone, the other processes would wait.
+    The future also completes the checkpoint. ``finalize`` of the handler does not do so, because if
+    it failed in the first process alone, the other processes would wait.
     """
 
     folder: FilePath

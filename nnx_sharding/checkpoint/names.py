@@ -1,7 +1,7 @@
 """The arrays of a tree: their names in a checkpoint, the choice of some of them, new values.
 
 An array has a path (``blocks/0/kernel``), for users, and a name, which are the keys that Orbax
-stores. They are the keys of the flattened ``nnx.state``, in which each Variable is a level of its
+stores. These are the keys of the flattened ``nnx.state``, in which each Variable is a level of its
 own with the key ``value``.
 
 From other modules: `keys_inside` returns the paths of arrays in the value of a Variable. `rebuild`
@@ -156,8 +156,8 @@ def filled(
       flat: the tree, flattened.
       values: arrays of the tree, each with its new value.
       caller: the function that the user called, for messages.
-      finish: a function that is called before anything changes. It waits for devices, which may
-        still compute the values, and may raise an error.
+      finish: a function that is called before anything changes. This function waits for devices,
+        which may still compute the values, and may raise an error.
     """
     leaves, references = list(flat.leaves), []
     for array, value in values:

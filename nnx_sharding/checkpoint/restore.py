@@ -290,8 +290,8 @@ def _shardings_to_read(stored: Stored, targets: Sequence[_Target]) -> dict[Name,
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
     """Returns each array of the model with its new value.
 
-    ``values`` has the arrays that were read, by name. It is emptied, so that their memory is free
-    for the arrays that follow.
+    ``values`` has the arrays that were read, by name. The dict is emptied, so that the memory is
+    free for the arrays that follow.
 
     Raises:
       CheckpointError: integers would wrap; all such arrays are listed.

@@ -414,7 +414,7 @@ class _Matching:
 def _rule(tensors: Sequence[Tensor]) -> Rule:
     """Returns a rule in the form that users write.
 
-    It is a path if nothing is rearranged, else a ``Tensor``; and a list for several arrays.
+    The rule is a path if nothing is rearranged, else a ``Tensor``; and a list for several arrays.
     """
     entries = [tensor.path if tensor.dimensions is None else tensor for tensor in tensors]
     return entries[0] if len(entries) == 1 else entries

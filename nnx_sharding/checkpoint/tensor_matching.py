@@ -135,8 +135,8 @@ def _unknown_names(
     ``arrays`` has the paths of all arrays. In ``reverse``, arrays fill tensors.
     """
     tensors = [*tensors]
-    # `near(path, paths)` returns a hint at the path that was meant. It is an empty text if there
-    # are so many tensors that comparing all would take too long.
+    # `near(path, paths)` returns a hint at the path that was meant. The hint is an empty text if
+    # there are so many tensors that comparing all would take too long.
     near = suggestions(len(tensors))
     for name in tensors:
         targets = rules.targets(name)

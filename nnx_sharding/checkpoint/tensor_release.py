@@ -87,8 +87,9 @@ class Release:
         # 3. From here on, readers find the new model.
         exchange(draft / last_name, folder / last_name)
         sync(folder, deep=False)
-        # Readers prefer an index to a single file, so the old index is deleted first. It has to be
-        # off the disk before the old files, because after a crash it could name missing files.
+        # Readers prefer an index to a single file, so the old index is deleted first. The index has
+        # to be off the disk before the old files, because after a crash it could name missing
+        # files.
         if last_name == MODEL_FILE:
             (folder / INDEX_FILE).unlink(missing_ok=True)
             sync(folder, deep=False)

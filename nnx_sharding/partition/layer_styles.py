@@ -269,7 +269,7 @@ def rules_of_layer(
     Returns:
       A pair of the rules and the attributes of the module whose parameters they are for. The
       attributes are None for a layer of Flax, because its rule is for all parameters in it,
-      including the parameters of its own layers. They are empty if ``layer`` is not a module.
+      including the parameters of its own layers. Both are empty if ``layer`` is not a module.
     """
     for kind in type(layer).__mro__:  # the closest base class decides
         if kind in RULES and has_sizes(layer, kind):

@@ -260,8 +260,8 @@ class LayerDimensions:
         The candidates that are possible by shape are reduced to the ones that agree with the other
         Variables of the class, and then to the ones that the metadata name. The result is stored in
         ``_resolved``. If the result is not ambiguous, the names that the metadata give to its
-        dimensions are added to ``_names``. They count as names for layers from then on: for the
-        parameters that come later in the model, and in :meth:`find`.
+        dimensions are added to ``_names``. These names count as names for layers from then on: for
+        the parameters that come later in the model, and in :meth:`find`.
         """
         remaining = self._agreeing_with_others(known)
         names = _names(known.variable, len(known.shape))  # for example ("embed", "layers", "mlp")
@@ -269,8 +269,8 @@ class LayerDimensions:
             named = {
                 candidate
                 for candidate in remaining
-                # The candidate () means "not stacked". It has no dimensions, so `all` would accept
-                # it with any names.
+                # The candidate () means "not stacked". This candidate has no dimensions, so `all`
+                # would accept it with any names.
                 if candidate and all(names[d] in self._names for d in candidate)
             }
             remaining = named or remaining

@@ -232,8 +232,8 @@ def _is_whole_output(x: object, pending: PendingOutput) -> bool:
     """Whether a block gets all that the block before it returned.
 
     Args:
-      x: the block's input. It is whole if it is the output itself, or a tuple of all elements of
-        the output, in order.
+      x: the block's input. The input is whole if it is the output itself, or a tuple of all
+        elements of the output, in order.
       pending: the output, or an element of it.
     """
     if not isinstance(x, tuple):

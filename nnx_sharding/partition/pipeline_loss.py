@@ -329,7 +329,7 @@ class TracedLoss:
         """Traces a loss.
 
         Args:
-          function: the loss, a function of the arrays. It returns ``([value], (*groups,
+          function: the loss, a function of the arrays. The loss returns ``([value], (*groups,
             outcome))``: its outputs in groups, and an outcome that says what they are for the
             arguments.
           arrays: the arrays of the loss's arguments.

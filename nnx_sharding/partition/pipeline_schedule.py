@@ -140,8 +140,8 @@ class Schedule(PipelineSizes):
 
         Args:
           module: the ``Stack``, or the ``nnx.List`` of blocks.
-          call: the function that would be called without a pipeline. It is not used, because the
-            stages call the layers.
+          call: the function that would be called without a pipeline. The function is not used,
+            because the stages call the layers.
           mesh: the mesh of the strategy.
           batch_axes: the mesh axes that shard the batch.
           axes_of_rows: returns the mesh axes over which the rows of an array are declared to be
@@ -227,8 +227,8 @@ class Schedule(PipelineSizes):
         """
         layers = stack([*blocks])
         flat_before = flatten_layer(layers.layers)
-        # Modules in the stack are new. They get the tags of the first block's modules, because
-        # activation shardings know modules by their tags.
+        # Modules in the stack are new. These modules get the tags of the first block's modules,
+        # because activation shardings know modules by their tags.
         pass_tags(flatten_layer(blocks[0]), flat_before)
         out = self._run_stack(layers, call)
         flat_after = flatten_layer(layers.layers)  # the same objects, some with new arrays

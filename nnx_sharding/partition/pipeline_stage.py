@@ -102,8 +102,8 @@ class TracedStages:
             for number, output in self._kept.items()
         }
 
-        # 4. Callbacks in layers run in the forward pass. They do not run again when residuals are
-        # recomputed, because `closed` has none.
+        # 4. Callbacks in layers run in the forward pass. Callbacks do not run again when residuals
+        # are recomputed, because `closed` has none.
         kept = self._kept.values()
         self._run_forward = Part(
             with_callbacks, [*self._out.values(), *self._written.values(), *kept]

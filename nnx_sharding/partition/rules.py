@@ -4,7 +4,8 @@ A *pattern* chooses Variables by their path: a regular expression, a glob, an NN
 name* says what a dimension is for, such as ``embed``. A *logical rule* says which mesh axes shard
 the dimensions with a logical name. The metadata of a Variable have its names (``out_sharding``).
 They are its *annotation*, which may also be a ``PartitionSpec`` or a sharding. A *spec* is a
-``PartitionSpec``. It has an *entry* for each dimension: a mesh axis, a tuple of mesh axes, or None.
+``PartitionSpec``. A spec has an *entry* for each dimension: a mesh axis, a tuple of mesh axes, or
+None.
 
 From other modules: `axes_of` returns the axes (or names) of an entry as a tuple, () for None and
 UNCONSTRAINED. `pad_entries` returns the entries of a spec as a list, cut or filled with None to a

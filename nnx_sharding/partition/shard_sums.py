@@ -154,8 +154,8 @@ class ShardSums:
         """Runs a function that computes gradients, some of which are returned as shard sums.
 
         Args:
-          function: a function of one pytree of arrays. It returns a pair: gradients by number, and
-            a pytree of further results.
+          function: a function of one pytree of arrays. The function returns a pair: gradients by
+            number, and a pytree of further results.
           inputs: the argument of the function.
           rows: a tree like ``inputs``, with the dimension of the rows of each array; None for an
             array without rows.
@@ -446,8 +446,9 @@ class _Evaluation:
         num_carried = len(carried)
         # Constants are added up here, once, because the body would do so in each step.
         constants = [_Value(self.add_up(x), rows=x.rows) for x in constants]
-        # A carry with rows, such as the gradient of activations, stays whole. It may be wanted as
-        # shard sums, because gradients are linear in it, but it is not a sum over rows itself.
+        # A carry with rows, such as the gradient of activations, stays whole. Such a carry may be
+        # wanted as shard sums, because gradients are linear in it, but it is not a sum over rows
+        # itself.
         carries_sums = [
             wants and x.rows is None for x, wants in zip(carried, wanted[:num_carried], strict=True)
         ]
@@ -609,7 +610,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
 def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
     """Whether an operation may be run on each shard sum instead of their sum.
 
-    It may if it is linear in its inputs that are shard sums, and at least one of them is.
+    An operation may if it is linear in its inputs that are shard sums, and at least one of them is.
     """
     name = equation.primitive.name
     pairs = zip(equation.invars, inputs, strict=True)

@@ -307,8 +307,8 @@ class StagedLayers:
         if axis not in axes:
             return self.constrain(groups)
         # The layers are the blocks of a list, and one dimension of a layer is sharded over the
-        # stages, so each stage has a part of all L layers. It sends each other stage the parts of
-        # that stage's layers, and gets the missing parts of its own layers: on one of S stages,
+        # stages, so each stage has a part of all L layers. A stage sends each other stage the parts
+        # of that stage's layers, and gets the missing parts of its own layers: on one of S stages,
         # (L, …, n/S, …) → (L/S, …, n, …). For this, layers are put in the order of stages.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
         other_axes = keep_axes(spec, axes - {axis})

@@ -10,7 +10,7 @@ A *strategy* reads the paths, shapes and metadata of a model, never its values, 
     remarks = remarks_on(specs, name, base, …)           texts about each path, for reports
     with_optimizer(specs, parameters, optimizer, …)      the same for the optimizer's state
 
-A *spec* is a ``PartitionSpec``. It has an *entry* for each dimension of an array, with the mesh
+A *spec* is a ``PartitionSpec``. A spec has an *entry* for each dimension of an array, with the mesh
 axes that shard the dimension. ``base`` is the result of an earlier strategy, to which a strategy
 adds. ``name`` is the name of the strategy, for messages. A *note* says why an array stays
 replicated, or what its spec costs; ``check_sharding`` shows it. A *layer* is one of the layers that
@@ -547,7 +547,7 @@ def shard_largest(
 
     Axes that the sharding uses already are left out. If no dimension can have all remaining axes,
     the last axes are left out one by one. If no dimension can have even the first axis, the
-    sharding is returned unchanged. It is unchanged as well for buffers, normalization layers and
+    sharding is returned unchanged. The same holds for buffers, normalization layers and
     random streams.
 
     Args:

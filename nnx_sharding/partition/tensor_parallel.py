@@ -49,8 +49,8 @@ from .strategies import (
 )
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
 
-# Attributes of wrappers around a layer. They do not say what the layer is for, so the name of the
-# layer is the key before them.
+# Attributes of wrappers around a layer. Wrappers do not say what the layer is for, so the name of
+# the layer is the key before them.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 
 # A warning names a replicated parameter if it has this share of all elements, and at least this

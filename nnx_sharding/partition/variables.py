@@ -1,12 +1,12 @@
 """The Variables of a model by path, and shardings that are given by path.
 
 All strategies see a model as a list of `NamedVariable`. There is one for each Variable, and one for
-each *bare* array, which is in no Variable. It has the first path, the arrays (one, unless the value
-is a pytree), and the dimensions of stacked layers (``layers.py``). The list comes from a flattened
-model (``Flat``): its ``leaves`` are the arrays, a *slot* is the index of a leaf, and its
-``structure`` has an *entry* for each object, a module (``NodeEntry``) or a Variable. Entries refer
-to other objects by their index. A list or a dict is no object; it is a ``Container`` in the entry
-that holds it.
+each *bare* array, which is in no Variable. A `NamedVariable` has the first path, the arrays (one,
+unless the value is a pytree), and the dimensions of stacked layers (``layers.py``). The list comes
+from a flattened model (``Flat``): its ``leaves`` are the arrays, a *slot* is the index of a leaf,
+and its ``structure`` has an *entry* for each object, a module (``NodeEntry``) or a Variable.
+Entries refer to other objects by their index. A list or a dict is no object; it is a ``Container``
+in the entry that holds it.
 
 In a model with Variables, bare arrays that modules hold are *buffers*, such as masks: they are not
 trained. In a model without Variables, bare arrays are the parameters.
@@ -177,7 +177,8 @@ _KNOWN = ContextVar("_KNOWN", default=None)
 def models_unchanged() -> Iterator[None]:
     """Promises that no model changes within the block, so that each is flattened once.
 
-    That saves time in a search, which asks hundreds of strategies for shardings of one model.
+    The promise saves time in a search, which asks hundreds of strategies for shardings of one
+    model.
     """
     token = _KNOWN.set({})
     try:

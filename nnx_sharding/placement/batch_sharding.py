@@ -608,7 +608,7 @@ def _check_arrays(
 def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array
     """Returns a leaf of a batch as an array, which shares the leaf's memory if possible.
 
-    For a leaf that is no array, a ``TypeError`` that says why is returned. It is not raised,
+    For a leaf that is no array, a ``TypeError`` that says why is returned. The error is not raised,
     because the spec of the leaf may be None, which passes it through, and one error lists all other
     leaves.
     """
