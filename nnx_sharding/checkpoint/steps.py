@@ -108,7 +108,7 @@ class Checkpoints:
           Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
             before, cannot be written.
         """
-        # These checks look at no files, because most calls save nothing.
+        # The first checks look at no files, because most calls save nothing.
         step = operator.index(step)
         latest = self.manager.latest_step()  # the latest step that this manager knows of
         if step < 0:

@@ -63,7 +63,7 @@ _LARGE = 2**20
 # Below this many bytes, a read of its own costs more than reading the gap to the next one as well.
 _SHORT = 256
 
-# So many bytes are collected before they are written.
+# The number of bytes that are collected before they are written.
 _AT_ONCE = 2**24
 
 # The range of each dimension: its first index, and the index after the last one.

@@ -127,7 +127,7 @@ def _text(rule: Rule) -> str:
     if rule.dimensions is not None:
         arguments.append(_quoted(rule.dimensions))
     for name, part_of_axis in (("take", rule.take), ("put", rule.put)):
-        if part_of_axis:  # it has an index or a slice for each axis
+        if part_of_axis:  # an index or a slice for each axis
             items = [f"{_quoted(axis)}: {_part(part)}" for axis, part in part_of_axis.items()]
             arguments.append(name + "={" + ", ".join(items) + "}")
     for axis, size in rule.sizes.items():

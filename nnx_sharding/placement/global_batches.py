@@ -122,7 +122,7 @@ class GlobalBatches(Iterator[Loaded]):
         if self._sharding is None:  # the first batch decides for all
             self._sharding = BatchSharding(batch, options.specs, options.mesh)
         sharding = self._sharding
-        # This shortcut is for nearly all batches. The steps below take as long for a small batch as
+        # The shortcut is for nearly all batches. The steps below take as long for a small batch as
         # placing it.
         if options.uneven != "pad" and not options.copy:
             full_arrays = sharding.full_arrays(batch)
