@@ -156,12 +156,14 @@ class PendingOutput:
             does; empty for the usual one.
           element: the index in the tuple that the block returns; None for all that it returns.
         """
-        # The names have an underscore because `__getattr__` refuses the names that users read.
+        # All attributes have an underscore, so that `__getattr__` gets every public name that users
+        # may read, and refuses it.
         self._calls, self._number = calls, number
         self._problem = problem or "returns what is not passed to the next one"
         self._element = element
 
     def __getattr__(self, name: str) -> Any:
+        """Raises a ValueError that says how blocks have to be called."""
         block = f"{self._calls.tag.accessor}[{self._number - 1}]"
         raise ValueError(_HOW_TO_CALL.format(block, self._problem))
 
@@ -180,6 +182,7 @@ class PendingOutput:
         return (PendingOutput(self._calls, self._number, self._problem, i) for i in elements)
 
     def _refuse(self, *_: object) -> Any:
+        """Raises the ValueError of any use of this object."""
         return self.used  # no such attribute exists, so `__getattr__` raises the error
 
 
