@@ -241,6 +241,7 @@ class _Matching:
         arrays: Mapping[str, Shape],
         in_any_order: Collection[str],
     ):
+        """Matches the tensors and arrays."""
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
         # Template of tensors → their numbers → path of each array that they fill → the rule for it.
         self._rules: dict[str, dict[Numbers, dict[str, Tensor]]] = {}

@@ -214,6 +214,7 @@ class Links:
     """
 
     def __init__(self, tensors: Sequence[Group], arrays: Sequence[Group]):
+        """Links the tensors and arrays."""
         self._tensors, self._arrays = tensors, arrays
         self.links: list[Link] = []
         self.ambiguous: _Pairs = []

@@ -409,6 +409,7 @@ def _layer_class(cls: type) -> type | None:
 
 
 def _norm_shapes(layer: Any) -> dict[str, Any]:
+    """Returns the shapes of a normalization layer, by attribute."""
     # None is any size. A subclass that does not call `super().__init__` lacks the attribute, and
     # counts as a norm all the same.
     features = getattr(layer, "num_features", None)

@@ -327,6 +327,8 @@ class OneForwardOneBackward:
         results = [loss.result_of[i] for i in parts.x_with_gradients]
 
         def gradients_and_outputs(inputs: ByPosition, _: object) -> tuple[ByPosition, ByPosition]:
+            """Returns gradients of the loss, by input, and all outputs of the suffix."""
+
             def value(chosen: ByPosition) -> tuple[Any, ByPosition]:
                 outputs = parts.run_suffix(inputs | chosen)
                 return outputs[loss.returned[0]], outputs  # the first that it returns is the loss
@@ -388,6 +390,7 @@ class OneForwardOneBackward:
         d_first = {i: jnp.where(item >= 0, x[0], 0) for i, x in d_x.items()}  # (rows, …)
 
         def gradients(inputs: ByPosition, d_first: ByPosition) -> tuple[ByPosition, tuple[()]]:
+            """Returns gradients of the targets; there are no further results."""
             # The prefix runs again: to keep its residuals for 2S - 1 microbatches takes memory.
             _, pull = jax.vjp(
                 lambda targets: parts.run_x_with_gradients(inputs | targets),

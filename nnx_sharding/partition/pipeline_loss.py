@@ -346,6 +346,7 @@ class TracedLoss:
         # Tracing this function also sets `self.call`, the call in this trace, and `self._sorted`,
         # which says what the outputs are.
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
+            """Returns the outputs of the loss in five lists."""
             self.call = PipelineCall(results, dict(zip(call.written, written, strict=True)))
             with self.call.in_place():  # the pipeline in the function returns `results`
                 [value], (*groups, outcome) = function(arrays)

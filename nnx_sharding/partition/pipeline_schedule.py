@@ -155,6 +155,7 @@ class Schedule(PipelineSizes):
             raise ValueError(NO_PREFETCH)
 
         def run_stages(x: Any, *args: Any, **kwargs: Any) -> Any:
+            """Checks a call of the module, and runs its layers in stages."""
             # 1. The mesh of the call, and the sizes of the pipeline on it.
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
@@ -259,6 +260,7 @@ class Schedule(PipelineSizes):
         first_dimension_of_x = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(x)), ())
 
         def has_rows(leaf: FurtherLeaf) -> bool:
+            """Whether one leaf is split with the batch."""
             array = leaf.value
             if not isinstance(array, jax.Array | np.ndarray):
                 return False

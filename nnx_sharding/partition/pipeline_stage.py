@@ -128,6 +128,8 @@ class TracedStages:
         differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
 
         def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
+            """Runs the layers of one stage; sets ``_transpose``."""
+
             def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
                 """Runs the layers as a function of the inputs that are differentiated.
 

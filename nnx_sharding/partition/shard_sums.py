@@ -467,6 +467,7 @@ class _Evaluation:
         body_outputs = list[_Value]()
 
         def body(carry: Arrays, xs: Arrays) -> tuple[list[Any], list[Any]]:
+            """Runs one step; fills ``body_outputs``."""
             carried_values = [
                 _Value(x, rows=first_value.rows, is_split=is_split)
                 for x, first_value, is_split in zip(carry, carried, carries_sums, strict=True)

@@ -522,6 +522,7 @@ def _shardings(
     num_rows = math.lcm(*num_devices, 1 if mesh is None else mesh.size)
 
     def abstract(array: HostArray | TypeError) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype of a leaf, with a number of rows that any axis divides."""
         # A leaf that is no array gets a placeholder. Later it is passed through or refused.
         if isinstance(array, TypeError):
             return jax.ShapeDtypeStruct((), bool)
