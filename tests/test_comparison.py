@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -206,7 +207,7 @@ class CompareTest(parameterized.TestCase):
             assert roofline.interconnect_s == pytest.approx(sent + hops)
             assert figures["roofline"] == roofline.seconds > 0
         assert found.judged(memory_limit="1 KB").memory_limit == 1000
-        assert "roofline: at peak rates of TPU v5e" in str(found)
+        assert "roofline: the estimated time, at peak rates of TPU v5e" in str(found)
 
     def test_json(self):
         found = planned()
@@ -335,6 +336,29 @@ class CompareTest(parameterized.TestCase):
         assert "flops" not in header and "roofline" not in header and "sent" in header
         # One that differs shows both.
         assert "flops" in printed(Comparison({"a": known, "b": bare}), width=200)
+
+    def test_each_column_of_figures_is_explained(self):
+        for width in (200, 100):  # a narrow table has fewer columns
+            lines = printed(planned().judged(hardware="TPU v5e"), width=width).splitlines()
+            _, _, *titles = re.split(r"\s{2,}", lines[0].strip())
+            phrases = [
+                line.strip().partition(": ")[0] for line in lines if re.match("  [a-z]", line)
+            ]
+            expected = dict.fromkeys("over …" if x.startswith("over ") else x for x in titles)
+            assert phrases[: len(expected)] == [*expected]
+
+    def test_caveat_of_programs_for_cpus(self):
+        """Their memory traffic is that of the CPU's compiler, whatever the rates."""
+        known = planned().reports["dp"].with_roofline("TPU v5e")
+        own = dataclasses.replace(HARDWARE["TPU v5e"], spread=0.1)  # measured on the CPU itself
+        for report, is_foreign in (
+            (known, True),
+            (dataclasses.replace(known, platform="tpu"), False),
+            (known.with_roofline(own), False),
+            (planned().reports["dp"], False),  # without a roofline
+        ):
+            for shown in (report, Comparison({"dp": report})):
+                assert ("from the program compiled for CPU: bytes" in str(shown)) == is_foreign
 
     def test_bad_reports(self):
         with pytest.raises(ValueError, match="nothing to compare"):

@@ -355,6 +355,9 @@ def test_comparison(browser, tmp_path):
         assert peak.get_attribute("value") == str(3 * MIB)
         tab.get_by_role("button", name="tp", exact=True).click()
         assert peak.get_attribute("value") == "292048"
+        titles = tab.locator("#comparison thead th").evaluate_all("all => all.map((n) => n.title)")
+        assert titles[0] == "" and all(titles[1:])  # each figure is explained
+        assert "compiled for CPU" not in tab.locator("#comparison").inner_text()  # measured rates
         tab.locator("#comparison thead").get_by_role("button", name="Peak memory").click()
         assert page.rows("comparison")[0] == "dp"
 
@@ -644,7 +647,8 @@ def test_comparison_of_real_reports(browser, tmp_path):
     assert "&lt;b&gt;" in comparison._repr_html_()
     with Page(browser, tmp_path, comparison) as page:
         text = page.tab.locator("#comparison").inner_text()
-        for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>", "1 not compiled"):
+        parts = "fits", "1.50 s", "TPU v5e", "ValueError: <b>", "1 not compiled", "compiled for CPU"
+        for part in parts:
             assert part in text
         page.tab.locator("#comparison summary").click()
         shown = page.tab.locator("#comparison details").inner_text()

@@ -29,7 +29,7 @@ from .memory import Memory
 from .meshes import MeshDescription
 from .parameters import ActivationRow, ParameterRow, activations_table, mesh_of, rows_table
 from .reasons import Reason
-from .roofline import Roofline, roofline_of
+from .roofline import Roofline, cpu_caveat, roofline_of
 from .tables import axis_styles, table, text
 from .units import bytes_text, time_text
 
@@ -149,11 +149,8 @@ class ProgramReport(JsonForm):
         if self.roofline is not None:
             yield ""
             yield self.roofline
-            if self.platform == "cpu":
-                yield text(
-                    "estimated from the program compiled for CPU; the TPU or GPU compiler will "
-                    "choose another"
-                )
+            if (caveat := cpu_caveat(self.roofline, self.platform)) is not None:
+                yield text(caveat)
         if self.cost is not None and self.cost.optimal_seconds is not None:
             estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")

@@ -238,6 +238,24 @@ class Roofline(Pictured):
         return printable(line)
 
 
+def cpu_caveat(roofline: Roofline | None, platform: str) -> str | None:
+    """Says what is wrong with the times of a program for CPUs; None if nothing is.
+
+    Measured rates (with a ``spread``) are those of the CPU itself.
+
+    Args:
+      roofline: the times, at the rates of other hardware.
+      platform: what the program was compiled for, such as ``cpu``.
+    """
+    if roofline is None or roofline.spread is not None or platform != "cpu":
+        return None
+    return (
+        "estimated from the program compiled for CPU: bytes of memory, and so what it is bound by, "
+        f"come from the fusions of that compiler; the one for {roofline.hardware} makes others, "
+        "which often access less memory"
+    )
+
+
 def roofline_of(
     cost: Cost | None,
     collectives: Collectives | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .units import printable
@@ -204,6 +204,18 @@ def table(
 ) -> Table:
     """Makes a table; the arguments are those of :class:`Table`."""
     return Table(header, rows, numbers, footer, most)
+
+
+def legend(header: Iterable[Cell], phrases: Mapping[str, str]) -> Iterator[Text]:
+    """Yields what the columns of a table are, a line for each: ``peak: the most memory in use``.
+
+    Args:
+      header: the titles of the columns that are shown.
+      phrases: what a column is, by its title; columns without a phrase have no line.
+    """
+    for title in map(str.strip, map(_plain, header)):
+        if title in phrases:
+            yield text(f"  {title}: {phrases[title]}", "dim")
 
 
 def _cell(content: Cell) -> Text:

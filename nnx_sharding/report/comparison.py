@@ -23,7 +23,8 @@ from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import why_unread
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
-from ..analysis.tables import table, text
+from ..analysis.roofline import cpu_caveat
+from ..analysis.tables import legend, table, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
 
@@ -233,21 +234,18 @@ class Comparison(JsonForm):
         of strategies that fail alike. ``reports`` has all of it.
         """
         if self.compiled:
-            yield self._table(width)
+            yield from self._table(width)
             limit = self.memory_limit
             fits = "" if limit is None else f"; a device has {bytes_text(limit)}"
             note = "; * is the best among those that fit" if self.marked else ""
             yield text(f"for one device and one call{fits}{note}")
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
+        for caveat in self._caveats():
+            yield text(caveat, "yellow")
         for name, report in self.compiled.items():
             for figure, why in why_unknown(report).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
-        rooflines = (report.roofline for report in self.compiled.values())
-        # What they were estimated from: peak figures, or measured ones.
-        bases = {roofline.basis for roofline in rooflines if roofline is not None}
-        if bases:
-            yield text(f"roofline: {', '.join(sorted(bases))}")
         yield from self._held_by_module()
         failures = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
         for error, names in names_by_value(failures).items():
@@ -278,8 +276,18 @@ class Comparison(JsonForm):
             rows.append((path_text(path), *map(bytes_text, sizes_of_path)))
         yield table(("held at the peak", *held), rows, numbers=len(held))
 
-    def _table(self, width: int) -> RenderableType:
-        """Draws a row for each strategy; narrow consoles get the main columns only."""
+    def _caveats(self) -> list[str]:
+        """Says what is wrong with rooflines of programs that were compiled for CPUs."""
+        caveats = {
+            cpu_caveat(report.roofline, report.platform) for report in self.compiled.values()
+        }
+        return sorted(filter(None, caveats))
+
+    def _table(self, width: int) -> Iterator[RenderableType]:
+        """Draws a row for each strategy, and below it what the columns are.
+
+        Narrow consoles get the main columns only.
+        """
         columns = self._columns()
         if width < _WIDE:
             columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
@@ -292,7 +300,16 @@ class Comparison(JsonForm):
             if not _NOTHING.issuperset(str(cell).strip(" *") for cell in cells)
         }
         rows = zip(*names.values(), *distinctive.values(), strict=True)  # columns → rows
-        return table([*names, *distinctive], rows, numbers=len(distinctive))
+        yield table([*names, *distinctive], rows, numbers=len(distinctive))
+        # One phrase is for all columns of bytes by mesh axes.
+        shown = dict.fromkeys(
+            "over …" if title.startswith("over ") else title for title in distinctive
+        )
+        rooflines = (report.roofline for report in self.compiled.values())
+        # What they were estimated from: peak figures, or measured ones.
+        bases = {roofline.basis for roofline in rooflines if roofline is not None}
+        roofline_phrase = f"{_PHRASES['roofline']}, {'; '.join(sorted(bases))}"
+        yield from legend(shown, {**_PHRASES, "roofline": roofline_phrase})
 
     def _columns(self) -> dict[str, Sequence[Text | str]]:
         """Returns the columns of the table by title: the cells, one for each compiled strategy."""
@@ -343,6 +360,18 @@ class Comparison(JsonForm):
         return columns
 
 
+_PHRASES = {
+    "peak": "the most memory in use at any time",
+    "arguments": "the memory of what a call is given: parameters, optimizer state, inputs",
+    "sent": "the bytes that collectives send",
+    "over …": "the part of it that is sent over these mesh axes",
+    "flops": "additions and multiplications",
+    "roofline": "the estimated time",
+    "measured": "the median time of the calls that plan ran",
+    "bound by": "what takes longest in the roofline: compute, memory or interconnect",
+    "compiled in": "the time to trace and compile it on this machine",
+    "fits": "whether the peak is within the memory of a device",
+}
 _NOTHING = frozenset({"", "0", "0 B", "0 s", UNKNOWN})
 _WIDE = 140  # characters of a console that has room for all columns
 _MAIN_COLUMNS = (

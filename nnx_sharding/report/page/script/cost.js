@@ -30,13 +30,21 @@ function estimateOf(roofline) {
   return isScheduled ? Math.max(least, Math.max(busy_s ?? 0, compute_s, memory_s) + exposed_s) : least;
 }
 
-// The figures that matter most: key, label, format, and how they are read from a report.
+// The figures that matter most: key, label, format, how they are read from a report, and what they are.
 const FIGURES = [
-  ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
-  ["bytes_sent", "Bytes sent", bytes, ({ collectives }) => collectives && bytesSent(collectives)],
-  ["flops", "Flops", flops, ({ cost }) => cost?.flops],
-  ["roofline", "Roofline", time, ({ roofline }) => roofline && estimateOf(roofline)],
+  ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak, "The most memory in use at any time"],
+  ["bytes_sent", "Bytes sent", bytes, ({ collectives }) => collectives && bytesSent(collectives),
+    "What collectives send; below, the part of it over each of the mesh axes"],
+  ["flops", "Flops", flops, ({ cost }) => cost?.flops, "Additions and multiplications"],
+  ["roofline", "Roofline", time, ({ roofline }) => roofline && estimateOf(roofline),
+    "The estimated time of a call on the hardware; below, what takes longest in it"],
 ];
+
+/** What is wrong with the roofline of a program for CPUs at the rates of other hardware. */
+const caveatOf = ({ roofline, platform }) =>
+  roofline && roofline.spread === null && platform === "cpu" &&
+  "Estimated from the program compiled for CPU: bytes of memory, and so what it is bound by, come from the " +
+  `fusions of that compiler; the one for ${roofline.hardware} makes others, which often access less memory.`;
 
 function overview(report) {
   const { roofline, parameters, collectives } = report;
@@ -96,7 +104,8 @@ function trafficTable(rows) {
   return rows.length > 0 && tableOf({ name: "Traffic by links", columns, rows }).node;
 }
 
-function rooflineSection({ roofline, cost }) {
+function rooflineSection(report) {
+  const { roofline, cost } = report;
   if (!roofline) return null;
   const { compute_s, memory_s, interconnect_s, traffic, sources, hardware, bound_by } = roofline;
   const entries = RESOURCES.map((kind) => {
@@ -115,6 +124,7 @@ function rooflineSection({ roofline, cost }) {
   const nodes = [
     bars(entries, time),
     roofline.why && note(unknown(roofline)),
+    caveatOf(report) && note(caveatOf(report)),
     trafficTable(traffic),
     note("If all of it overlaps ", time(combined(Math.max, timesOf(roofline))), ", if nothing does ", time(most), "."),
     isNumber(roofline.busy_s) && note("One operation after the other: ", time(roofline.busy_s), "."),

@@ -31,6 +31,9 @@ function remark(key, report, limit) {
   return el("small.muted", sums.map(([size, axes]) => `${axesText(axes)} ${byteText(size)}`).join(", "));
 }
 
+const MEASURED = "The median time of the calls that plan ran";
+const COMPILED = "The time to trace and compile it on the machine that made the report";
+
 /** The table of strategies, and the report of the chosen one. */
 function comparisonNodes(data) {
   const reports = Object.entries(data.reports).map(([name, report]) => ({ name, report }));
@@ -53,7 +56,7 @@ function comparisonNodes(data) {
     return linkButton(name, onclick);
   };
   /** A column of a figure, with a remark and a bar; the best strategy is marked. */
-  const rated = ([key, label, number, of]) => {
+  const rated = ([key, label, number, of, words]) => {
     const value = ({ name, report }) => of(report, name);
     const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
     const cell = ({ name, report }) => {
@@ -64,24 +67,25 @@ function comparisonNodes(data) {
       const pieces = sizes.map(([size, axes]) => [size / most, axes]);
       return el("div.rated", shown, remark(key, report, data.memory_limit), bar(...pieces));
     };
-    return { label, value, number, cell };
+    return { label, value, number, cell, words };
   };
   const seconds = ({ name }) => data.seconds[name];
   const figures = [...FIGURES];
   if (rows.some(({ name }) => data.measured[name]))
-    figures.push(["measured", "Measured", time, (report, name) => data.measured[name]]);
+    figures.push(["measured", "Measured", time, (report, name) => data.measured[name], MEASURED]);
   const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }, ...figures.map(rated)];
-  if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
+  if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time, words: COMPILED });
   const name = "Strategies compared";
   const table = tableOf({ name, noun: "strategy", columns, rows }).node;
   const errors = failed.map(({ name, report }) =>
     el("div", el("strong", name, " failed"), el("pre.error", report.error)));
   const limit = isNumber(data.memory_limit) && ["A device has ", bytes(data.memory_limit), "."];
   const words = note("All figures are for one device. ", limit);
+  const caveats = [...new Set(rows.map(({ report }) => caveatOf(report)).filter(Boolean))];
   const reasons = Object.entries(data.ruled_out);
   const items = reasons.map(([name, why]) => el("li", el("strong", name), `: ${why}`));
   const others = el("details", el("summary", `${reasons.length} not compiled`), el("ul", items));
-  const top = section("comparison", name, words, names.length > 0 && table, errors, reasons.length > 0 && others);
+  const top = section("comparison", name, words, names.length > 0 && table, caveats.map((text) => note(text)), errors, reasons.length > 0 && others);
   if (names.length) show(names[0]);
   return names.length ? [top, head, content] : [top];
 }
