@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from graphs import snapshot
 from libraries import FLAX, FULL, OURS, assert_same, named, node, param, programs_of, stat
 from nnx_sharding import jit, saved_residuals, stack
-from zoo import MLP, Counter, Net
+from zoo import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 KEPT_BY_UP = 8 * 16 * 4  # bytes
@@ -330,9 +330,27 @@ class SavedResidualsTest(parameterized.TestCase):
     def test_table(self):
         found = saved_residuals(lambda m, x: m(x).sum(), MLP(), X)
         head, *rows = str(found).splitlines()
-        assert "on the device" in head
+        assert head.endswith("B in whole arrays") and "each device holds a part" in rows.pop()
         assert any(row.split()[0] == "512" and row.endswith("m") for row in rows)
         assert found.bytes() == sum(x.bytes for x in found if x.operation != "argument")
+
+    def test_bytes_on_each_device(self):
+        """Types say the shardings on Explicit axes only."""
+
+        def fun(x):
+            return jnp.sin(x) ** 2
+
+        for kind, expected in (("explicit", 32 * 4 // 8), ("auto", None)):
+            with jax.set_mesh(mesh_of((4, 2), ("a", "b"), kind)):
+                found = saved_residuals(fun, jax.device_put(X, P("a", "b")))
+            for whole, of_device in ((x.bytes, x.bytes_per_device) for x in found):
+                assert (whole, of_device) == (32 * 4, expected)
+            count = len(found)
+            assert count and found.bytes() == count * 32 * 4
+            assert found.bytes_per_device() == (None if expected is None else count * expected)
+            is_known = expected is not None
+            words = f"{count * 16} B on each device" if is_known else "B in whole arrays"
+            assert words in str(found).splitlines()[0]
 
     def test_static_arguments(self):
         def fun(m, x, name):

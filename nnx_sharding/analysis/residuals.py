@@ -4,6 +4,10 @@ Differentiation turns a function into one jaxpr that returns the residuals. Each
 back to the operation that computes it: out of the calls that only pass it on, and into those that
 compute it, whose names make up the path of the module.
 
+The bytes of a device are known where the type says the sharding: on meshes of Explicit axes only.
+On Auto axes the compiler chooses it later, so that the bytes are those of whole arrays, and the
+table says so.
+
 From other modules:
 
     path_of     the path of the user's module in the names of nested equations, outermost first
@@ -15,12 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
 from ..core.known_faults import path_of
 from .memory import array_bytes
 from .tables import Pictured, text
-from .units import bytes_text
+from .units import all_known, bytes_text
 
 
 class Residual(NamedTuple):
@@ -34,6 +39,8 @@ class Residual(NamedTuple):
       shape: its shape.
       dtype: its dtype.
       memory: where it is kept: ``"device"`` or ``"host"``.
+      shard_shape: the shape of its part on each device; None if its type does not say it: without a
+        mesh, and on Auto axes, where the compiler chooses.
     """
 
     source: str
@@ -41,11 +48,17 @@ class Residual(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     memory: str
+    shard_shape: tuple[int, ...] | None = None
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the whole array, on all devices together."""
         return array_bytes(self.shape, self.dtype)
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """The size of its part on each device; None if that is not known."""
+        return None if self.shard_shape is None else array_bytes(self.shard_shape, self.dtype)
 
 
 class SavedResiduals(tuple[Residual, ...], Pictured):
@@ -54,9 +67,9 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
     __slots__ = ()
 
     def bytes(self, memory: str = "device") -> int:
-        """Sums the bytes that are kept in a memory, not counting arguments.
+        """Sums the bytes of whole arrays that are kept in a memory, not counting arguments.
 
-        Those are in memory in any case.
+        Those are in memory in any case. Each device holds less of arrays that are sharded.
 
         Args:
           memory: ``"device"`` or ``"host"``.
@@ -66,17 +79,30 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         """
         return sum(x.bytes for x in self._computed() if x.memory == memory)
 
+    def bytes_per_device(self, memory: str = "device") -> int | None:
+        """Sums as :meth:`bytes` what each device holds; None if that of one array is not known.
+
+        Args:
+          memory: ``"device"`` or ``"host"``.
+        """
+        sizes = all_known(x.bytes_per_device for x in self._computed() if x.memory == memory)
+        return None if sizes is None else int(sum(sizes))
+
     def _computed(self) -> Iterator[Residual]:
         return (x for x in self if x.operation != "argument")
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the sums, and a line for each array."""
-        host = self.bytes("host")
+        # On each device if that is known of all arrays, or else of whole arrays: not mixed.
+        is_known = all(x.shard_shape is not None for x in self._computed())
+        on_device = self.bytes_per_device() if is_known else self.bytes()
+        host = self.bytes_per_device("host") if is_known else self.bytes("host")
+        what = "on each device" if is_known else "in whole arrays"
         on_host = f", {bytes_text(host)} on the host" if host else ""
-        yield text(f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}")
+        yield text(f"kept for the backward pass: {bytes_text(on_device)} {what}{on_host}")
         rows = [
             (
-                bytes_text(x.bytes),
+                bytes_text(x.bytes_per_device if is_known else x.bytes),
                 x.memory,
                 f"{x.dtype.name}{[*x.shape]}",
                 x.operation,
@@ -88,6 +114,11 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             yield text("  ".join(cells))
+        if not is_known:
+            yield text(
+                "of arrays that are sharded each device holds a part: known only on Explicit axes",
+                "dim",
+            )
 
 
 # Primitives by which JAX marks what a policy keeps, as `checkpoint_name` and offloading do; the
@@ -122,6 +153,7 @@ def residual_of(
             shape=aval.shape,
             dtype=aval.dtype,
             memory=memory,
+            shard_shape=_shard_shape(aval),
         )
 
     while not isinstance(var, Literal):
@@ -155,3 +187,13 @@ def residual_of(
         else:
             return residual(equation.primitive.name, equation)
     return None
+
+
+def _shard_shape(aval: Any) -> tuple[int, ...] | None:
+    """Returns the shape on one device of a value of a type; None if the type does not say it."""
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    if any(kind != AxisType.Explicit for kind in sharding.mesh.axis_types):
+        return None
+    return sharding.shard_shape(aval.shape)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import Literal
+from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
 from ..activations.calls import RECORD, Calls
@@ -53,6 +54,7 @@ def saved_residuals(
     Returns:
       The arrays that are kept, each with the module that computes it, its size, and its memory.
       Arrays that are kept inside a loop over layers are stacked, and the size is for all layers.
+      Sizes are those of whole arrays; on meshes of Explicit axes also those on each device.
 
     Raises:
       TypeError: arguments are not arrays, or do not fit the signature of ``fun``.
@@ -65,8 +67,9 @@ def saved_residuals(
       >>> def loss(model, x):
       ...     return jnp.sin(model(x)).sum()
       >>> print(saved_residuals(loss, model, jnp.ones((2, 4))))
-      kept for the backward pass: 64 B on the device
+      kept for the backward pass: 64 B in whole arrays
       64 B  device  float32[2, 8]  cos  loss
+      of arrays that are sharded each device holds a part: known only on Explicit axes
       >>> saved_residuals(remat(loss), model, jnp.ones((2, 4))).bytes()
       0
     """
@@ -93,10 +96,21 @@ def saved_residuals(
 
     # While calls are recorded, the names of operations have the paths of modules.
     with RECORD(Calls()), called_by(Caller(lifted._fun, flat.objects)):
-        jaxpr = jax.make_jaxpr(residuals)(*map(abstract, flat.leaves)).jaxpr
+        jaxpr = jax.make_jaxpr(residuals)(*map(_typed, flat.leaves)).jaxpr
     # An array counts once, though JAX may keep it for several operations. A literal is a constant
     # number of the program, and takes no memory.
     kept_arrays = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
     # A row is None for a constant, because no operation computes it.
     rows = (residual_of(x, jaxpr, plan.names, plan.fun_name) for x in kept_arrays.values())
     return SavedResiduals(row for row in rows if row is not None)
+
+
+def _typed(leaf: Any) -> Any:
+    """Returns the abstract form of a leaf, with the sharding that is part of its type, if any is.
+
+    That is, on meshes with Explicit axes: what is computed from it then has one, too.
+    """
+    sharding = getattr(jax.typeof(leaf), "sharding", None) if isinstance(leaf, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return abstract(leaf, sharding)
+    return abstract(leaf)
