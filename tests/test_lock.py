@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, tensor_parallel, value_and_grad
+from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 from nnx_sharding.report import ProgramReport
@@ -123,6 +124,22 @@ def test_changes(lock, name):
         assert re.search(pattern, str(error.value)), f"{pattern}\n{error.value}"
 
 
+def test_totals_and_remedy_come_first(report, lock):
+    """Then what a user changes, such as specs, before what follows from it."""
+    with pytest.raises(AssertionError) as error:
+        assert_unchanged(compiled(is_gathering=True, count=4).report("step"), lock)
+    first, remedy, *details = str(error.value).splitlines()
+    before = {"peak": report.memory.peak, "bytes sent": report.collectives.bytes_sent}
+    for name, size in before.items():
+        assert f"{name}: {bytes_text(size)} → " in first
+    assert remedy.startswith("If this is wanted, write the file again")
+    assert details.index("arguments") < details.index("memory of one device")
+    # A total that is equal is named without a figure.
+    memory = dataclasses.replace(report.memory, peak=2 * report.memory.peak)
+    with pytest.raises(AssertionError, match=r"; as before: bytes sent, flops\.\n"):
+        assert_unchanged(dataclasses.replace(report, memory=memory), lock)
+
+
 def test_rules(tmp_path):
     """A rule that decides instead of another is named, also where the spec is the same."""
     mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
@@ -143,7 +160,7 @@ def test_rules(tmp_path):
     with pytest.raises(AssertionError) as error:
         assert_unchanged(step(same), path)
     changed = "  model.layers[*].up.kernel: rule: fsdp over dimension 1 → PathRegex('up/kernel$')"
-    assert f"\narguments\n{changed}\n" in str(error.value)
+    assert str(error.value).endswith(f"\narguments\n{changed}")
     assert str(error.value).count("→") == 1
     # A report without reasons says nothing of rules.
     assert_unchanged(step(same).report(), path)

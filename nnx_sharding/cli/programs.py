@@ -43,7 +43,14 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.strategies import compare
 from ..specs.fitting import suggestion
-from ..testing.lock import TOLERANCE, changes_since, described, lock_text, report_with_rules
+from ..testing.lock import (
+    TOLERANCE,
+    changes_since,
+    described,
+    lock_text,
+    report_with_rules,
+    totals_since,
+)
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
@@ -393,9 +400,10 @@ def run_check(arguments: argparse.Namespace) -> int:
         changes = changes_since(file, report, arguments.tolerance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    say(described(changes, report))
-    if changes:
+    if changes:  # what matters, and what to do, before the details, which may be long
+        say(f"{report.name} is not as {file} says: {totals_since(file, report)}.")
         say(f"If this is wanted, write {file} again: {_lock_command(arguments)}.")
+    say(described(changes, report))
     return int(bool(changes))
 
 

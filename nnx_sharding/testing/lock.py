@@ -61,6 +61,9 @@ _HEAD = """\
 _VERSIONS = "made with"
 # These are compared only if both sides have them: reports need not have these tables.
 _OPTIONAL: tuple[Part, ...] = ("module", "line")
+# What a user changes, such as the mesh, specs and rules, comes before what follows from it.
+_CAUSES: tuple[Part, ...] = ("program", "parameter")
+_CAUSES_FIRST: tuple[Part, ...] = (*_CAUSES, *(part for part in TITLES if part not in _CAUSES))
 # The unit of the rule that decides a spec; reports need not have rules, either.
 _RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
@@ -110,7 +113,11 @@ def assert_unchanged(
       >>> assert_unchanged(report(64), lock)
       >>> assert_unchanged(report(128), lock)
       Traceback (most recent call last):
-      AssertionError: double is not as double.lock says:
+      AssertionError: double is not as double.lock says: peak: 512 B → 1.00 KiB (+100.0%); ...
+      If this is wanted, write the file again: ...
+      arguments
+        x: float32[64]... → float32[128]...
+      ...
       memory of one device
         arguments: 256 B → 512 B (+100.0%)
       ...
@@ -119,13 +126,13 @@ def assert_unchanged(
     if update or update_all:
         write_file(file_path(path), lock_text(report).encode())
         return
-    name = PurePath(path).name
     changes = changes_since(path, report, tolerance)
     if changes:
+        # What matters, and what to do, comes before the details, which may be long.
         raise AssertionError(
-            f"{report.name} is not as {name} says:\n{described(changes, report)}\n"
+            f"{report.name} is not as {PurePath(path).name} says: {totals_since(path, report)}.\n"
             "If this is wanted, write the file again: update=True, pytest --update-locks, or "
-            "nnx-sharding lock."
+            f"nnx-sharding lock.\n{described(changes, report)}"
         )
 
 
@@ -163,16 +170,10 @@ def changes_since(
       tolerance: the fraction by which figures may differ, except counts of arrays, instructions and
         runs, which have to be equal.
     """
-    try:
-        text = file_path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"there is no lock file {os.fspath(path)}. Write it with update=True, "
-            "pytest --update-locks, or nnx-sharding lock."
-        ) from None
-    old, new = _read(text, os.fspath(path)), locked(report)
+    old, new = _lock_in(path), locked(report)
     changes: list[Change] = []
-    for part, section in TITLES.items():  # a section has the title of what changed in it
+    for part in _CAUSES_FIRST:
+        section = TITLES[part]  # a section has the title of what changed in it
         if part in _OPTIONAL and not (section in old and section in new):
             continue
         # The name of a change ends with its unit: ``all-reduce over model: runs``.
@@ -188,6 +189,55 @@ def changes_since(
         if before != after:
             made_with[name] = before, after
     return Changes(changes, made_with)
+
+
+def totals_since(path: str | os.PathLike[str], report: ProgramReport) -> str:
+    """Writes the totals of a lock file and a report: ``peak: 1 KiB → 2 KiB (+100.0%); …``.
+
+    The figures in which they are equal are named at the end.
+    """
+    old, new = _totals(_lock_in(path)), _totals(locked(report))
+    changed: list[str] = []
+    equal: list[str] = []
+    for name, before in old.items():
+        if before == new[name]:
+            equal.append(name)
+        else:
+            part: Part = "cost" if name == "flops" else "memory"  # whose figures are bytes
+            changed.append(str(Change(part, name, before, new[name])))
+    if equal:
+        changed.append(f"as before: {', '.join(equal)}")
+    return "; ".join(changed)
+
+
+def _totals(lock: Lock) -> dict[str, float | None]:
+    """Returns the peak, the bytes sent by all collectives, and the flops; None for unknown ones."""
+    collectives = lock.get(TITLES["collective"], {}).values()
+    is_unknown = any(str(figures.get("", "")).startswith(_UNKNOWN) for figures in collectives)
+    sent = sum(_number(figures, "bytes") or 0 for figures in collectives)
+    return {
+        "peak": _number(lock.get(TITLES["memory"], {}).get("peak", {}), "bytes"),
+        "bytes sent": None if is_unknown else sent,
+        "flops": _number(lock.get(TITLES["cost"], {}).get("flops", {}), "flops"),
+    }
+
+
+def _number(figures: Figures, unit: str) -> float | None:
+    """Returns a figure of a line; None if the line has it not, or as a text."""
+    value = figures.get(unit)
+    return value if isinstance(value, int | float) else None
+
+
+def _lock_in(path: str | os.PathLike[str]) -> Lock:
+    """Reads a lock file; a FileNotFoundError says how to write one."""
+    try:
+        text = file_path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no lock file {os.fspath(path)}. Write it with update=True, "
+            "pytest --update-locks, or nnx-sharding lock."
+        ) from None
+    return _read(text, os.fspath(path))
 
 
 def described(changes: Changes, report: ProgramReport) -> str:
