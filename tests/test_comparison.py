@@ -485,6 +485,20 @@ class DiffTest(parameterized.TestCase):
         assert changes.made_with == {"jax": (jax.__version__, "0.99")}
         assert str(changes) == f"made with jax {jax.__version__} → 0.99\nno changes"
 
+    def test_figures_that_read_the_same_are_one_line(self):
+        before = planned().reports["dp"]
+        memory = dataclasses.replace(before.memory, peak=before.memory.peak * 2)
+        costs = {x: 1e9 + getattr(before.cost, x) for x in ("flops", "bytes_accessed")}
+        old = dataclasses.replace(before, cost=dataclasses.replace(before.cost, **costs))
+        more = {name: value + 1 for name, value in costs.items()}
+        new = dataclasses.replace(old, cost=dataclasses.replace(old.cost, **more), memory=memory)
+        changes = diff(old, new)
+        assert {change.name for change in changes} == {"peak", *costs}  # the data has all
+        title, peak, rest = str(changes).splitlines()
+        assert title == "memory of one device" and peak.startswith("  peak: ")
+        assert rest == "changed by less than the digits shown: flops, bytes_accessed"
+        assert rest in str(diff(old, dataclasses.replace(new, memory=old.memory)))
+
     def test_modules(self):
         before = ProgramReport.from_dict(reports.report())
         table = before.by_module

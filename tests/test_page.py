@@ -639,6 +639,14 @@ def test_what_changed(browser, tmp_path):
         [peak] = [line for line in lines if line.startswith("peak")]
         assert "+100.0%" in peak and any(line.startswith("flops") and "–" in line for line in lines)  # noqa: RUF001
         assert "→ <b>" in page.tab.locator("#changes").inner_text()
+        assert "less than the digits" not in page.tab.locator("#changes").inner_text()
+    cost = dataclasses.replace(before.cost, flops=1e9)
+    old = dataclasses.replace(before, cost=cost)
+    new = dataclasses.replace(old, memory=memory, cost=dataclasses.replace(cost, flops=1e9 + 1))
+    with Page(browser, tmp_path, diff(old, new)) as page:
+        lines = page.tab.locator("#changes tbody > tr").all_inner_texts()
+        assert len(lines) == 1 and lines[0].startswith("peak")
+        assert "than the digits shown: flops." in page.tab.locator("#changes").inner_text()
 
 
 def test_comparison_of_real_reports(browser, tmp_path):

@@ -64,6 +64,11 @@ class Change:
             return self.after != "compiled"
         return isinstance(self.before, int | float) and self.after is None
 
+    @property
+    def _is_below_digits(self) -> bool:
+        """Whether both figures read the same with the digits that are shown: 30.8 T and 30.8 T."""
+        return self._text_of(self.before) == self._text_of(self.after)
+
     def __str__(self) -> str:
         growth = ""
         if self.relative is not None:
@@ -132,18 +137,29 @@ class Changes(tuple[Change, ...], Pictured):
         return json_text(self.as_dict())
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        """Yields the lines of the table, with a title where another kind of figures begins."""
+        """Yields the lines of the table, with a title where another kind of figures begins.
+
+        Those that read the same before and after are one line at the end.
+        """
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
         if versions:
             yield text(f"made with {', '.join(versions)}")
         previous = None
+        unseen = [change.name for change in self if change._is_below_digits]
         for change in self:
+            if change._is_below_digits:
+                continue
             title = TITLES[change.kind]
             title = f"{change.strategy}: {title}" if change.strategy else title
             if title != previous:
                 yield text(title)
             yield text(f"  {change}")
             previous = title
+        if unseen:
+            names = [*dict.fromkeys(unseen)]  # each once, of several strategies
+            more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+            listed = ", ".join(names[:3] if more else names)
+            yield text(f"changed by less than the digits shown: {listed}{more}", "dim")
         if not self:
             yield text("no changes")
 

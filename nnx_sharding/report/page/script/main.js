@@ -116,12 +116,17 @@ function changesNodes({ changes, made_with: versions }) {
     side("After", "after"),
     { label: "Change", value: growth, number: String, cell: percent },
   ];
+  // What reads the same before and after is in one line below the table.
+  const textOf = (row, value) => el("span", shown(row, value)).textContent;
+  const isSeen = (row) => textOf(row, row.before) !== textOf(row, row.after);
+  const unseen = [...new Set(changes.filter((row) => !isSeen(row)).map((row) => row.name))];
   const strategy = { label: "Strategy", value: (row) => row.strategy };
   if (changes.some((row) => row.strategy)) columns.splice(1, 0, strategy);
   const name = "What changed";
-  const table = tableOf({ name, noun: "change", columns, rows: changes });
+  const table = tableOf({ name, noun: "change", columns, rows: changes.filter(isSeen) });
+  const rest = unseen.length > 0 && note(`Changed by less than the digits shown: ${unseen.join(", ")}.`);
   const made = Object.entries(versions).map(([of, [old, now]]) => `${of} ${old} → ${now}`);
-  return [section("changes", name, made.length > 0 && note(`Made with ${made.join(", ")}.`), table.node)];
+  return [section("changes", name, made.length > 0 && note(`Made with ${made.join(", ")}.`), table.node, rest)];
 }
 
 const links = el("ul");
