@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import warnings
 from unittest import mock
 
@@ -204,6 +205,15 @@ def test_what_is_not_known_of_work_is_none():
     assert roofline.seconds is None is roofline.estimate
     for text in (str(table), str(roofline), str(decoded.cost())):
         assert "loops of unknown length: jit(decode)" in text
+
+
+def test_each_column_is_explained(mlp):
+    for shown in (mlp.by_module(), mlp.by_module(hardware="TPU v5e"), mlp.by_line()):
+        lines = str(shown).splitlines()
+        header = next(x for x in lines if x.startswith(("module ", "line ")))
+        titles = {*re.split(r"\s{2,}", header.strip())} - {"line", "code"}
+        phrases = {x.strip().partition(": ")[0] for x in lines if x.startswith("  ")}
+        assert titles <= phrases, shown
 
 
 def test_a_module_without_rows_is_as_known_as_others(mlp, table):

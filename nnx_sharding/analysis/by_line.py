@@ -21,7 +21,7 @@ from .collectives import MeshAxes, axes_text
 from .json_codec import AsData
 from .opcodes import CollectiveKind
 from .parameters import spec_text
-from .tables import Cell, drawn, table, text
+from .tables import Cell, drawn, legend, table, text
 from .units import bytes_text, count_text, time_text
 
 NO_LINE = "no line of yours"
@@ -157,12 +157,24 @@ class LineTable(AsData):
                     lines += [line[: len(header)] for line in _lines_of(row, most, style)]
             yield table(header, lines, numbers=len(figures))
             yield text("")  # an empty line between the tables
+        yield from legend(header, _PHRASES)
         if self.why is not None:
             yield text(f"unknown: {self.why}")
         if self.why_types is not None:
             yield text(self.why_types)
 
 
+# What the columns are, for `legend`: on one device in one call.
+_PHRASES = {
+    "types": "the values that it makes, as whole arrays with their specs; in shard_map their parts",
+    "collectives": "what one device sends for it",
+    "flops": "additions and multiplications on one device",
+    "bytes": "what its operations read and write in the memory of one device",
+    "at least": "the longest of the times for flops, bytes and collectives, at the rates of the "
+    "hardware",
+    "at the peak": "the arrays that it makes, on one device, while the most memory is in use",
+    "measured": "the time in the profile",
+}
 # The columns of words, and of figures, which are aligned to the right.
 _NAMES = ("line", "code", "types", "collectives")
 _FIGURES = ("flops", "bytes", "at least", "at the peak")

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from ..specs.paths import enclosing_paths
 from .json_codec import AsData
 from .names import is_within
-from .tables import Pictured, table, text
+from .tables import Pictured, legend, table, text
 from .units import all_known, bytes_text, count_text, time_text
 
 MemoryUse: TypeAlias = Literal[
@@ -246,8 +246,20 @@ class ModuleTable(AsData):
             lines.append(line)
         # Models with more modules have `at_depth`.
         yield table(names + figures, lines, numbers=len(figures), most=40)
+        yield from legend(names + figures, _PHRASES)
 
 
+# What the columns are, for `legend`.
+_PHRASES = {
+    "module": "what one device does and holds for it in one call, without the modules in it",
+    "at the peak": "its arrays while the most memory is in use",
+    "mostly": "what most of these bytes are for",
+    "flops": "additions and multiplications",
+    "bytes": "what its operations read and write in memory",
+    "sent": "what its collectives send",
+    "at least": "the longest of the times for flops, bytes and sent, at the rates of the hardware",
+    "measured": "the time in the profile",
+}
 _ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group
 
 

@@ -29,7 +29,7 @@ from .collectives import Collective, Collectives, axes_text
 from .cost import Cost, Operation
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
-from .tables import Pictured, table, text
+from .tables import Pictured, legend, table, text
 from .traffic import Traffic, Transfer, interconnect_seconds, traffic_of, transfers_of
 from .units import UNKNOWN, all_known, bytes_text, count_text, printable, time_text
 
@@ -222,7 +222,9 @@ class Roofline(Pictured):
         if rows:
             share = f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent"
             yield from ("", text(f"{share} can hide behind compute, each collective alone:"))
-            yield table(("hidden", "of", "behind", "sent in", "compute", "share"), rows, numbers=3)
+            header = ("hidden", "of", "behind", "sent in", "compute", "share")
+            yield table(header, rows, numbers=3)
+            yield from legend(header, _PHRASES)
 
     def __str__(self) -> str:
         """Such as ``1.1 s, at peak rates of TPU v5e: compute 1 s, memory 0.1 s, …``."""
@@ -236,6 +238,16 @@ class Roofline(Pictured):
         if self.why:
             line += f"; unknown: {self.why}"
         return printable(line)
+
+
+# What the columns of the table of hidden collectives are, for `legend`.
+_PHRASES = {
+    "of": "what it moves",
+    "behind": "the operations that are scheduled while it is in progress",
+    "sent in": "the time to send it, alone",
+    "compute": "the time of these operations",
+    "share": "of its bytes, those that are sent in that time",
+}
 
 
 def cpu_caveat(roofline: Roofline | None, platform: str) -> str | None:

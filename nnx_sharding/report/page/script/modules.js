@@ -47,9 +47,9 @@ function modulesSection({ by_module }) {
     { label: "Module", value: passOf, cell: (row) => el("code.path", passOf(row)) },
     { label: "Holds", value: ({ at_peak }) => Object.keys(at_peak ?? {}).join(" "), cell: kinds },
     summed("At the peak", heldBy, bytes, "held when the device holds most"),
-    summed("Flops", (row) => row.flops, flops),
-    summed("Bytes accessed", (row) => row.bytes_accessed, bytes),
-    summed("Bytes sent", (row) => row.bytes_sent, bytes),
+    summed("Flops", (row) => row.flops, flops, "additions and multiplications"),
+    summed("Bytes accessed", (row) => row.bytes_accessed, bytes, "read and written by its operations"),
+    summed("Bytes sent", (row) => row.bytes_sent, bytes, "by its collectives"),
     { label: "Time", value: (row) => row.seconds, number: time, words: "at peak rates" },
   ];
   const table = tableOf({ name: title, noun: "module", columns, rows });
