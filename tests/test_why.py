@@ -99,7 +99,8 @@ CASES = {
         by_fsdp,
         "model.block.up.kernel",
         ["P(None, 'data'), (32,64) of (32,128)", "fsdp over dimension 1 decides"],
-        'override(sharding, {r"block/up/kernel$": P()})',
+        "nothing, to hold 8.00 KiB on each device; to hold all of it there (16.0 KiB): "
+        'nnx_sharding.partition.override(sharding, {r"block/up/kernel$": P()})',
     ),
     "too small": (
         by_fsdp,
@@ -177,7 +178,9 @@ def test_a_gathered_parameter():
     assert f"It gathers {collective.parameters[0]}: P(" in shown
     assert re.search(r"fsdp over dimension \d decides", shown)
     assert re.search(r"Used.* on each device, by \w+ in model\.block\.(up|down) \(test_why", shown)
-    assert "FSDP" in reason.instead
+    assert reason.instead.startswith("nothing, if") and "FSDP" in reason.instead
+    for remedy in ("more rows", "no remat", "tensor_parallel"):  # replication is the last one
+        assert reason.instead.index(remedy) < reason.instead.index("replicated")
 
 
 def test_a_sum():
@@ -277,6 +280,36 @@ def test_two_shardings_that_meet():
     [code] = re.findall(r"jit\((.*)\) if model\.up returns it", reason.instead)
     assert code == "activation_shardings={r\"up\": P(None, ('model', 'data'))}"
     moved(**eval(f"dict({code})"))  # the spec can be used as it is written
+
+
+def largest(model, x, spec=None):
+    hidden = model["block"].up(x)
+    hidden = hidden if spec is None else with_sharding_constraint(hidden, spec)
+    return hidden.argmax(-1)
+
+
+def test_an_argmax_over_a_sharded_dimension():
+    """The results of the parts are compared, unless the array is gathered before."""
+    for spec, words in ((None, "nothing: each device has compared"), (P("data"), "no constraint")):
+        fun = functools.partial(largest, spec=spec)
+        program = compiled(lambda model, mesh: tensor_parallel(model, mesh=mesh), fun=fun)
+        gathers = [x for x in program.collectives().of("all-gather") if x.purpose == "reshard"]
+        assert gathers
+        for gather in gathers:
+            assert program.why(gather).instead.startswith(words), program.why(gather)
+
+
+def test_what_is_gathered_is_not_to_be_replicated():
+    """A constraint to P() where the array is made would send the same."""
+
+    def fun(x):
+        x = jnp.sin(with_sharding_constraint(x, P("model", None, "data")))
+        return 2 * with_sharding_constraint(x, P())
+
+    mesh, x = make_mesh({"model": 4, "data": 2}), jax.ShapeDtypeStruct((16, 16, 16), "float32")
+    program = jit(fun, in_shardings=P(), mesh=mesh).lower(x).compile()
+    reasons = [program.why(row) for row in program.collectives().of("all-gather")]
+    assert reasons and all("P()" not in reason.instead for reason in reasons)
 
 
 def test_nothing_is_written_that_cannot_be_used():

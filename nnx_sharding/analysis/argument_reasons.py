@@ -93,7 +93,7 @@ class ArgumentReasons:
         return Reason(
             subject=_subject(row),
             facts=tuple(facts),
-            instead=_override(location, row, unused),
+            instead=_instead(row, _override(location, row, unused)),
             rule=rule,
         )
 
@@ -192,6 +192,21 @@ def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
         elif not axes_in(row.spec):
             number = "dimension" if len(dimensions) == 1 else "each of the dimensions"
             yield f"{axis!r} ({size}) would divide {number} {', '.join(dimensions)}."
+
+
+def _instead(row: ParameterRow, override: str) -> str:
+    """Says what to write for another sharding of an array, and what that costs.
+
+    That of an array that is sharded is to replicate it, which is no improvement as such.
+
+    Args:
+      row: the array.
+      override: what `_override` wrote; empty for nothing.
+    """
+    if not override or not axes_in(row.spec):
+        return override
+    part, whole = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
+    return f"nothing, to hold {part} on each device; to hold all of it there ({whole}): {override}"
 
 
 def _override(location: NamedLocation, row: ParameterRow, unused: Mapping[str, int]) -> str:

@@ -31,7 +31,7 @@ from .inferred_specs import spec_of_shard
 from .instructions import Instruction, dims_at
 from .names import module_of, operations
 from .opcodes import MOVING
-from .parameters import shape_text, spec_text
+from .parameters import axes_in, shape_text, spec_text
 from .purposes import Purpose
 from .reasons import Reason
 from .units import bytes_text
@@ -44,8 +44,10 @@ _MOST_STEPS = 200
 
 # What to write so that a collective is not needed, by its purpose.
 _INSTEAD: dict[Purpose | None, str] = {
-    "parameter": "nothing, if parameters are to be sharded over the axis of the batch (FSDP); to "
-    "keep them whole or to compute with parts, use replicated or tensor_parallel",
+    "parameter": "nothing, if parameters are to be in parts over the axis of the batch, and "
+    "gathered for use (FSDP); to send less for each row: more rows in a call, no remat (which "
+    "gathers again in the backward pass), or tensor_parallel, which computes with parts; to send "
+    "nothing: replicated, which holds all of them on each device",
     "state": "shard it as its module uses it, or write it inside of shard_map",
     "gradient": "nothing, if the batch is sharded over this axis",
     "sum": "shard the kernel over its columns instead of its rows, or leave this axis out: a "
@@ -129,7 +131,8 @@ class CollectiveReasons:
             facts.append(
                 "The function returns it, with the sharding of out_shardings or of a Variable."
             )
-        return Reason(subject, tuple(facts), _instead(collective, made, spec))
+        instead = _for_comparison(collective, made, used) or _instead(collective, made, spec)
+        return Reason(subject, tuple(facts), instead)
 
     def _whole_shapes_of(self, *sides: _Side | None) -> set[Shape]:
         """Returns the shapes that the whole value may have, by the lines where it is made and used.
@@ -286,6 +289,29 @@ def _dims(instruction: Instruction, value: Value) -> Shape:
     return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 
+# Operations that compare the elements along a dimension; XLA names some of them "reduce".
+_COMPARISONS = frozenset({"argmax", "argmin", "reduce", "reduce_max", "reduce_min"})
+
+
+def _for_comparison(collective: Collective, made: _Side | None, used: _Side | None) -> str:
+    """Says how to send less for a comparison along a sharded dimension; empty for other uses.
+
+    It needs the whole dimension, so that a constraint only moves the gather. But the largest of all
+    is the largest of those that the devices find in their parts.
+    """
+    is_gather = collective.kind == "all-gather" and collective.purpose in ("reshard", "result")
+    if not is_gather or used is None or used.operation not in _COMPARISONS:
+        return ""
+    if made is not None and made.operation in _COMPARISONS:
+        return "nothing: each device has compared the elements of its part, and sends the result"
+    axes = axes_text(collective.axes)
+    return (
+        "no constraint, which would send the same; on Auto axes, as in a method of the model, the "
+        "compiler compares the parts, and sends their results; or, in shard_map, take the largest "
+        f"of each part and its index, all_gather both over {axes}, and choose among these"
+    )
+
+
 def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
     r"""Says what to write to avoid a collective.
 
@@ -318,7 +344,8 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
         return _INSTEAD[collective.purpose]
     # "model.blocks[0].up" → "blocks[0].up"; empty for a function, or the model itself.
     _, _, path_in_model = module.partition(".")
-    if spec is None:
+    # All of it on each device is what the collective makes: to ask for that sends the same.
+    if spec is None or not axes_in(spec):
         is_gather = collective.kind == "all-gather" and collective.axes
         how = f"but not over {axes_text(collective.axes)}" if is_gather else "as it is used"
         others = f", or by activation_shardings of jit if {module} returns it"
