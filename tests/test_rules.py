@@ -152,17 +152,17 @@ class RulesTest(parameterized.TestCase):
     def test_mappings_and_globs(self):
         sharding = from_rules({PathGlob("**/kernel$"): P("data"), nnx.WithTag("x"): P()})
         self.assertEqual(sharding.find(("up", "kernel"), None), (0, P("data")))
-        expected = "matches up/bias: Param .*PathGlob.*Add one for these"
+        expected = "matches up/bias: Param .*Add one for these.*PathGlob"
         with self.assertRaisesRegex(ValueError, expected):
             sharding.map_prefix(("up", "bias"), nnx.Param(0))
 
     def test_many_filters_in_a_message(self):
         sharding = StateSharding((nnx.PathContains(str(n)), P()) for n in range(12))
-        expected = r"are PathContains\('0'.*PathContains\('9', exact=True\), … 2 more\. Add one"
+        expected = r"Add one.* are PathContains\('0'.*PathContains\('9', exact=True\), … 2 more\.$"
         with self.assertRaisesRegex(ValueError, expected):
             sharding.map_prefix(("up",), nnx.Param(0))
         state = StateSharding(nnx.State({str(n): P() for n in range(12)}))
-        with self.assertRaisesRegex(ValueError, r"are Paths\(0, 1, 10, … 9 more\)\. Add one"):
+        with self.assertRaisesRegex(ValueError, r"Add one.* are Paths\(0, 1, 10, … 9 more\)\.$"):
             state.map_prefix(("up",), nnx.Param(0))
 
     def test_another_model(self):
@@ -176,9 +176,9 @@ class RulesTest(parameterized.TestCase):
                 call()
             text = str(caught.exception)
             assert "seen: Intermediate with arrays of shape (2,), (3, 4)" in text
-            assert text.endswith("override(sharding, {Intermediate: P()}).")
+            assert "override(sharding, {Intermediate: P()})." in text
         self.assertRaisesRegex(
-            ValueError, "for this model.$", place, nnx.Param(0.0), sharding, mesh
+            ValueError, r"for this model\.", place, nnx.Param(0.0), sharding, mesh
         )
         models = nnx.Dict(up=MLP().up, down=MLP().down, seen=other.seen)
         placed = place(models, override(sharding, {nnx.Intermediate: P()}), mesh)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from nnx_sharding import ActivationSharding, StateSharding, jit, shard_map
+from nnx_sharding.filters import Paths
 from zoo import MLP, Net, P, mesh_of
 
 
@@ -325,6 +326,17 @@ class UnmatchedTest(parameterized.TestCase):
         with self.assertRaises(ValueError):
             jit(lambda net: None, in_shardings=self.SPEC, mesh=mesh_of((8,), ("a",)))(net)
         self.assertIs(net.linear.kernel.get_raw_value(), before)
+
+    def test_the_remedy_comes_before_the_paths_of_a_strategy(self):
+        rules = StateSharding({Paths([(f"layer{i}", "kernel")]): P() for i in range(12)})
+        with self.assertRaises(ValueError) as by_path:
+            rules.map_prefix(("up", "kernel"), MLP().up.kernel)
+        with self.assertRaises(ValueError) as by_jit:
+            jit(lambda net: None, in_shardings=rules, mesh=mesh_of((8,), ("a",)))(Net())
+        for text in map(str, (by_path.exception, by_jit.exception)):
+            self.assertLess(text.index("strategy again"), text.index("The filters are"))
+            self.assertEqual(text.count("Paths("), 3)
+            self.assertIn("9 more", text)
 
     def test_map_prefix_names_path_and_shape(self):
         with self.assertRaisesRegex(ValueError, r"up/kernel.*\(4, 16\)"):

@@ -214,6 +214,6 @@ def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
         ValueError,
         f"no filter of the {type(uses[0].rules).__name__} matches:",
         [f"  {path}: {subject_text(x)}" for use in uses for path, x in use.unmatched],
-        f"The filters are {filters}. {remedy}",
+        f"{remedy} The filters are {filters}.",
         anchor="no-filter-matches",
     )

@@ -151,8 +151,8 @@ class StateSharding:
             return sharding
         raise ValueError(
             f"no filter of the {type(self).__name__} matches {path_string(path) or 'the root'}: "
-            f"{subject_text(variable)}. The filters are {filters_text(self)}. "
-            f"{filter_remedy(self, [variable])}"
+            f"{subject_text(variable)}. {filter_remedy(self, [variable])} The filters are "
+            f"{filters_text(self)}."
         )
 
     def find(self, path: tuple[Any, ...], variable: object) -> tuple[int | None, Any]:
@@ -219,8 +219,11 @@ class StateSharding:
 
 
 def filters_text(rules: StateSharding) -> str:
-    """Returns the first filters, for messages."""
-    return ", ".join(shortened(rules.names)) or "none"
+    """Returns the first filters, for messages; fewer if a strategy made them, which lists paths."""
+    names = [*rules.names]
+    if any(isinstance(filter_, Paths) for filter_ in rules.filters) and len(names) > 4:
+        return f"{', '.join(names[:3])}, … {len(names) - 3} more"
+    return ", ".join(shortened(names)) or "none"
 
 
 def filter_remedy(
