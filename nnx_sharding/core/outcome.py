@@ -205,16 +205,16 @@ def _compare(
     nodes: list[NodeChange] = []  # the attributes of modules that changed
     statics: list[int] = []  # static objects, such as dicts of settings, that changed in place
     replaced: list[int] = []  # modules that the caller gets as new ones
-    for index, old in enumerate(plan.structure.entries):
-        # ``new`` describes the same object after the call. An entry says nothing about the arrays
-        # of an object, so these may have changed even if the entries are equal.
-        new = flat_after.structure.entries[index]
+    for index, old_entry in enumerate(plan.structure.entries):
+        # ``new_entry`` describes the same object after the call. An entry says nothing about the
+        # arrays of an object, so these may have changed even if the entries are equal.
+        new_entry = flat_after.structure.entries[index]
         slots = flat_after.structure.slots[index]
         # Without graph updates, the caller's modules stay as they are, and a module that is
         # returned is a new one. Flattening has left entries only for modules that a loop carries.
-        if isinstance(new, NodeEntry) and not plan.updates:
+        if isinstance(new_entry, NodeEntry) and not plan.updates:
             replaced.append(index)
-        if not slots and new == old:  # an unchanged object without arrays of its own
+        if not slots and new_entry == old_entry:  # an unchanged object without arrays of its own
             continue
         # 1. Which arrays of the object are unchanged. All others are outputs. `slots_before` has
         # the arrays in places that the object had before.
@@ -228,16 +228,16 @@ def _compare(
                 sources[slot] = Source(INPUT, old_slot)
                 changed_slots.discard(slot)
         # 2. What has to be written back to the caller's object.
-        if isinstance(new, VariableEntry) and new != old:
+        if isinstance(new_entry, VariableEntry) and new_entry != old_entry:
             metadata.append(index)
-        elif isinstance(new, VariableEntry) and changed_slots:
+        elif isinstance(new_entry, VariableEntry) and changed_slots:
             values.append(index)
-        elif isinstance(new, NodeEntry) and isinstance(old, NodeEntry) and plan.updates:
+        elif isinstance(new_entry, NodeEntry) and isinstance(old_entry, NodeEntry) and plan.updates:
             # Attributes with another child, or with an array that changed.
-            change = node_changes(index, old, flat_after.structure, changed_slots)
+            change = node_changes(index, old_entry, flat_after.structure, changed_slots)
             if change is not None:
                 nodes.append(change)
-        elif isinstance(new, StaticObject):  # static objects hold no arrays, so the entries differ
+        elif isinstance(new_entry, StaticObject):  # has no arrays, so its entry has changed
             statics.append(index)
     outcome = Outcome(
         structure=flat_after.structure,

@@ -155,35 +155,35 @@ def call_and_pack(
     # 2. Flatten the arguments and the output as they are now. Loops may return the Variables that
     # they carry, even with ``graph_updates=False``.
     carried = transform.carried_objects(plan)
-    after = _flatten_after(plan, output, unflattened, carried, snapshot)
+    flat_after = _flatten_after(plan, output, unflattened, carried, snapshot)
     # 3. The name and the spec of each array, by slot. Variables of the arguments keep their names.
-    locations = _locate_new(plan, output, after.structure)
-    names = slot_names(after.structure.num_leaves, locations)
+    locations = _locate_new(plan, output, flat_after.structure)
+    names = slot_names(flat_after.structure.num_leaves, locations)
     for index, (variable_name, _) in plan.variables.items():
-        for slot in after.structure.slots[index]:
+        for slot in flat_after.structure.slots[index]:
             names[slot] = variable_name
     if not transform.returns_any:
         head = f"{name}: these results are not arrays:"
-        if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
+        if error := not_arrays(head, names, flat_after.leaves, "Return only arrays or numbers."):
             raise error
-    specs = _output_specs(plan, arrays.leaves, after, locations, names)
-    # 4. Replace ``after.leaves``: results of modules of a strategy get their declared shardings,
-    # then all arrays get the types of the surrounding trace.
+    specs = _output_specs(plan, arrays.leaves, flat_after, locations, names)
+    # 4. Replace ``flat_after.leaves``: results of modules of a strategy get their declared
+    # shardings, then all arrays get the types of the surrounding trace.
     if isinstance(transform, Sharded) and transform.passes_shardings:
-        after = left.as_declared(after, specs)
+        flat_after = left.as_declared(flat_after, specs)
     option = transform.out_name
-    after = arrays.with_declared_types(
-        plan.structure, after, specs, names, name=name, option=option
+    flat_after = arrays.with_declared_types(
+        plan.structure, flat_after, specs, names, name=name, option=option
     )
     # 5. Check the whole trace for outputs that the transform refuses, captured sharded arrays, and
     # operations that XLA would compute wrong.
-    transform.check_outputs(fun_name, names, after.leaves, specs)
+    transform.check_outputs(fun_name, names, flat_after.leaves, specs)
     check_captured(caller.fun, arrays.leaves, name=name, strict=strict)
     if isinstance(transform, Sharded):
         mesh = mesh_of_types(arrays.leaves, transform.context)
         work_around_faults(mesh, name=name, strict=strict, nested=caller.nested)
     # 6. The outputs of the program, and what they mean for the caller's objects.
-    return pack(plan, fun_name, arrays.leaves, after, specs, names)
+    return pack(plan, fun_name, arrays.leaves, flat_after, specs, names)
 
 
 def _call_function(
@@ -239,7 +239,7 @@ def _flatten_after(
     if not updates:  # the caller's modules stay unchanged, and returned modules are new ones
         entries = enumerate(structure.entries)
         replaced = {i for i, entry in entries if isinstance(entry, NodeEntry)} - carried
-    after = flatten(
+    flat_after = flatten(
         output,
         graph=plan.graph,
         first_objects=unflattened.objects,  # the objects of the arguments keep their indices
@@ -249,14 +249,16 @@ def _flatten_after(
         snapshot=snapshot,
     )
     if not plan.graph:
-        after.structure.check_tree()  # raises for shared references in the output
-    check_objects(structure, after, plan.graph_arguments, static_ids, name=name, updates=updates)
+        flat_after.structure.check_tree()  # raises for shared references in the output
+    check_objects(
+        structure, flat_after, plan.graph_arguments, static_ids, name=name, updates=updates
+    )
     if not updates:
-        check_output(after, plan.variables, carried, name=name)
-    return after
+        check_output(flat_after, plan.variables, carried, name=name)
+    return flat_after
 
 
-def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocation]:
+def _locate_new(plan: Plan, output: object, new_structure: Structure) -> list[NamedLocation]:
     """Finds where the arrays of the output are, and of the arguments if these may hold new arrays.
 
     Variables of the arguments keep their specs and names, so only new arrays need a location: an
@@ -264,24 +266,26 @@ def _locate_new(plan: Plan, output: object, after: Structure) -> list[NamedLocat
     """
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
-    result = split_argument("output", transform.out_specs.tree, output, after.root, option)
+    result = split_argument("output", transform.out_specs.tree, output, new_structure.root, option)
     # The arguments have a new Variable or array only if there are new objects, if a module links to
     # other objects (its entry differs), or if a module holds arrays itself (it has slots).
-    before = plan.structure
-    is_unchanged = len(before.entries) == len(after.entries) and all(
+    old_structure = plan.structure
+    is_unchanged = len(old_structure.entries) == len(new_structure.entries) and all(
         new == old and not slots
-        for old, new, slots in zip(before.entries, after.entries, after.slots, strict=True)
+        for old, new, slots in zip(
+            old_structure.entries, new_structure.entries, new_structure.slots, strict=True
+        )
         if isinstance(old, NodeEntry)
     )
     # Without updates, objects that the function attached to its arguments are not written back.
     may_have_new = plan.updates and not is_unchanged
-    return locate(after, [*plan.graph_arguments, result] if may_have_new else [result])
+    return locate(new_structure, [*plan.graph_arguments, result] if may_have_new else [result])
 
 
 def _output_specs(
     plan: Plan,
     leaves: Arrays,
-    after: Flat,
+    flat_after: Flat,
     locations: Sequence[NamedLocation],
     names: Sequence[str],
 ) -> list[Any]:
@@ -293,7 +297,7 @@ def _output_specs(
     Args:
       plan: the plan of the call.
       leaves: the arrays before the call, by slot.
-      after: the graph after the call.
+      flat_after: the graph after the call.
       locations: where new Variables and arrays are in the output and the arguments.
       names: the expression for each array after the call, by slot.
 
@@ -305,8 +309,8 @@ def _output_specs(
     # arguments, even if they are returned.
     resolved = resolve(
         locations,
-        after.objects,
-        after.leaves,
+        flat_after.objects,
+        flat_after.leaves,
         transform.spec_of,
         decided=plan.variables,
         decided_arguments={argument.name for argument in plan.graph_arguments},
@@ -314,42 +318,42 @@ def _output_specs(
     filter_uses = (*plan.filter_uses, *resolved.filter_uses)
     check_filters(filter_uses, name=transform.name, strict=transform.strict)
     # 2. Updated arrays keep their specs: this writes the old specs into ``resolved``.
-    old_shapes = _keep_specs(plan, leaves, after.structure, resolved)
+    old_shapes = _keep_specs(plan, leaves, flat_after.structure, resolved)
     # 3. The specs that the transform itself decides, by slot: `vmap`, for example, stacks arrays
     # that a function adds.
-    written = transform.written_specs(plan, after)
+    written = transform.written_specs(plan, flat_after)
     open_spec = transform.spec_of(None)  # leaves the decision to the compiler
     specs = []
     for slot, resolved_spec in enumerate(resolved.slots):
         spec = written.get(slot, resolved_spec)
         specs.append(open_spec if spec is None else spec)
     # 4. The part of each spec that fits its shape. Messages also show the shape before an update.
-    shapes = [shape_of(leaf) for leaf in after.leaves]
+    shapes = [shape_of(leaf) for leaf in flat_after.leaves]
     return fit_specs(
         transform, names, shapes, specs, resolved.on_indivisible, outputs=True, before=old_shapes
     )
 
 
 def _keep_specs(
-    plan: Plan, leaves: Arrays, after: Structure, resolved: Resolved
+    plan: Plan, leaves: Arrays, new_structure: Structure, resolved: Resolved
 ) -> dict[int, tuple[int, ...] | None]:
     """Writes the old spec of each updated array into ``resolved``, by its slot after the call.
 
     Args:
       plan: the plan of the call, with the structure and the specs before the call.
       leaves: the arrays before the call, by slot.
-      after: the structure after the call.
+      new_structure: the structure after the call.
       resolved: the specs that were found for the arrays after the call; changed in place.
 
     Returns:
       The old shapes of arrays of Variables, by slot after the call.
     """
-    before = plan.structure
+    old_structure = plan.structure
     old_shapes: dict[int, tuple[int, ...] | None] = {}
     # A Variable has one spec, for all arrays in it. Its index is the same before and after.
     for index in plan.variables:
-        old_slots = before.slots[index]
-        for position, slot in enumerate(after.slots[index]):
+        old_slots = old_structure.slots[index]
+        for position, slot in enumerate(new_structure.slots[index]):
             resolved.slots[slot] = resolved.variables[index].spec
             if not old_slots:  # the Variable held no array before
                 continue
@@ -359,11 +363,12 @@ def _keep_specs(
             if old_slot in plan.on_indivisible:
                 resolved.on_indivisible[slot] = plan.on_indivisible[old_slot]
     # An array that is an attribute of a module gets the spec of the array that it replaces.
-    for index, old_slots in enumerate(before.slots):
-        is_module = isinstance(after.entries[index], NodeEntry)
+    for index, old_slots in enumerate(old_structure.slots):
+        is_module = isinstance(new_structure.entries[index], NodeEntry)
         if not (is_module and old_slots):
             continue
-        old_slot_of = slots_before(before, after, index)  # slot after the call → before it
+        # By slot after the call: the slot before it.
+        old_slot_of = slots_before(old_structure, new_structure, index)
         for slot, old_slot in old_slot_of.items():
             if resolved.slots[slot] is None:  # no rule for new arrays has decided
                 resolved.slots[slot] = plan.object_specs[old_slot]

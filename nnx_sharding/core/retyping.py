@@ -92,16 +92,16 @@ class LeftAutoAxes:
         if id(typed) in self._left:
             self._notes.setdefault(id(typed), []).append(note)
 
-    def as_declared(self, after: Flat, specs: Sequence[Spec]) -> Flat:
+    def as_declared(self, flat_after: Flat, specs: Sequence[Spec]) -> Flat:
         """Returns the graph after a call, with arrays that left Auto axes typed as declared.
 
         Args:
-          after: the graph.
+          flat_after: the graph.
           specs: the declared spec of each of its arrays.
         """
         if not self._left:  # most functions run no module of a strategy on Auto axes
-            return after
-        leaves = [*after.leaves]
+            return flat_after
+        leaves = [*flat_after.leaves]
         for slot, declared in enumerate(specs):
             left = self._left.get(id(leaves[slot]))
             if left is None or not isinstance(declared, PartitionSpec | NamedSharding):
@@ -120,7 +120,7 @@ class LeftAutoAxes:
                 leaves[slot] = retype(left.inside, mesh, keep_axes(spec, explicit))
                 for note in self._notes.get(id(left.typed), ()):
                     note(jax.typeof(leaves[slot]).sharding)
-        return after._replace(leaves=leaves)
+        return flat_after._replace(leaves=leaves)
 
 
 # The arrays of the innermost lifted function that is being traced; None outside of one.
@@ -221,7 +221,7 @@ class RetypedArrays(NamedTuple):
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self.change.inner)
 
-    def with_outer_types(self, before: Structure, after: Flat) -> LeavingArrays:
+    def with_outer_types(self, old_structure: Structure, flat_after: Flat) -> LeavingArrays:
         """Returns the arrays of a result with their types outside of the call, if these are known.
 
         A type is known if the sharding over Explicit axes is. An unchanged array is the original
@@ -229,22 +229,22 @@ class RetypedArrays(NamedTuple):
         are replicated.
 
         Args:
-          before: the structure of the arguments.
-          after: the graph after the call, with the same objects first.
+          old_structure: the structure of the arguments.
+          flat_after: the graph after the call, with the same objects first.
         """
         assert self.change is not None
         outer, inner = self.change
         # If the function returns an array unchanged, the result has the original array, and not
         # its retyped copy.
         originals = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
-        arrays: list[Any] = [originals.get(id(leaf), leaf) for leaf in after.leaves]
+        arrays: list[Any] = [originals.get(id(leaf), leaf) for leaf in flat_after.leaves]
         # The slots of arrays that still have the types of the call. All other arrays need no new
         # type, because they are original ones, or on no mesh.
         inner_slots = [slot for slot, array in enumerate(arrays) if type_mesh(array) == inner]
         # By slot: the specs over Explicit axes that are known, for scalars and for old objects.
         specs = {slot: PartitionSpec() for slot in inner_slots if not arrays[slot].ndim}
         # zip is not strict, because objects that the function made come after the old ones.
-        for old_slots, slots in zip(before.slots, after.structure.slots, strict=False):
+        for old_slots, slots in zip(old_structure.slots, flat_after.structure.slots, strict=False):
             # An object with as many arrays as before has a new array in place of each old one.
             if len(old_slots) == len(slots):
                 old_specs = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
@@ -265,8 +265,8 @@ class RetypedArrays(NamedTuple):
 
     def with_declared_types(
         self,
-        before: Structure,
-        after: Flat,
+        old_structure: Structure,
+        flat_after: Flat,
         specs: Sequence[Spec],
         names: Sequence[str],
         *,
@@ -279,10 +279,10 @@ class RetypedArrays(NamedTuple):
         :meth:`with_outer_types` decides.
 
         Args:
-          before: the structure of the arguments.
-          after: the graph after the call, with the same objects first.
-          specs: the declared spec of each array of ``after``.
-          names: the expression for each array of ``after``, for messages.
+          old_structure: the structure of the arguments.
+          flat_after: the graph after the call, with the same objects first.
+          specs: the declared spec of each array of ``flat_after``.
+          names: the expression for each array of ``flat_after``, for messages.
           name: the name of the transform, for messages.
           option: the name of the option that declares specs of results, for messages.
 
@@ -290,9 +290,9 @@ class RetypedArrays(NamedTuple):
           ValueError: a result was computed on Auto axes and has no declared spec.
         """
         if self.change is None:
-            return after
+            return flat_after
         # ``untyped`` has the arrays whose types outside of the call are not known, by slot.
-        arrays, untyped = self.with_outer_types(before, after)
+        arrays, untyped = self.with_outer_types(old_structure, flat_after)
         for slot, declared in enumerate(specs):
             pair = spec_and_mesh(declared, self.change.outer)  # None without a declared spec
             # A ref has no sharding in its type, so it is left out here and in ``untyped``.
@@ -307,7 +307,7 @@ class RetypedArrays(NamedTuple):
             [array_line(names[slot], array) for slot, array in untyped.items()],
             f"Declare them in {option}; P() replicates.",
         )
-        return after._replace(leaves=arrays)
+        return flat_after._replace(leaves=arrays)
 
 
 def call_retyped(flat: Flat, arrays: RetypedArrays, call: Callable[[Any], Any]) -> Flat:

@@ -85,8 +85,8 @@ class _Misused(NamedTuple):
 
 
 def check_objects(
-    before: Structure,
-    after: Flat,
+    old_structure: Structure,
+    flat_after: Flat,
     arguments: Sequence[Argument],
     static_ids: Set[int],
     *,
@@ -96,32 +96,33 @@ def check_objects(
     """Raises an error for changes that cannot be written back to the caller's objects.
 
     Args:
-      before: the structure of the arguments.
-      after: the graph after the call, with the same objects first.
+      old_structure: the structure of the arguments.
+      flat_after: the graph after the call, with the same objects first.
       arguments: the arguments of the call, after which messages name objects.
       static_ids: the ids of static values from before the call that are compared by identity.
       name: the name of the transform, in messages.
       updates: whether changes of structure are written back.
     """
-    structure = after.structure
-    num_before = len(before.entries)
+    structure = flat_after.structure
+    num_before = len(old_structure.entries)
     kinds = _TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED
     misused: dict[_Misuse, list[_Misused]] = {misuse: [] for misuse in kinds}
     for index, entry in enumerate(structure.entries):
-        old = before.entries[index] if index < num_before else None  # None: the object is new
+        # None: the object is new.
+        old_entry = old_structure.entries[index] if index < num_before else None
         # Most objects are unchanged, and an unchanged object has kept its entry.
-        if old is entry and old is not None:
+        if old_entry is entry and old_entry is not None:
             continue
         traced_paths = _tracers(entry, static_ids)
         misused[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
             # The object is new in the graph, but was not made in this trace.
-            if old is None and not _compat.can_update(after.objects[index]):
+            if old_entry is None and not _compat.can_update(flat_after.objects[index]):
                 misused[_CAPTURED_OBJECT].append(_Misused(index, ()))
-            elif old is not None and old.type is not entry.type:
+            elif old_entry is not None and old_entry.type is not entry.type:
                 misused[_CLASS_CHANGED].append(_Misused(index, ()))
         elif isinstance(entry, StaticObject):
-            is_changed = old is not None and old != entry
+            is_changed = old_entry is not None and old_entry != entry
             if is_changed and not updates:
                 misused[_STATIC_CHANGED].append(_Misused(index, ()))
     # Only one kind of misuse is reported, because the others may follow from it.
@@ -130,27 +131,28 @@ def check_objects(
         return
     starts = named_parts(arguments)
     names = structure.names([*starts, ("output", structure.root)])
-    names.update(before.names(starts))  # the user knows objects by the names of the arguments
+    # Names from the arguments have priority, because the user knows objects by these.
+    names.update(old_structure.names(starts))
     lines = []
     for index, path in misused[misuse]:
         expression = accessor(names.get(index, "an object"), path)  # "model.config" + ["scale"]
-        lines.append(f"  {expression}: {type(after.objects[index]).__name__}")
+        lines.append(f"  {expression}: {type(flat_after.objects[index]).__name__}")
     raise_listed(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
 
 
 def check_output(
-    after: Flat, variables: Mapping[int, NamedSpec], carried: Set[int], *, name: str
+    flat_after: Flat, variables: Mapping[int, NamedSpec], carried: Set[int], *, name: str
 ) -> None:
     """Raises an error if an output is an input or captured Variable, for calls without updates.
 
     Args:
-      after: the graph after the call.
+      flat_after: the graph after the call.
       variables: the names and specs of the Variables of the arguments, by index.
       carried: the indices of objects that may be outputs all the same.
       name: the name of the transform, in messages.
     """
     lines = []
-    structure = after.structure
+    structure = flat_after.structure
     # The walk yields each Variable and array of the output.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         index = location.object_index
@@ -160,7 +162,7 @@ def check_output(
             continue
         if index in variables:
             lines.append(f"  {path}: the input {variables[index].name}")
-        elif not _compat.can_update(after.objects[index]):  # this trace has not made the Variable
+        elif not _compat.can_update(flat_after.objects[index]):  # made outside of this trace
             lines.append(f"  {path}: captured")
     raise_listed(
         ValueError,
