@@ -1,4 +1,4 @@
-"""Which spec belongs to which argument of a call.
+"""Finds the spec of each argument of a call.
 
 A *spec* says how an argument is laid out, such as a ``PartitionSpec`` or the axis of a ``vmap``. As
 in ``jax.jit``, the user gives one spec for all arguments, or a tuple with a spec for each

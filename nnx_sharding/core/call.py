@@ -156,7 +156,7 @@ def finish(
     )
 
 
-# The attribute that marks a function of JAX of which some program runs Python code.
+# The attribute that marks a function of JAX if one of its programs runs Python code.
 _NEVER_DIRECT = "nnx_sharding_is_never_direct"
 
 

@@ -284,7 +284,7 @@ def _slice(
     for d, (start, size, step) in enumerate(slices, start=first_dim):
         span = _span(size, step)
         if not isinstance(start, int):
-            # A slice with a traced start cannot have steps. So the whole span is taken first, whose
+            # A slice with a traced start cannot have steps. So the whole span is taken first; its
             # size is static.
             x = lax.dynamic_slice_in_dim(x, start, span, axis=d)
             start = 0

@@ -1,4 +1,4 @@
-"""What the filters of a ``StateSharding`` decided in a call, and the messages about it.
+"""Records what the filters of a ``StateSharding`` decide in a call, and reports unused filters.
 
 A :class:`~nnx_sharding.StateSharding` maps filters to specs, and is called the *rules* here. The
 first filter that matches a Variable decides. The *number* of a filter is its place in the rules,

@@ -108,8 +108,8 @@ def values_in(structure: Structure) -> list[Any]:
     """Returns the classes and static values in the arguments of a function.
 
     The function may call methods of these. Values that never change are left out, such as numbers
-    and the classes of Flax. Of static objects that can change, only the classes are returned,
-    because each call has such objects of its own.
+    and the classes of Flax. A static object that can change is left out, because each call has such
+    objects of its own, but its class is returned.
 
     Args:
       structure: describes the arguments: an entry for each object, whose children are static

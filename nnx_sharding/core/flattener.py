@@ -2,7 +2,7 @@
 
 The words of this file:
 
-    object    what has an identity: a module, a Variable, a ``jax.Ref``, a mutable static object
+    object    a module, a Variable, a ``jax.Ref`` or a mutable static object: these have identities
     index     the row of an object in the table of the structure (``structure.py``)
     link      a reference to an object; the first link gives the object its index
     entry     the description of an object in its row, made after it was linked
@@ -97,7 +97,7 @@ class Flattener:
     also_data: Set[int]
 
     def __post_init__(self) -> None:
-        """Makes the table of the objects, of which none is described, and the caches."""
+        """Makes the table of the objects, without descriptions, and empty caches."""
         self.index_of = {_compat.identity(obj): i for i, obj in enumerate(self.objects)}
         self.entries: list[Entry | None] = [None] * len(self.objects)  # None: not yet described
         self.slots: list[tuple[int, ...]] = [()] * len(self.objects)

@@ -44,7 +44,7 @@ from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_
 
 
 class AttributeValue(NamedTuple):
-    """What an object has in one attribute: the child, and the slots of the arrays in it."""
+    """The value of one attribute of an object: its child, and the slots of the arrays in it."""
 
     child: Child
     slots: tuple[int, ...]

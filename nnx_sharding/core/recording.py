@@ -1,4 +1,4 @@
-"""What ``flatten`` reports while it reads a graph, so that a guard can read the graph again.
+"""The reports of ``flatten`` while it reads a graph, by which a guard can read the graph again.
 
 ``flatten`` knows what the content of an object means, and a recorder knows how to repeat the walk.
 They name everything that is read by its *position*: its index in the list of all that is read. The

@@ -1,4 +1,4 @@
-"""Which libraries have no state, so that their code need not be opened to know what it computes.
+"""Lists the libraries without state, whose code need not be opened to know what it computes.
 
 The list of what a function can reach (``listing.py``) ends at such libraries. They compute from
 their arguments, and from contexts that are a part of the key of a trace, such as JAX's

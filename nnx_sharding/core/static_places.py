@@ -1,4 +1,4 @@
-"""Which objects in static values a trace copies, and the check that these hold no arrays.
+"""Checks that static places hold no arrays, and finds the static objects that a trace cannot copy.
 
 A *static place* is a static argument, or an attribute of a module that is not data. A trace gets
 copies of the objects in static places, because it may change them. An object that is equal only to
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
     expression: str  # the user's expression for the place
     child: Child  # describes what is in the place
     in_argument: bool  # whether the place is in a static argument
-    in_uncopied: bool = False  # whether it is in a static object of which a trace gets no copy
+    in_uncopied: bool = False  # whether it is in a static object that a trace does not copy
 
 
 def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int]) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
     Args:
       structure: describes all objects.
       starts: where the search begins.
-      uncopied: the indices of the objects of which a trace gets no copy.
+      uncopied: the indices of the objects that a trace does not copy.
     """
     # The objects that were searched: the index, and whether the place was in a static argument.
     seen: set[tuple[int, bool]] = set()

@@ -1,11 +1,11 @@
 """The hashable description of a graph of NNX objects: to graphs what a treedef is to pytrees.
 
 A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, mutable
-static object) is one *entry*, whose place in the table is its *index*. What an object holds are its
-*children*: the index of another object, a static value, a pytree (``Container``) of children, or
-``LEAF`` for an array. Two children with the same index are the same object, so sharing and cycles
-need no special case. The arrays themselves are in a flat list, whose positions are called *slots*.
-The *root* is the pytree that was flattened, as a child.
+static object) is one *entry*, whose place in the table is its *index*. An entry has *children* for
+all that the object holds: the index of another object, a static value, a pytree (``Container``) of
+children, or ``LEAF`` for an array. Two children with the same index are the same object, so sharing
+and cycles need no special case. The arrays themselves are in a flat list, whose positions are
+called *slots*. The *root* is the child for the pytree that was flattened.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Structure:
       slots: for each entry, the slots of the arrays that belong to it.
       root_slots: the slots of arrays that belong to no entry.
       statics: static arguments, in terms of the table.
-      origins: the static objects that were split, by entry. Not compared.
-      shares: whether any object may have more than one reference. Not compared.
+      origins: the static objects that were split, by entry. Comparisons leave this out.
+      shares: whether any object may have more than one reference. Comparisons leave this out.
     """
 
     entries: tuple[Entry | None, ...]
@@ -270,7 +270,7 @@ class Structure:
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
         """Finds up to ``limit`` paths to each Variable with more than one path from ``child``.
 
-        Also a Variable of one reference has several paths if a module above it is shared.
+        A Variable with one reference has several paths, too, if a module above it is shared.
         """
         if not self.shared_objects(child):  # nearly all models share no objects
             return {}

@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
 
 class Dependencies(NamedTuple):
-    """What a plan depends on besides the structure of the arguments and the user's options."""
+    """The facts on which a plan depends besides the structure of arguments and the options."""
 
     mesh: AnyMesh | None = None  # the mesh in context, if specs need a mesh
     types: tuple[Hashable, ...] | None = None  # shapes and dtypes of all arrays, if they matter

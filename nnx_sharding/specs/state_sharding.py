@@ -46,20 +46,20 @@ class FilterMatch(NamedTuple):
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
-    It can be used in place of a sharding or a partition spec. The first filter that matches a
-    Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in NNX. In a
-    tuple, list or dict of modules they start at the module, and where no filter matches, at the
-    tuple, list or dict (``(0, "up", "kernel")``).
+    A ``StateSharding`` can be used instead of a sharding or a partition spec. The first filter that
+    matches a Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in
+    NNX. In a tuple, list or dict of modules, paths start at the module. If no filter matches such a
+    path, filters are tried with the path from the tuple, list or dict (``(0, "up", "kernel")``).
 
     Args:
       filter_sharding: a mapping from NNX filters to shardings, an iterable of such pairs, or an
         ``nnx.State`` or nested dicts with a sharding at each path. A sharding is a
         ``PartitionSpec``, any ``jax.sharding.Sharding``, a ``jax.experimental.layout.Format``, or
         None to leave the choice to JAX.
-      on_indivisible: what to do where a sharding does not divide the shape of its Variable:
+      on_indivisible: what to do if a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
-        The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None uses that of
-        the transform.
+        Replicating and dropping warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None
+        stands for the option of the transform.
       activations: how the activations of the modules in the argument are sharded.
 
     Attributes:

@@ -39,7 +39,7 @@ from .walk import Walk
 
 
 class Guard(NamedTuple):
-    """What a call needs to know of arguments that a function was called with before.
+    """The facts that a call needs about arguments that a function was called with before.
 
     The walk says whether the arguments are the same as then. All other fields hold for as long as
     the walk finds no change. ``call.c`` reads the fields by their position.

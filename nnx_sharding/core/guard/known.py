@@ -41,7 +41,7 @@ _MAX_MISSES = 16  # misses of one model, after which it is rarely recorded again
 
 @dataclasses.dataclass
 class _KnownModel:
-    """What is remembered of one model."""
+    """The entry of one model: how to recognize it, and its structure."""
 
     misses: int = 0  # the number of calls in which the model was new or changed
     # The walk that recognizes the model, and the model's structure when the walk was recorded. Both

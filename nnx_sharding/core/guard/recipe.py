@@ -1,7 +1,7 @@
 """A recipe: how to walk through a graph, and what has to be there for it to be unchanged.
 
-It is a program for a small interpreter (``walk.py``), which keeps all that it reads in one list,
-the *stream*. The stream starts with the arguments of the call. Each step opens one item of it,
+A recipe is a program for a small interpreter (``walk.py``), which keeps all that it reads in one
+list, the *stream*. The stream starts with the arguments of the call. Each step opens one item,
 checks the names of the item's contents, and appends the contents to the stream. If a function gets
 a module ``m``, which holds an int ``n`` and a Variable ``w``, the stream is
 
