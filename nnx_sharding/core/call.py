@@ -64,16 +64,17 @@ def run(
     *,
     nested: bool = False,
 ) -> Any:
-    """Runs one call: place, execute, write back; nothing here waits for the device.
+    """Runs one call: places arrays, executes the program, and writes back; returns the output.
 
-    The caller's objects are not changed before ``execute`` has returned.
+    Nothing here waits for devices, unless many programs are in flight on virtual CPU devices
+    (``in_flight.py``). The caller's objects are not changed before ``execute`` has returned.
 
     Args:
       plan: the plan that serves the call.
       flat: the arguments.
       execute: takes the arrays and returns the outputs: JAX's jitted function, which may trace
         ``fun``, or an executable.
-      fun: the user's function; None if it is not traced, for an executable.
+      fun: the user's function; None for an executable, which does not trace it.
       observer: is notified of traces and compilations.
       nested: whether the call is part of a trace.
     """
@@ -85,8 +86,8 @@ def run(
     # The program deletes donated arrays, and a signal before the write-back would lose the model.
     deletes_arrays = plan.donated and not nested
     is_direct = getattr(execute, DIRECT, False)
-    # This list gets the outputs as its only item, as soon as the program was started. It is empty
-    # again when they are written back, so that they are not written again.
+    # This list gets the outputs as its only item, as soon as the program was started. The
+    # write-back empties the list, so that the outputs are not written again.
     results: list[Any] = []
     try:
         if deletes_arrays and not is_direct:

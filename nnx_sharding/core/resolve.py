@@ -93,7 +93,7 @@ def resolve(
         # Step 1: the spec that the user gave for this location, perhaps by a filter, or None.
         written = named.part.spec
         if is_in_argument and decided and index in decided:
-            written = None  # the Variable was not added to the argument, so this is decided
+            written = None  # the Variable was in the argument before the call, so this is decided
         elif isinstance(written, StateSharding):
             # Rules are found by identity, because comparing filters takes long. `check_filters`
             # joins uses of equal rules later.
@@ -118,13 +118,14 @@ def resolve(
             decisions, key = bare_arrays, slots[0]
         else:
             decisions, key = result.variables, index
-        first = decisions.get(key, UNNAMED)
-        if first.spec is None:
+        decision = decisions.get(key, UNNAMED)
+        if decision.spec is None:
             decisions[key] = NamedSpec(named.name, spec)
-        elif spec is not None and spec != first.spec:
-            conflicts.append(Conflict(first, NamedSpec(named.name, spec)))
+        elif spec is not None and spec != decision.spec:
+            conflicts.append(Conflict(decision, NamedSpec(named.name, spec)))
         for slot in slots:
             result.slots[slot] = decisions[key].spec
+    # Both raise only if their lists have items.
     check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
     _check_conflicts(conflicts)
     result.filter_uses.extend(uses.values())
