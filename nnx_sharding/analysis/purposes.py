@@ -142,7 +142,7 @@ class _Purposes:
         # array is a part of one layer of a stacked Variable.
         callers = (caller for _, caller in self._module.around(home))
         loops = (caller.name for caller in callers if caller.opcode == "while")
-        lengths = {*map(self._module.trip_counts.get, loops)}
+        lengths = [*map(self._module.trip_counts.get, loops)]
         operands = [Value(home, name) for name in collective.operand_names]
         is_each = len(operands) == len(operations_of)  # each operand becomes one array
         dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
@@ -316,6 +316,7 @@ def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[i
     dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
     if dimensions:
         layers, layers_of_stage = dimensions[0]
+        # The loop over the layers of a stage is inside the loop over ticks, so there are two.
         is_in_stage = len(lengths) > 1 and layers_of_stage in lengths
         if layers in lengths or is_in_stage:  # the loop takes one layer in each run
             del dimensions[0]
