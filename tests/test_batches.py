@@ -377,7 +377,8 @@ class ErrorTest(TestCase):
         ("rows_of_one", ValueError, "4 rows", lambda x, y: [x[:4], y]),
         ("fewer_rows", None, "", lambda x, y: [x[:4], y[:4]]),
         ("number", ValueError, "became", lambda x, y: [np.float32(1), y]),
-        ("subclass", None, "", lambda x, y: [np.ma.masked_array(x, x > 2), y]),
+        ("subclass", None, "", lambda x, y: [x.view(np.memmap), y]),
+        ("masked", TypeError, r"\[0\]: a masked", lambda x, y: [np.ma.masked_array(x, x > 2), y]),
         ("foreign", None, "", lambda x, y: [Tensor(x), y]),
         ("jax_array", None, "", lambda x, y: [jnp.asarray(x), y]),
         ("order_of_bytes", ValueError, "became", lambda x, y: [x.astype(">f4"), y]),
@@ -400,10 +401,12 @@ class ErrorTest(TestCase):
 
     def test_leaves_that_are_not_arrays(self):
         batch = {"a": np.ones(4), "b": "text", "c": np.array(["x"] * 4), "d": object()}
+        batch["e"] = np.ma.masked_array([1, 2, 3, 4], [False, True, False, False])
         parts = [
             "batch['b']: 'text' of type str",
             "batch['c']: an array of dtype <U1",
             "batch['d']",
+            "batch['e']: a masked array: yield its data and its mask",
         ]
         self.check(TypeError, [*parts, "spec None"], [batch])
         self.check(TypeError, ["batch['b']"], [{"b": np.ones(4)}, {"b": "text"}])

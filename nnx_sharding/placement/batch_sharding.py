@@ -305,7 +305,7 @@ class BatchSharding:
         for value, kind in zip(values, self._full_kinds, strict=True):
             if kind is None:  # the leaf is passed through, whatever it is
                 continue
-            # `type` leaves out subclasses, such as masked arrays, because they are converted.
+            # `type` leaves out subclasses, which are converted, or refused as masked arrays are.
             if type(value) is not np.ndarray or (value.dtype, value.shape) != kind:
                 return None
         return values
@@ -623,6 +623,8 @@ def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf i
             leaf = np.asarray(leaf)
     if isinstance(leaf, jax.Array):
         return leaf
+    if isinstance(leaf, np.ma.MaskedArray):  # as in JAX, since `np.asarray` would lose its mask
+        return TypeError("a masked array: yield its data and its mask, or what filled() returns")
     is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
     try:
         # An array of another library, such as a tensor of PyTorch, is converted.
