@@ -536,6 +536,8 @@ class CommandTest(parameterized.TestCase):
             ["inspect", "{path}:f", "--devices", "9"],
             "JAX is already running in this process, with 8",
         ),
+        (["plan", "{path}:f", "--time-limit", "0"], "must be more than 0"),
+        (["plan", "{path}:stpe", "--time-limit", "14400"], "did you mean 'step'"),  # four hours
         (["inspect", "{path}:f", "--hardware", "TPU v5q"], "Did you mean"),
         (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),

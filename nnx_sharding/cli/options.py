@@ -63,10 +63,11 @@ def count(text: str) -> int:
 
 @option
 def seconds(text: str) -> float:
-    """Reads a time limit."""
-    if not float(text) > 0:
+    """Reads a time limit: an int if it is one, for messages such as ``within 60 s``."""
+    value = float(text)
+    if not value > 0:  # not a number, `nan`, is no limit either
         raise ValueError(f"must be more than 0, not {text}")
-    return float(text)
+    return int(value) if value.is_integer() else value
 
 
 @option

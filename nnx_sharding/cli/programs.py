@@ -54,7 +54,17 @@ from ..testing.lock import (
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, count, file, mesh_sizes, option, output, percentage, say
+from .options import (
+    UsageError,
+    count,
+    file,
+    mesh_sizes,
+    option,
+    output,
+    percentage,
+    say,
+    seconds,
+)
 from .user_functions import UserError, find, user_code
 
 T = TypeVar("T")
@@ -176,7 +186,7 @@ def _add_plan_command(subparsers: object) -> None:
     )
     add(
         "--time-limit",
-        type=count,
+        type=seconds,
         metavar="SECONDS",
         help="seconds after which no more programs are compiled",
     )
