@@ -255,7 +255,8 @@ def _manifest(
     arguments = tuple(_arguments(plan, tree_of(plan.structure, lambda slot: {"input": slot})))
     structure_after = _arguments_after(plan, outcome)
     arguments_after = _arguments(plan, tree_of(structure_after, tree_of_slot))
-    updates, keeps_paths = {}, True
+    updates = dict[str, Tree]()
+    keeps_paths = True
     for before, after in zip(arguments, arguments_after, strict=True):
         old_arrays, new_arrays = _arrays_by_path(before.tree), _arrays_by_path(after.tree)
         keeps_paths &= old_arrays.keys() <= new_arrays.keys()
