@@ -327,6 +327,25 @@ class OwnersTest(parameterized.TestCase):
         found = specs_by_path(optimizer, optimizer_sharding(optimizer, sharding, model=model))
         self.assertEqual(found["opt_state", 0, "mu", "inner", "up", "kernel"], P(None, "model"))
 
+    @parameterized.parameters(dict, nnx.Dict)  # models for themselves, and parts of one
+    def test_an_optimizer_for_each_model(self, kind):
+        def make():
+            parts = {x: nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0))) for x in ("gen", "disc")}
+            optimizers = {
+                x: nnx.Optimizer(part, optax.adam(RATE), wrt=nnx.Param) for x, part in parts.items()
+            }
+            return kind(parts), optimizers
+
+        models, optimizers = nnx.eval_shape(make)
+        rules = {"^gen/up/kernel$": P("data"), "^disc/up/kernel$": P(None, "model")}
+        sharding = from_rules(rules, default=P())
+        found = specs_by_path(optimizers, optimizer_sharding(optimizers, sharding, model=models))
+        for moment in ("mu", "nu"):
+            of_gen, of_disc = (
+                found[x, "opt_state", 0, moment, "up", "kernel"] for x in ("gen", "disc")
+            )
+            self.assertEqual((of_gen, of_disc), (P("data"), P(None, "model")))
+
 
 class StackedLayersTest(parameterized.TestCase):
     """Layers stacked by ``nnx.vmap``, as in Flax."""

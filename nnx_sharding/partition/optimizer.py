@@ -51,8 +51,10 @@ def optimizer_sharding(
 
     Optax keeps copies of the ``nnx.State`` of the parameters, such as ``opt_state/0/mu``. The path
     of a Variable in a copy starts, after the copy, with the path of the parameter that it belongs
-    to, such as ``up/kernel``. A Variable outside of copies belongs to the parameter with the
-    longest path that its own path ends with. The spec of the Variable depends on its shape:
+    to, such as ``up/kernel``. Of a dict of optimizers, with a dict of models that has the same
+    keys, each optimizer belongs to the model with its key. A Variable outside of copies belongs to
+    the parameter with the longest path that its own path ends with. The spec of the Variable
+    depends on its shape:
 
     * the parameter's shape (moments, traces, averages, gradients): the same spec;
     * the parameter's shape with some dimensions of size 1 or left out (the factors of
@@ -204,9 +206,12 @@ def _with_owners(
             candidates = (path[n:] for n in range(length + 1))
         else:
             # In a copy, the owner's path starts at the copy, and the last keys may be left out. In
-            # ``mu``, the state ``up/kernel/0`` belongs to ``up/kernel``.
+            # ``mu``, the state ``up/kernel/0`` belongs to ``up/kernel``. Keys in front of the
+            # optimizer come first if the model has them, too: ``gen/opt_state/0/mu/up/kernel``
+            # belongs to ``gen/up/kernel`` of the models {"gen": …, "disc": …}.
             ends = range(length, copy_length - 1, -1)
-            candidates = (path[copy_length:end] for end in ends)
+            starts = range(copy_length, -1, -1)
+            candidates = (path[:n] + path[copy_length:end] for end in ends for n in starts)
         owner_path = next((candidate for candidate in candidates if candidate in owners), None)
         yield state, None if owner_path is None else owners[owner_path]
 
