@@ -509,6 +509,24 @@ def test_gradients_of_a_stack_in_microbatches():
     assert all(one.shapes == ((),) for one in sent if one.purpose == "sum")
 
 
+@pytest.mark.parametrize("layers_of_stage", [2, 3])
+def test_gradients_of_a_pipeline(layers_of_stage):
+    """They are named also with three layers, where the loop over them is as long as over ticks."""
+    mesh = mesh_of((2, 4), ("stage", "data"))
+    make_stack = nnx_sharding.stack
+    model = nnx.eval_shape(lambda: make_stack(Normed, 2 * layers_of_stage, rngs=nnx.Rngs(0)))
+    base = nnx_sharding.fsdp(model, mesh=mesh, min_size=1024)
+    sharding = nnx_sharding.partition.pipeline(model, mesh=mesh, microbatches=2, base=base)
+
+    def step(model, x):
+        return nnx_sharding.grad(lambda model: (model(x) ** 2).mean())(model)
+
+    program = jit(step, in_shardings=(sharding, P("data")), mesh=mesh)
+    sent = program.lower(model, shape(16, 64)).compile().collectives()
+    named = {path for one in sent if one.purpose == "gradient" for path in one.parameters}
+    assert named == {"model.layers.norm.scale", "model.layers.up.kernel"}
+
+
 class Words(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 16, rngs=rngs)

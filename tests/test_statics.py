@@ -197,6 +197,7 @@ ATTRIBUTES = {name: make for name, make in VALUES.items() if name != "array"}
 class StaticsTest(parameterized.TestCase):
     def test_static_module_with_a_subclass_of_tuple(self):
         """`nnx.iter_graph` fails for it: Flax takes such a tuple for a pytree, JAX does not."""
+
         class Settings(nnx.Module):
             def __init__(self):
                 self.size = Size((2, 3))
