@@ -40,6 +40,7 @@ from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
+from nnx_sharding.planning.memory import memory_of
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.prepare import prepare
@@ -993,6 +994,86 @@ def test_options_that_the_user_did_not_choose_are_varied():
     assert [variant.name for variant in with_less_memory(without, 12)] == ["remat=True"]
 
 
+REFUSED = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory "
+TEMPORARIES = (
+    REFUSED + "on HBM, the total memory required for HLO temporaries ({rest}) exceeds available "
+    "HBM (15.75G). HLO module: jit_step."
+)
+USED = REFUSED + "in memory space hbm. Used {peak} of 15.75G hbm. Exceeded hbm capacity by 1.2G."
+OF_A_CORE = "RESOURCE_EXHAUSTED: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem."
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (TEMPORARIES.format(rest="24.66G"), (7, round(24.66 * 2**30))),
+        (USED.format(peak="20.5M"), (7, round(20.5 * 2**20) - 7)),
+        (USED.format(peak="5"), (7, 0)),
+        ("RESOURCE_EXHAUSTED: of something else", (7, None)),
+        (OF_A_CORE, None),
+        ("INTERNAL: of something else", None),
+    ],
+)
+def test_the_compilers_error_says_what_is_needed(error, memory):
+    found = memory_of(Failure(f"JaxRuntimeError: {error}"), arguments=7)
+    assert found == (None if memory is None else (*memory, True))
+
+
+def refuse(monkeypatch, limit, error):
+    """Programs that exceed a limit are refused, as by the compiler of TPUs."""
+    report_of = compiling._report
+
+    def report_if_it_fits(*args, **options):
+        report = report_of(*args, **options)
+        if (peak := report.memory.peak) > limit:
+            sizes = {"peak": peak, "rest": peak - report.memory.arguments}
+            texts = {name: f"{size / 1024}K" for name, size in sizes.items()}
+            raise jax.errors.JaxRuntimeError(error.format(**texts))
+        return report
+
+    monkeypatch.setattr(compiling, "_report", report_if_it_fits)
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.slow
+@pytest.mark.gate
+def test_what_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
+    """The same as if it was compiled, and its report had the peak."""
+
+    def make():
+        blocks = stack(lambda rngs: MLP(rngs, WIDTH, 4 * WIDTH), 4, rngs=nnx.Rngs(0))
+        return blocks, nnx.Optimizer(blocks, optax.adam(1e-3), wrt=nnx.Param)
+
+    args = *nnx.eval_shape(make), jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    options = {"devices": 2, "strategies": ["dp", "fsdp"], "cache_dir": tmp_path, **OPTIONS}
+    every = plan(train_step, *args, **options).comparison.figures
+    peak = min(figures["peak"] for figures in every.values())
+    limits = peak - 1, peak // 4  # one fits with `remat`; none does
+    plans = {limit: plan(train_step, *args, memory_limit=limit, **options) for limit in limits}
+    for error, limit in (
+        (TEMPORARIES, limits[0]),
+        (TEMPORARIES, limits[1]),
+        (REFUSED, limits[1]),
+    ):
+        found = plans[limit]
+        with monkeypatch.context() as patch:
+            refuse(patch, limit, error)
+            refused = plan(train_step, *args, memory_limit=limit, **options)
+        assert {*refused.candidates} == {*found.candidates}
+        assert refused.best == found.best
+        assert any("does not fit: " in line for line in refused.explained())
+        if limit == limits[0]:
+            assert "remat=True" in refused.best.variant
+        elif error == REFUSED:  # which does not say what is needed
+            assert refused.remedies
+            assert all(x.endswith(", activations unknown") for x in refused.remedies)
+        else:
+            source = " (by the compiler's error)"
+            assert [x.replace(source, "") for x in refused.remedies] == [*found.remedies]
+            assert refused.remedies[0].endswith(source) and len(found.remedies) > 1
+            assert [*refused.candidates] == [*found.candidates]  # the smallest first
+
+
 def test_arguments_that_do_not_fit_say_what_would():
     model, optimizer, _ = program("mlp")
     x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
@@ -1000,8 +1081,8 @@ def test_arguments_that_do_not_fit_say_what_would():
     with pytest.raises(ValueError, match="one of these would fit") as error:
         plan(train_step, model, optimizer, x, memory_limit="100 KiB", **options)
     text = " ".join(str(error.value).split())
-    need = re.search(r"would fit: (.*?) on each device, for fsdp, data 8", text)
-    more = re.search(r"; or (\d+) devices, fsdp, data \1: about (.*?) on each", text)
+    need = re.search(r"would fit: at least (.*?) on each device, for fsdp, data 8", text)
+    more = re.search(r"; or (\d+) devices, fsdp, data \1: at least (.*?) on each", text)
     least = int(more[1])
     # Of all that is sharded, each device has its part; the limit was not reached with half of them.
     assert 0.9 * read_bytes(need[1]) * 8 / least < read_bytes(more[2]) < 100 * 1024

@@ -10,7 +10,7 @@ from flax import nnx
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.public import page
-from benchmarks.public.measures import MEASURES, needed_bytes, shares
+from benchmarks.public.measures import MEASURES, shares
 from benchmarks.public.registry import MODELS, Program, PublicModel
 
 
@@ -48,15 +48,6 @@ def test_memory_that_a_chip_lacks_is_marked():
     }
     text = page.tables({"a b": measures})
     assert "| not run | 16.00 ✗ | 16.00 |\n" in text
-
-
-def test_the_compilers_error_says_what_is_needed():
-    error = (
-        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
-        "required for HLO temporaries (24.66G) exceeds available HBM (15.75G). HLO module: jit_f."
-    )
-    assert needed_bytes(error) == round(24.66 * 2**30)
-    assert needed_bytes("RESOURCE_EXHAUSTED: of something else") is None
 
 
 def test_what_failed_or_was_not_run_has_its_reason():

@@ -6,7 +6,6 @@ Each returns what JSON can hold. What does not work raises an error, whose text 
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, value_and_grad
-from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.experimental import context_parallel, expert_parallel
 from nnx_sharding.partition import (
     from_metadata,
@@ -31,6 +29,7 @@ from nnx_sharding.partition import (
     planning_mesh,
     tensor_parallel,
 )
+from nnx_sharding.planning.memory import temporaries_needed
 from nnx_sharding.report import check_sharding
 from nnx_sharding.specs.state_sharding import StateSharding
 from nnx_sharding.testing import assert_same
@@ -179,15 +178,9 @@ def memory(model: PublicModel) -> Mapping[str, Any]:
             lowered = _lower(program.make, program, mesh, _fsdp_and_tensor, P("data"))
             result[name] = {"bytes": lowered.compile().memory().peak, "fits": True}
         except Exception as error:
-            needed = needed_bytes(str(error))
+            needed = temporaries_needed(str(error))
             result[name] = {"bytes": needed, "fits": False} if needed else reason(error)
     return result
-
-
-def needed_bytes(error: str) -> int | None:
-    """Reads what a program needs from the TPU compiler's error; None if it is another one."""
-    size = re.search(r"memory required[^(]*\(([\d.]+[KMGT])\) exceeds available HBM", error)
-    return read_bytes(f"{size[1]}iB") if size else None  # its G is a GiB
 
 
 def reason(error: BaseException) -> str:

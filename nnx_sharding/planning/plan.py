@@ -42,6 +42,7 @@ from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
 from .candidates import Candidate
 from .measuring import Runner, medians, run_in_rounds
+from .memory import lacks_memory
 from .prepare import listed_once, prepare
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
@@ -132,7 +133,8 @@ class PlanningResult(Pictured):
         for name in others:
             report, limit = reports[name], self.comparison.memory_limit
             if isinstance(report, Failure):
-                why = f"failed: {textwrap.shorten(report.error, 300, placeholder=' …')}"
+                error = textwrap.shorten(report.error, 300, placeholder=" …")
+                why = f"{'does not fit' if lacks_memory(report) else 'failed'}: {error}"
             elif not self.comparison.fits(name):
                 why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
             else:
@@ -465,7 +467,8 @@ def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
     """
     figures = found.figures.get(name, {})
     if not found.fits(name):
-        return (True, figures.get("peak") or math.inf)
+        memory = search.memory_of(name, found.reports)  # also of one that the compiler refused
+        return (True, math.inf if memory is None or memory.peak is None else memory.peak)
     rows = search.entries[name].candidate.rows if search.maximize else 0
     known = (figures[column] for column in _RANKED_BY)
     return (False, -rows, *(math.inf if figure is None else figure for figure in known))

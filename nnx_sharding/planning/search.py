@@ -39,6 +39,7 @@ from ..report.compiling import Lower
 from ..report.strategies import Strategy, lowered
 from ..transforms.jit import jit
 from .candidates import Arguments, Axes, Candidate, batch_spec, chains, split_name
+from .memory import Memory, memory_of
 from .predictions import Prediction, Products, predict, products_of
 from .variants import Variant, with_less_memory, with_prefetch
 
@@ -68,8 +69,7 @@ class Needs(NamedTuple):
 
     candidate: Candidate
     variant: Variant
-    arguments: int  # bytes
-    rest: int  # bytes besides its arguments; 0 if it was not compiled
+    memory: Memory  # whose rest is unknown if it was not compiled
 
 
 @dataclasses.dataclass
@@ -154,8 +154,8 @@ class Search:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
             # Also of those that do not fit: `remedies` starts from the one that needs least.
-            if self.smallest is None or prediction.arguments < self.smallest.arguments:
-                self.smallest = Needs(candidate, variant, prediction.arguments, rest=0)
+            if self.smallest is None or prediction.arguments < self.smallest.memory.arguments:
+                self.smallest = Needs(candidate, variant, Memory(prediction.arguments))
             # Equal shardings of equal steps compile to equal programs.
             program = (variant.text, variant.lines, candidate.rows, prediction.key)
             first = self._first_of.setdefault(program, candidate.name)
@@ -316,7 +316,7 @@ class Search:
             return None
         # 2. Choose. If nothing has fitted once half of the programs that may be compiled were
         # started, times no longer matter, and those with the smallest arguments are next.
-        corrections = _Corrections(self.entries, {} if found is None else found.compiled)
+        corrections = _Corrections(self.entries, reports)
         by_memory = not fitting and self._has_started_half
 
         def order(name: str) -> tuple[float, ...]:
@@ -350,12 +350,21 @@ class Search:
         """
         if self.programs and not self._has_started_half:
             return
-        for name, report in found.compiled.items():
-            entry, memory = self.entries[name], report.memory
+        for name in found.reports:
             # Only arguments that fit are compiled (`add`), so it is the activations that do not.
-            if memory and memory.peak is not None and self._claim_variation(name):
+            if self.memory_of(name, found.reports) and self._claim_variation(name):
+                entry = self.entries[name]
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
+
+    def memory_of(self, name: str, reports: Mapping[str, ProgramReport | Failure]) -> Memory | None:
+        """Returns what a candidate needs by its report, or by the compiler that refused it.
+
+        None if that is unknown, also if it was not compiled or failed for another reason.
+        """
+        if name not in reports:
+            return None
+        return memory_of(reports[name], self.entries[name].prediction.arguments)
 
     def _add_prefetch(self, found: Comparison) -> None:
         """Adds the best that fits with ``prefetch``, if its step waits for communication.
@@ -550,7 +559,9 @@ class _Corrections:
     """
 
     def __init__(
-        self, entries: Mapping[str, PredictedCandidate], compiled: Mapping[str, ProgramReport]
+        self,
+        entries: Mapping[str, PredictedCandidate],
+        reports: Mapping[str, ProgramReport | Failure],
     ):
         self._bytes: dict[str, int] = {}  # besides the arguments, by the name of the variant
         # Group of candidates → resource → the ratios of its members.
@@ -558,12 +569,13 @@ class _Corrections:
         ratios = defaultdict(lambda: defaultdict(list))
         # Group of candidates → the shares of communication that were exposed.
         shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
-        for name, report in compiled.items():
-            entry, memory, roofline = entries[name], report.memory, report.roofline
-            if memory and memory.peak is not None and memory.arguments is not None:
-                rest = memory.peak - memory.arguments
+        for name, report in reports.items():
+            entry = entries[name]
+            memory = memory_of(report, entry.prediction.arguments)
+            if memory is not None and memory.rest is not None:
                 variant = entry.variant.name
-                self._bytes[variant] = min(self._bytes.get(variant, rest), rest)
+                self._bytes[variant] = min(self._bytes.get(variant, memory.rest), memory.rest)
+            roofline = None if isinstance(report, Failure) else report.roofline
             if roofline is None:
                 continue
             for group in _groups(entry):
