@@ -44,7 +44,12 @@ from nnx_sharding.planning.memory import memory_of
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.prepare import prepare
-from nnx_sharding.planning.variants import variants_of, with_less_memory, with_prefetch
+from nnx_sharding.planning.variants import (
+    variants_of,
+    with_less_memory,
+    with_prefetch,
+    with_remat,
+)
 from nnx_sharding.report import Comparison, Strategy, compare, compiling
 from nnx_sharding.report.comparison import Failure, SearchInterrupted
 from nnx_sharding.report.compiling import CompilerCrash, CompilerProcess, fingerprint
@@ -838,13 +843,39 @@ def test_the_recipe_is_the_program(name, tmp_path):
         "functools": functools,
         "P": P,
         "offload": offload,
+        "with_remat": with_remat,
     }
-    for stacked in (x for arg in args if isinstance(arg, Tied) for x in [arg.blocks]):
-        stacked.remat = False  # the recipe sets it
     exec(best.recipe, made := {**made, **names, step.__name__: step})
     program = made["step"].lower(*args)
     assert (tmp_path / f"{fingerprint(program, made['mesh'])}.json").exists()
     assert made["mesh"] == best.mesh
+    shardings = {"in_shardings": best.in_shardings, "mesh": best.mesh}
+    own = jit(best.step, **shardings, donate_argnums=0).lower(*args)
+    assert own.as_text() == program.as_text()
+
+
+@pytest.mark.parametrize("policy", [True, {"up": "save"}, "dots_saveable"])
+def test_remat_of_a_step_is_that_of_its_stacks(policy):
+    """Also in a ``ModelAndOptimizer``, which is no module; and stacks keep their own policy."""
+
+    def args(remat):
+        def make():
+            blocks = stack(MLP, 4, rngs=nnx.Rngs(0), remat=remat)
+            return nnx.ModelAndOptimizer(blocks, optax.sgd(1.0), wrt=nnx.Param)
+
+        return nnx.eval_shape(make), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+
+    def step(optimizer, x):
+        optimizer.update(nnx.grad(lambda model: loss_of(model, x))(optimizer.model))
+
+    plain, planned = args(False), with_remat(step, policy)
+    text = jit(planned).lower(*plain).as_text()
+    assert text == jit(step).lower(*args(policy)).as_text() != jit(step).lower(*plain).as_text()
+    assert plain[0].model.remat is False
+    [variant] = variants_of(step, plain, {}, {})
+    assert "remat=True" in [each.name for each in with_less_memory(variant, 8)]
+    with pytest.raises(ValueError, match="an argument with a Stack"):
+        planned(None, jnp.ones(4))
 
 
 @pytest.mark.usefixtures("compile_here")
@@ -985,7 +1016,7 @@ def test_options_that_the_user_did_not_choose_are_varied():
     assert with_prefetch(plain).prefetch == 1 and not plain.prefetch
     saving = [*with_less_memory(plain, 12)][-1]
     assert inspect.signature(saving.fun).parameters["microbatches"].default == 4
-    assert all("remat = True" in line for line in saving.lines) and saving.lines
+    assert saving.text == "functools.partial(with_remat(accumulating, True), microbatches=4)"
     grid = {"remat": [False], "microbatches": [1], "prefetch": [0]}
     [chosen] = variants_of(accumulating, (model, None, x), grid, {})
     assert [*with_less_memory(chosen, 12)] == [] and with_prefetch(chosen) is None

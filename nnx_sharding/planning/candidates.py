@@ -140,6 +140,8 @@ class Candidate:
         it can be used for every mesh with these axes; only what is offloaded names this mesh.
       mesh: the mesh for which the step is compiled, perhaps of devices that this machine does not
         have. To run it, make one of the same ``sizes``.
+      step: the function that was planned, for :func:`~nnx_sharding.jit`: yours, with the keyword
+        arguments and the ``remat`` of the variant, which your models need not have.
       recipe: Python code that makes the mesh and ``step``, from the arguments under the names that
         they have in the step. It compiles to the program that was planned. Empty for a function
         of the user's.
@@ -151,6 +153,7 @@ class Candidate:
     variant: str
     in_shardings: tuple[Any, ...]
     mesh: Mesh = dataclasses.field(repr=False)
+    step: Callable[..., Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     recipe: str = dataclasses.field(default="", repr=False)
     rows: int = dataclasses.field(default=0, repr=False)
 

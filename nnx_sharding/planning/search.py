@@ -135,6 +135,7 @@ class Search:
             variant=variant.name,
             in_shardings=(),
             mesh=mesh,
+            step=variant.fun,
             rows=arguments.rows,
         )
         family = self._families.setdefault((strategy, mesh, variant), {})
@@ -157,7 +158,7 @@ class Search:
             if self.smallest is None or prediction.arguments < self.smallest.memory.arguments:
                 self.smallest = Needs(candidate, variant, Memory(prediction.arguments))
             # Equal shardings of equal steps compile to equal programs.
-            program = (variant.text, variant.lines, candidate.rows, prediction.key)
+            program = (variant.text, candidate.rows, prediction.key)
             first = self._first_of.setdefault(program, candidate.name)
             if first != candidate.name:
                 self.ruled_out[candidate.name] = f"shards everything like {first}"
@@ -539,7 +540,7 @@ def _recipe(
     )
     head = f"mesh = make_mesh({dict(mesh.shape)}{types})"
     last = f"step = jit({variant.text}, in_shardings={shardings}, mesh=mesh{options})"
-    return "\n".join([head, *variant.lines, *lines, last])
+    return "\n".join([head, *lines, last])
 
 
 def is_of_compiler(failure: Failure) -> bool:

@@ -1,9 +1,10 @@
 """The variants of a step that ``plan`` compares: functions of the user, with values of options.
 
 A *recipe* is the Python code that runs a candidate, which ``plan`` prints; so a variant has the
-expression for its function, and the statements that come before. Options are ``remat`` of each
-`Stack` (layers that run as a scan), ``prefetch`` of ``fsdp``, ``offload`` of the state of the
-optimizer, and keyword arguments of the step.
+expression for its function. Options are ``remat`` of each `Stack` (layers that run as a scan) and
+keyword arguments of the step, which the function of a variant has (`with_remat`, ``partial``); and
+``prefetch`` of ``fsdp`` and ``offload`` of the state of the optimizer, which shardings have. So a
+variant changes no model, and runs with any that the user's program makes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from flax import nnx
+import jax
 
+from .. import _compat
 from ..activations.variables import modules_in
 from ..report.strategies import abstract_of, unwrapped
-from ..specs.paths import accessor
-from ..transforms.stack import Stack
+from ..transforms.remat import Policy
+from ..transforms.stack import Stack, hashable_policy
 from .candidates import Arguments
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,13 +35,12 @@ class Variant:
 
     Attributes:
       name: such as ``microbatches=2, remat=True``.
-      fun: the step, with the chosen keyword arguments.
+      fun: the step, with the chosen keyword arguments and policy of stacks.
       options: those of jit.
       args: the arguments, abstract.
       prefetch: of fsdp: how many layers are gathered ahead.
       offload: whether the state of the optimizer is on the host.
       text: the expression for the function in a recipe.
-      lines: the statements of a recipe before that.
       chosen: the values of options, chosen by the user or by the search.
       vary: makes a variant of the same function with other values of options (``chosen``), as the
         search does.
@@ -50,7 +53,6 @@ class Variant:
     prefetch: int
     offload: bool
     text: str
-    lines: tuple[str, ...]
     chosen: Mapping[str, Any]
     vary: Callable[[Mapping[str, Any]], Variant]
 
@@ -117,7 +119,7 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     if "microbatches" not in variant.chosen and type(default) is int and default > 0 and rows:
         counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
     policies: list[Any] = [None]  # None leaves those of the user
-    if "remat" not in variant.chosen and any(not stack.remat for _, stack in _stacks(variant)):
+    if "remat" not in variant.chosen and any(not stack.remat for stack in _stacks(variant.args)):
         policies.append(True)
     for count, policy in itertools.product(counts, policies):
         changes = {} if count == default else {"microbatches": count}
@@ -128,7 +130,7 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
 
 def with_prefetch(variant: Variant) -> Variant | None:
     """Returns the variant that gathers layers one ahead; None if it has none, or it was chosen."""
-    can_prefetch = "prefetch" not in variant.chosen and any(_stacks(variant))
+    can_prefetch = "prefetch" not in variant.chosen and any(_stacks(variant.args))
     return variant.vary({**variant.chosen, "prefetch": 1}) if can_prefetch else None
 
 
@@ -163,46 +165,77 @@ def _variant(
     words += [f"{option}={value}" for option, value in chosen.items()]
     # All but the options of this library are keyword arguments of the step.
     keywords = {key: x for key, x in chosen.items() if key not in ("remat", "prefetch", "offload")}
+    if "remat" in chosen:
+        if not any(_stacks(args)):
+            raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
+        fun = with_remat(fun, chosen["remat"])
+        text = f"with_remat({text}, {chosen['remat']!r})"
     if keywords:
         fun = partial(fun, **keywords)
         given = "".join(f", {key}={value!r}" for key, value in keywords.items())
         text = f"functools.partial({text}{given})"
-    variant = Variant(
+    return Variant(
         name=", ".join(words),
         fun=fun,
         options=options,
-        args=abstract_of(args),  # copies of the modules, so that each variant can set its policy
+        args=abstract_of(args),
         prefetch=chosen.get("prefetch", 0),
         offload=bool(chosen.get("offload", False)),
         text=text,
-        lines=(),
         chosen=chosen,
         vary=vary,
     )
-    if "remat" not in chosen:
-        return variant
-    # Only the variant knows how the recipe names the stacks in its arguments.
-    lines = _set_remat(variant, chosen["remat"])
-    return dataclasses.replace(variant, lines=lines)
 
 
-def _set_remat(variant: Variant, policy: Any) -> tuple[str, ...]:
-    """Sets the policy of all stacks in the arguments; returns the statements that do so."""
-    stacks = [*_stacks(variant)]
-    if not stacks:
-        raise ValueError("plan: variants: remat is that of a Stack, and no argument has one.")
-    for _, module in stacks:
-        module.remat = policy
-    return tuple(f"{expression}.remat = {policy!r}" for expression, _ in stacks)
+def with_remat(step: Callable[..., T], remat: Policy | bool = True) -> Callable[..., T]:
+    """Returns a step that runs each :class:`~nnx_sharding.Stack` of its arguments with ``remat``.
+
+    The policy holds while the step runs, instead of the one that the stacks were made with. Recipes
+    of :func:`plan` use it, since a model that is made again does not know what was planned.
+
+    Args:
+      step: the function, not yet wrapped by ``jit``.
+      remat: as for :func:`~nnx_sharding.stack`.
+
+    Raises:
+      ValueError: in a call, no argument has a ``Stack``.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit, stack
+      >>> from nnx_sharding.planning.variants import with_remat
+      >>> blocks = stack(nnx.Linear, 4, 8, 8, rngs=nnx.Rngs(0))
+      >>> step = jit(with_remat(lambda blocks, x: blocks(x).sum()))
+      >>> step(blocks, jax.numpy.ones((2, 8))).shape, blocks.remat
+      ((), False)
+    """
+    policy = hashable_policy(remat)
+
+    @functools.wraps(step)
+    def step_with_remat(*args: Any, **kwargs: Any) -> T:
+        stacks = [*_stacks((args, kwargs))]
+        if not stacks:
+            raise ValueError("with_remat: expected an argument with a Stack, got none.")
+        policies = [stack.remat for stack in stacks]
+        try:
+            for stack in stacks:
+                stack.remat = policy
+            return step(*args, **kwargs)
+        finally:  # the caller's models keep theirs
+            for stack, own_policy in zip(stacks, policies, strict=True):
+                stack.remat = own_policy
+
+    return step_with_remat
 
 
-def _stacks(variant: Variant) -> Iterator[tuple[str, Any]]:
-    """Yields each stack in the arguments once, after the expression for it: ``model.layers``."""
+def _stacks(args: Any) -> Iterator[Stack]:
+    """Yields each stack in a pytree of modules and arrays once."""
     seen = set()
-    for name, part in variant.arguments.parts.items():  # by their expressions: ``model``
-        if not isinstance(part, nnx.Module):  # an array: in pytrees, all modules are parts
+    for part in jax.tree.leaves(args, is_leaf=_compat.is_graph_object):
+        if not _compat.is_graph_object(part):  # an array
             continue
-        for path, module in modules_in(part):
+        for _, module in modules_in(part):
             if isinstance(module, Stack) and id(module) not in seen:
                 seen.add(id(module))
-                yield accessor(name, path), module
+                yield module

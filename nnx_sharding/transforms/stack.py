@@ -71,6 +71,20 @@ from .stacked_layers import (
 from .vmap import vmap
 
 
+def hashable_policy(
+    remat: Policy | bool,
+) -> Callable[..., bool] | str | tuple[tuple[Any, ...], ...] | bool | None:
+    """Returns a policy in a hashable form, because JAX's loops are cached by it.
+
+    A policy of filters is a mapping or pairs. A policy of JAX may be given by its name; a string is
+    iterable, too.
+    """
+    if isinstance(remat, Iterable) and not isinstance(remat, str):
+        pairs = remat.items() if isinstance(remat, Mapping) else remat
+        return tuple(map(tuple, pairs))
+    return remat
+
+
 class Stack(nnx.Module):
     """One module for many of equal structure: a list of layers that compiles as a single layer.
 
@@ -119,12 +133,7 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        # JAX's loops are cached by the policy, so it has to be hashable. A policy of filters is a
-        # mapping or pairs. A policy of JAX may be given by its name; a string is iterable, too.
-        if isinstance(remat, Iterable) and not isinstance(remat, str):
-            pairs = remat.items() if isinstance(remat, Mapping) else remat
-            remat = tuple(map(tuple, pairs))
-        self.remat = remat
+        self.remat = hashable_policy(remat)
         self.prefetch = checked_prefetch("stack", prefetch)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
