@@ -1123,7 +1123,7 @@ def test_arguments_that_do_not_fit_say_what_would():
 @pytest.mark.usefixtures("compile_here")
 def test_one_program_takes_one_slot():
     """A batch of vectors has no sequence, so `+ sequence` declares what has no effect."""
-    chosen = {"strategies": ["fsdp + tensor", "fsdp + sequence"], "most": 3}
+    chosen = {"strategies": ["fsdp+tensor", "fsdp +sequence"], "most": 3}
     chosen |= {"meshes": [{"data": 2, "model": 4}, {"data": 4, "model": 2}]}
     found = plan(train_step, *program("mlp"), devices=8, hardware="TPU v5e", **chosen)
     assert {x.strategy for x in found.candidates.values()} == {"fsdp + tensor"}

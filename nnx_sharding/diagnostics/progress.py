@@ -28,7 +28,7 @@ _BAR = threading.Lock()
 @contextlib.contextmanager
 def progress(
     title: str,
-    total: int | None = None,
+    total: int | Callable[[], int] | None = None,
     *,
     running: Callable[[], Sequence[str]] = list,  # which returns an empty list
     quiet: bool = False,
@@ -37,7 +37,8 @@ def progress(
 
     Args:
       title: what the work is.
-      total: the number of steps; None if it is unknown.
+      total: the number of steps, or a function that returns it if it changes while the block runs;
+        None if it is unknown. The function is also called from another thread.
       running: returns the names of the steps that run now; called from another thread. Lines name
         them, since a single step may take minutes.
       quiet: whether to show nothing.
@@ -49,15 +50,21 @@ def progress(
         yield lambda _: None
         return
     try:
-        shown = _bar(title, total) if _has_bar() else _lines(title, total, running)
+        counted = _constant(total) if isinstance(total, int) else total
+        shown = _bar(title, counted) if _has_bar() else _lines(title, counted, running)
         with shown as advance:
             yield advance
     finally:
         _BAR.release()
 
 
+def _constant(number: int) -> Callable[[], int]:
+    """Returns a function that returns a number."""
+    return lambda: number
+
+
 @contextlib.contextmanager
-def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+def _bar(title: str, total: Callable[[], int] | None) -> Iterator[Callable[[str], None]]:
     """Draws a bar from `DELAY_S` on, and removes it in the end; yields what `progress` yields."""
     # Here, as importing it takes time that short work need not wait for.
     from rich.console import Console
@@ -67,13 +74,14 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
     counts = [] if total is None else [MofNCompleteColumn()]
     columns = [title_column, BarColumn(), *counts, TimeElapsedColumn()]
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(title, total=total)
+    task = bar.add_task(title, total=None if total is None else total())
     timer = threading.Timer(DELAY_S, bar.start)
     timer.daemon = True  # a process that ends does not wait for it
     timer.start()
 
     def advance(name: str) -> None:
-        bar.update(task, advance=1, description=f"{title}: {name}" if name else title)
+        now = None if total is None else total()  # None leaves it as it is
+        bar.update(task, total=now, advance=1, description=f"{title}: {name}" if name else title)
 
     try:
         yield advance
@@ -85,7 +93,7 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _lines(
-    title: str, total: int | None, running: Callable[[], Sequence[str]]
+    title: str, total: Callable[[], int] | None, running: Callable[[], Sequence[str]]
 ) -> Iterator[Callable[[str], None]]:
     """Prints a line after each `LINE_S` from a thread; yields what `progress` yields.
 
@@ -97,7 +105,7 @@ def _lines(
     def print_lines() -> None:
         while not is_done.wait(LINE_S):
             seconds = time.monotonic() - start
-            steps = _steps_text(names, total, running())
+            steps = _steps_text(names, None if total is None else total(), running())
             print(f"{title}: {steps}{seconds:.0f} s so far", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=print_lines, daemon=True)

@@ -433,8 +433,11 @@ def _experts(model: nnx.Module) -> int:
 
 
 def split_name(strategy: str) -> tuple[str, tuple[str, ...]]:
-    """Splits the name of a chain: ``fsdp + tensor + expert`` into fsdp and (tensor, expert)."""
-    data, *styles = strategy.split(" + ")
+    """Splits the name of a chain: ``fsdp + tensor + expert`` into fsdp and (tensor, expert).
+
+    Users may also write ``fsdp+tensor``.
+    """
+    data, *styles = (part.strip() for part in strategy.split("+"))
     return data, tuple(styles)
 
 

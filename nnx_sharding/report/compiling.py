@@ -107,11 +107,10 @@ def compile_all(
     run = _Run(programs, _Slots(most), ruled_out)
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
-    total = len(programs) if most is None else most
     try:
         with (
             _Workers(devices, cache, by_module=by_module) as workers,
-            progress(title, total, running=run.under_way, quiet=quiet) as advance,
+            progress(title, run.expected, running=run.under_way, quiet=quiet) as advance,
         ):
             while (seconds_left := end - time.monotonic()) > 0:
                 # As long as a worker is free, this thread lowers a program for it; else it waits.
@@ -214,6 +213,14 @@ class _Run:
         """
         return [name for name in self._started if not self._is_done(name)]
 
+    def expected(self) -> int:
+        """Counts the programs that have a report or will get one, as far as is known now.
+
+        Called by the thread that shows progress, too. A search may add programs, and rule out some.
+        """
+        num_left = min(len(self._programs), self.slots.num_free)
+        return len(self.reports) + len(self.under_way()) + int(num_left)
+
     def unfinished(self) -> list[str]:
         """Lists the programs that have no report, and are not equal to another one."""
         names = dict.fromkeys((*self._initial, *self._started, *self._programs))
@@ -254,7 +261,12 @@ class _Slots:
     @property
     def is_free(self) -> bool:
         """Whether another program may be compiled."""
-        return self._most is None or len(self.taken) < self._most
+        return self.num_free > 0
+
+    @property
+    def num_free(self) -> float:
+        """How many programs may still be compiled; infinity without a limit."""
+        return math.inf if self._most is None else self._most - len(self.taken)
 
     def note_failure(self, name: str, failure: Failure) -> None:
         """Frees the slot of a program that failed for the reason of an earlier one."""
