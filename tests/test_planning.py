@@ -1105,6 +1105,10 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
             assert [*refused.candidates] == [*found.candidates]  # the smallest first
 
 
+def test_plan_lists_all_hardware():
+    assert [x.name for x in HARDWARE.values() if f"``{x.name}``" not in plan.__doc__] == []
+
+
 def test_arguments_that_do_not_fit_say_what_would():
     model, optimizer, _ = program("mlp")
     x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)

@@ -64,6 +64,35 @@ class PlanningResult(Pictured):
         microbatches, offload, batch.
       predicted: the time of each candidate that may fit, compiled or not, as it was predicted from
         shapes: in seconds, if all communication is hidden behind compute, and if none is.
+
+    Example: two candidates side by side, and what differs between their programs.
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.planning import plan
+      >>> from nnx_sharding.report import diff
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+      >>> x = jax.ShapeDtypeStruct((64, 1024), "float32")
+      >>> options = {"strategies": ["dp", "dp + tensor"], "out_shardings": P("data")}
+      >>> options["meshes"] = [{"data": 8}, {"data": 4, "model": 2}]
+      >>> found = plan(lambda model, x: model(x), model, x, hardware="TPU v5e", **options)
+      >>> for name in sorted(found.candidates):
+      ...     print(name, "has arguments of", found.comparison.figures[name]["arguments"], "bytes")
+      dp + tensor, data 4 × model 2 has arguments of 8462336 bytes
+      dp, data 8 has arguments of 16826368 bytes
+      >>> print(found.candidates["dp, data 8"].recipe)
+      mesh = make_mesh({'data': 8})
+      sharding = replicated(model, mesh=mesh)
+      step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
+      >>> print(diff(*(found.comparison.reports[name] for name in sorted(found.candidates))))
+      program
+        mesh: data 4 × model 2 → data 8
+      memory of one device
+        arguments: 8.07 MiB → 16.0 MiB (+98.8%)
+      ...
+      >>> *_, last = found.explained()  # why each of the others is not the best
+      >>> print(last.strip())
+      dp, data 8: takes ..., bound by memory
     """
 
     comparison: Comparison
@@ -272,7 +301,8 @@ def plan(
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
         of ``hardware``.
       hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
-        ``HARDWARE``; None uses those of the topology.
+        ``HARDWARE``: ``TPU v4``, ``TPU v5e``, ``TPU v5p``, ``TPU v6e``, ``TPU7x``, ``A100 40GB``,
+        ``A100 80GB``, ``H100 SXM``, ``H200``, ``B200``; None uses those of the topology.
       most: the maximum number of programs to compile; None for all.
       measure: how many of those that fit are run on the devices of this process, the best by their
         roofline first. They are compiled again, and run in rounds in which all take turns, with
