@@ -1,15 +1,20 @@
-"""What differs between a step on one device and on a mesh, and in which module first.
+"""Finds what differs between a step on one device and on a mesh, and in which module first.
 
 The records of one call of the step (`Outcome`, in `recording.py`) are compared in the order in
 which the modules ran, backwards for gradients, so the first difference is where the error is. A
 *site* is an array that a call of a module takes or returns (``side`` "input" or "output"; "mask" is
-what a dropout keeps). Sites have numbers in the order of execution; ``start`` is the first one of
-the call, and ``axes`` are the Manual mesh axes, along which each device has a value of its own.
-``values`` has those of each device by ``(number, backward)``, where ``backward`` is the gradient;
-for each device there is a list of them, as a call in a loop takes and returns several values.
+what a dropout keeps). Sites have numbers in the order of execution. ``start`` is the number of the
+first site of the call, and ``axes`` are the Manual mesh axes, along which each device has a value
+of its own. ``values`` maps ``(number, backward)`` to the values of each device, where ``backward``
+is True for the gradients of the site. Each device has a list of values, because a call in a loop
+takes and returns several.
 
-An array may differ by its *limit*, the sum of two: `Rounding` derives the rounding error of its own
-last sum, and `Spread` measures what the errors of earlier values make of it.
+An array may differ by its *limit*, the sum of two errors: `Rounding` derives the rounding error of
+the array's own last sum, and `Spread` measures how the errors of earlier values move the array.
+
+From other modules: `largest_difference` returns 0 for equal arrays (equal NaN included) and NaN if
+only one of two elements is NaN; `distance_of_shards` returns None if no layout of the shards has
+the shape of the array.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ from .arrays import (
 from .recording import RESULT, Outcome
 from .rounding import QUANTILE, SAMPLES, Rounding
 
-_CHANCE = 1e-6  # of equal masks from different keys, below which two masks count as one
+# Two equal masks count as one mask if different keys would give equal masks with this probability
+# at most.
+_CHANCE = 1e-6
 # The index of a shard in its array, and its numbers.
 _Shard: TypeAlias = tuple[Any, np.ndarray[Any, Any]]
 
@@ -48,9 +55,11 @@ class _Error(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is too far; a NaN is, which is why this is not ``distance > limit``.
+        """Whether the array is too far from the same one on one device.
 
-        What is equal is right, also if rounding errors made it NaN, so that the limit is NaN.
+        A distance of NaN is wrong, so this is not ``distance > limit``. A distance of 0 is right
+        even if the limit is NaN, because rounding errors can make an array NaN in the runs from
+        which the limit is computed.
         """
         return self.distance != 0 and not self.distance <= self.limit
 
@@ -59,11 +68,12 @@ class _Error(NamedTuple):
 
 
 class Spread:
-    """How far the arrays and records of rounded runs are from those of an exact one.
+    """How far the arrays and records of rounded runs are from those of an exact run.
 
-    Each gets an estimate of its standard deviation: the root of the mean square, over the runs, of
-    its largest difference in a run. It is NaN where only one of two runs is NaN. The keys of arrays
-    are their names, those of records (number of the site, backward, number of the call in a loop).
+    Each array and each record gets an estimate of its standard deviation: the root of the mean
+    square, over the runs, of its largest difference in a run. The estimate is NaN where only one
+    of two runs is NaN. The key of an array is its name. The key of a record is (number of the site,
+    backward, number of the call in a loop).
     """
 
     def __init__(self, exact: Outcome, rounded: Iterable[Outcome]):
@@ -73,11 +83,14 @@ class Spread:
             for name, array in exact.arrays.items():
                 self._add(name, array, outcome.arrays[name])
             for (number, backward), devices in exact.values.items():
-                others = outcome.values.get((number, backward), {})
-                # There is one device, on whose axes nothing differs: each dict has one list.
-                # Not strict: a run in which a loop ended earlier has fewer records.
-                for values, other_values in zip(devices.values(), others.values(), strict=False):
-                    for index, pair in enumerate(zip(values, other_values, strict=False)):
+                rounded_devices = outcome.values.get((number, backward), {})
+                # The runs use one device, so each dict has one list.
+                # `zip` is not strict, because a run in which a loop ended earlier has fewer
+                # records.
+                for values, rounded_values in zip(
+                    devices.values(), rounded_devices.values(), strict=False
+                ):
+                    for index, pair in enumerate(zip(values, rounded_values, strict=False)):
                         self._add((number, backward, index), *pair)
 
     def _add(self, key: Any, exact: Array, rounded: Array) -> None:
@@ -86,21 +99,24 @@ class Spread:
         self._mean_squares[key] += distance**2 / SAMPLES
 
     def __getitem__(self, key: Any) -> float:
-        """Returns the standard deviation; 0 for what no run has changed."""
+        """Returns the standard deviation of an array or record; 0 if no run has changed it."""
         return float(self._mean_squares.get(key, 0.0) ** 0.5)
 
 
 class _MaskPair(NamedTuple):
-    """What one dropout keeps on two devices."""
+    """The masks of one dropout on two devices: which elements it keeps."""
 
     module: str
-    axes: list[str]  # along which the devices differ
+    axes: list[str]  # the Manual axes along which the two devices have different indices
     masks: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
     has_equal_inputs: bool
 
 
 class Comparison:
-    """One call of a step on one device, there with rounding errors, and on the mesh."""
+    """Compares a call of a step on a mesh with the same call on one device.
+
+    The call on one device runs exactly, and with rounding errors for the limits.
+    """
 
     def __init__(
         self,
@@ -116,7 +132,8 @@ class Comparison:
         Args:
           before: the numbers of all arrays in the arguments before the call, by name.
           on_device: what one device computes.
-          spread: how far rounding errors in what it exchanges between modules moved its results.
+          spread: how far rounding errors in the arrays between modules moved the results of one
+            device.
           on_mesh: what the mesh computes.
           rounding: the rounding errors of the last sum of each array, which need no other run.
           mesh: the mesh.
@@ -129,7 +146,10 @@ class Comparison:
         return self._rounding.of_array(x) + QUANTILE * self._spread[key]
 
     def differences(self) -> list[str]:
-        """Lists the arrays that differ after the call, after the first module that does."""
+        """Describes the first wrong module, and below it each array that differs after the call.
+
+        The list is empty if no array differs.
+        """
         lines = {}
         for name, array in self._on_mesh.arrays.items():
             if line := self._difference(name, array):
@@ -139,27 +159,33 @@ class Comparison:
         return [self._first_wrong_module(lines.keys()), *lines.values()] if lines else []
 
     def _difference(self, name: str, array: jax.Array) -> str:
-        """Returns a line if an array of the mesh differs from that of one device; else empty."""
+        """Describes how an array of the mesh differs from the one of one device, in a line.
+
+        The text is empty if the array does not differ.
+        """
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
-            if array.shape != expected.shape:  # such as a value of each device, joined
+            # The shapes differ if the step returns the values of all devices joined, for example.
+            if array.shape != expected.shape:
                 return f"  {name}: shape {array.shape}, but {expected.shape} on one device"
             limit = self._limit(self._on_device.arrays[name], name)
-        else:  # only the mesh has it: any number is wrong, as each differs from NaN
+        else:
+            # Only the mesh has this array. It is compared with NaN, so any number in it is wrong.
             expected, limit = np.array(np.nan), 0.0
-        # Each shard is compared, as replicas may differ, of which `np.asarray` shows only one.
+        # Each shard is compared, because replicas may differ and `np.asarray` shows one of them.
         shards = _shards_of(array)
         distances = []
         for index, shard in shards:
-            is_whole = expected.ndim == 0  # a scalar, or the NaN from above
-            expected_part = expected if is_whole else expected[index]
+            is_scalar = expected.ndim == 0  # true for the NaN from above as well
+            expected_part = expected if is_scalar else expected[index]
             distances.append(largest_difference(shard, expected_part))
-        # Of NumPy, as `max` leaves out a NaN that is not the first.
+        # `np.max` returns NaN if any distance is NaN; `max` would lose a NaN that is not the first.
         error = _Error(float(np.max(distances)), limit)
         if not error.is_wrong:
             return ""
         line = f"  {name}: {error}"
-        # A sum over the wrong axes multiplies what the step adds to an array, not the array.
+        # The changes of the array are compared, because a sum over the wrong axes multiplies what
+        # the step adds to an array, not the array.
         start = self._before.get(name, np.zeros_like(expected))
         line += _multiple(numbers(array) - start, expected - start, limit, self._mesh)
         unequal = _unequal_replicas(array, shards, limit)
@@ -168,8 +194,8 @@ class Comparison:
     def _first_wrong_module(self, wrong_arrays: Set[str]) -> str:
         """Describes the first module, in the order of execution, that computes something else.
 
-        On Manual axes a device may hold a term of a sum that comes later. So a value that is wrong
-        there counts last, and only if nothing else is wrong.
+        On Manual axes a device may hold a term of a sum that comes later, so a wrong value on
+        Manual axes counts last, and only if nothing else is wrong.
 
         Args:
           wrong_arrays: the names of the arrays that differ after the call.
@@ -181,7 +207,7 @@ class Comparison:
         return (
             self._first_wrong_site(backward=False, with_manual=not is_result_right)
             or self._first_wrong_site(backward=True, with_manual=True)
-            # Only now those that may be terms of a sum.
+            # Outputs that may be terms of a sum come only now.
             or self._first_wrong_site(backward=False, with_manual=True)
             or self._first_wrong_owner(wrong_arrays)
         )
@@ -190,7 +216,8 @@ class Comparison:
         """Describes the module whose own arrays differ, if all that modules exchange is right.
 
         The module changed its own state wrongly, or the gradient of its parameters is wrong. If
-        arrays of several modules differ, the update of all of them is, which is in no module.
+        arrays of several modules differ, the update of all of them is wrong. The update runs
+        outside of modules, so the text says that instead.
 
         Args:
           wrong_arrays: the names of the arrays that differ, such as ``model.up.kernel``.
@@ -200,7 +227,7 @@ class Comparison:
         for site in sites:
             if not wrong_arrays.isdisjoint(site.states):
                 return f"  {site.module} {text}"
-        # By label, "model.up (Linear)", the path, "model.up".
+        # The label of a module, "model.up (Linear)", is mapped to its path, "model.up".
         paths = {site.module: site.module.split(" ")[0] for site in sites}
         owners = set()  # the innermost module of each array
         for name in wrong_arrays:
@@ -214,24 +241,26 @@ class Comparison:
     def _first_wrong_site(self, backward: bool, with_manual: bool) -> str:
         """Describes the first site with a wrong value, or gradient; empty if there is none.
 
-        A wrong output means that the module is wrong; a wrong input before it, what runs outside.
+        If the output of a module is wrong first, the module is wrong. If an input is wrong first,
+        the code that runs between modules is wrong.
 
         Args:
-          backward: look at gradients, in the order of the backward pass, where what a module
-            computes is the gradient of its input.
-          with_manual: look also at sites on Manual axes, except in calls that return what is right.
+          backward: look at gradients, in the order of the backward pass, in which a module computes
+            the gradient of its input.
+          with_manual: look also at sites on Manual axes, except in calls whose results are right.
         """
         sites = self._on_mesh.sites
         # Going backwards, a module takes the gradients of outputs and computes those of inputs.
         computed_side = "input" if backward else "output"
-        errors: dict[int, _Error] = {}  # by the number of the site, where it is known
+        errors: dict[int, _Error] = {}  # the known errors by the number of their site
         for number in range(len(sites)):
             error = self._site_error(number, backward)
             if error is not None:
                 errors[number] = error
         wrong = [number for number, error in errors.items() if error.is_wrong]
-        # A call is named by its first site, and reaches to its last one. The sites of calls in it
-        # are in between: if `outer` calls `inner`, these are outer, inner, inner, outer.
+        # A call is named by its first site, and reaches to its last site. The sites of the calls
+        # inside are in between: if `outer` calls `inner`, the sites belong to outer, inner, inner,
+        # outer.
         checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
         wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
         right_calls = checked_calls - wrong_calls
@@ -239,8 +268,8 @@ class Comparison:
         for number in sorted(wrong, reverse=backward):
             site = sites[number]
             if site.axes:
-                # In a call whose results are right, nothing can be wrong. So what differs there is
-                # a term of a sum, and the call has computed the sum.
+                # In a call whose results are right, nothing can be wrong. A site that differs
+                # inside such a call is a term of a sum which the call has computed.
                 is_within_right = any(start <= number <= last_site[start] for start in right_calls)
                 if is_within_right or not with_manual:
                     continue
@@ -254,19 +283,19 @@ class Comparison:
         return ""
 
     def _site_error(self, number: int, backward: bool) -> _Error | None:
-        """Returns the error of the first wrong value of a site; of a right one if none is wrong.
+        """Returns the error of the first wrong value of a site, or of its first value.
 
-        A site in a loop has several values. None if its errors are unknown: it is a mask, the two
-        steps have other sites, or did not record the same number of values, or these are shards
-        that cannot be put together.
+        A site in a loop has several values. The result is None if the errors are unknown: the site
+        is a mask, the two steps have different sites or recorded different numbers of values, or no
+        layout of the shards has the shape of the value on one device.
         """
         site, on_device = self._on_mesh.sites[number], self._on_device.sites[number]
         is_same_site = (site.module, site.side) == (on_device.module, on_device.side)
         if site.side == "mask" or not is_same_site:
             return None
         key = number, backward
-        # By the indices of a device along the Manual axes, and in the order of these: (0, 0),
-        # (0, 1), … There is one key, (), without such axes.
+        # The keys are the indices of the devices along the Manual axes, sorted: (0, 0), (0, 1), …
+        # Without Manual axes there is one key, ().
         shards = dict(sorted(self._on_mesh.values.get(key, {}).items()))
         runs_on_device = [*self._on_device.values.get(key, {}).values()]
         if len(runs_on_device) != 1 or not shards:
@@ -277,8 +306,8 @@ class Comparison:
         axis_sizes = [last_index + 1 for last_index in max(shards)]
         errors = self._errors_of_values(key, expected, [*shards.values()], axis_sizes)
         if len(shards) == 1 and any(error.is_wrong for error in errors):
-            # The elements of a `vmap` are recorded in an order of their own on each mesh, so each
-            # is compared with the closest one.
+            # Each mesh records the elements of a `vmap` in a different order, so each element is
+            # compared with the closest one.
             [values] = shards.values()
             reordered = self._errors_of_values(key, expected, [_closest(expected, values)], [])
             if reordered and not any(error.is_wrong for error in reordered):
@@ -318,13 +347,13 @@ class Comparison:
 
     def shared_masks(self) -> list[str]:
         """Lists each dropout that drops the same elements of shards with different inputs."""
-        axes_by_module = {}  # of several pairs of devices, the last one
+        axes_by_module = {}  # the axes of the last pair of devices that shares masks
         for pair in self._mask_pairs():
-            kept = np.mean(pair.masks[0])  # the share
-            # The probability that masks from different keys are equal: for each element, both keep
-            # it or both drop it. Small masks prove nothing.
-            by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(pair.masks[0])
-            if np.array_equal(*pair.masks) and by_chance <= _CHANCE and not pair.has_equal_inputs:
+            kept_share = np.mean(pair.masks[0])
+            # Masks from different keys are equal with this probability, because both keep or both
+            # drop each element. Small masks are often equal by chance, so they prove nothing.
+            chance = (kept_share**2 + (1 - kept_share) ** 2) ** np.size(pair.masks[0])
+            if np.array_equal(*pair.masks) and chance <= _CHANCE and not pair.has_equal_inputs:
                 axes_by_module[pair.module] = pair.axes
         text = "drops the same elements of shards with different inputs, over"
         remedy = "Give each its own key: jax.random.fold_in(key, jax.lax.axis_index(...))."
@@ -334,11 +363,12 @@ class Comparison:
         ]
 
     def masks_of_replicas(self, dropping: Outcome) -> list[str]:
-        """Lists arrays whose replicas dropouts made unequal, after the first of these dropouts.
+        """Describes the first dropout with unequal masks, and each array with unequal replicas.
 
-        Masks that differ for equal inputs are no mistake by themselves: what follows may be
-        averaged over the devices, or not be declared replicated. So the step has run once more,
-        with masks that drop elements, and what it returned is looked at.
+        The list is empty if no array has unequal replicas, or no dropout has unequal masks for
+        equal inputs. Such masks are no mistake by themselves, because the values may be averaged
+        over the devices later, or may not be declared replicated. The step has therefore run once
+        more with masks that drop elements, and the arrays of this run are examined.
 
         Args:
           dropping: what the mesh computed in that run.
@@ -348,7 +378,7 @@ class Comparison:
             text = _unequal_replicas(array, _shards_of(array), self._rounding.of_array(array))
             if text:
                 differing.append(f"  {name}: {text}")
-        # With other inputs, replicas would differ for another reason.
+        # Only dropouts with equal inputs count, because different inputs make replicas differ too.
         unequal = [
             pair
             for pair in self._mask_pairs()
@@ -365,8 +395,8 @@ class Comparison:
     def _mask_pairs(self) -> Iterator[_MaskPair]:
         """Yields the masks of each dropout on each two devices, in the order of execution.
 
-        A mask says which elements are kept. It is a site of its own, the next one after the
-        dropout's input.
+        A mask says which elements are kept. The mask has a site of its own, the next one after the
+        site of the dropout's input.
         """
         for (number, backward), masks in sorted(self._on_mesh.values.items()):
             site = self._on_mesh.sites[number]
@@ -385,10 +415,10 @@ class Comparison:
 
 
 def _closest(
-    expected: Sequence[np.ndarray[Any, Any]], found: Sequence[np.ndarray[Any, Any]]
+    expected: Sequence[np.ndarray[Any, Any]], candidates: Sequence[np.ndarray[Any, Any]]
 ) -> list[np.ndarray[Any, Any]]:
-    """Returns for each expected value the closest of those found; each is used once."""
-    remaining, chosen = [*found], []
+    """Returns for each expected value the closest candidate; each candidate is used once."""
+    remaining, chosen = [*candidates], []
     for x in expected:
         distances = [largest_difference(numbers(x), numbers(y)) for y in remaining]
         chosen.append(remaining.pop(int(np.argmin(np.nan_to_num(distances, nan=np.inf)))))
@@ -396,20 +426,22 @@ def _closest(
 
 
 def _shards_of(array: jax.Array) -> list[_Shard]:
-    """Returns all shards of an array, replicas as well, each after its index in the array."""
+    """Returns (index in the array, numbers) for each shard of an array, replicas included."""
     return [(shard.index, numbers(shard.data)) for shard in array.addressable_shards]
 
 
 def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> str:
-    """Says so, if devices differ by more than a limit in the same part of an array; else empty.
+    """Says whether replicas of one part of an array differ by more than a limit.
 
-    Such as ``its replicas over 'data' are not equal``, for the end of a line about the array.
+    The text is the end of a line about the array, for example ``its replicas over 'data' are not
+    equal``. It is empty if the replicas are equal, or if the sharding names no mesh axes.
     """
-    first: dict[str, np.ndarray[Any, Any]] = {}
+    first_replicas: dict[str, np.ndarray[Any, Any]] = {}
     distances = []
     for index, shard in shards:
-        # By text: an index has slices, which have a hash from Python 3.12 on only.
-        replica = first.setdefault(str(index), shard)
+        # The key is the text of the index, because an index has slices, and slices have a hash from
+        # Python 3.12 on only.
+        replica = first_replicas.setdefault(str(index), shard)
         distances.append(largest_difference(shard, replica))
     is_unequal = any(_Error(distance, limit).is_wrong for distance in distances)
     if not is_unequal or not isinstance(array.sharding, NamedSharding):
@@ -423,9 +455,10 @@ def _unequal_replicas(array: jax.Array, shards: list[_Shard], limit: float) -> s
 def _multiple(
     x: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], limit: float, mesh: Mesh
 ) -> str:
-    """Says if a wrong array is the right one, multiplied or divided by the sizes of mesh axes.
+    """Says whether a wrong array is the right one, multiplied or divided by sizes of mesh axes.
 
-    Such as ``; 4 times as large: summed once too often over 'model'``; empty if it is not.
+    The text is the end of a line about the array, for example ``; 4 times as large: summed once too
+    often over 'model'``. It is empty if the array is not such a multiple.
 
     Args:
       x: the wrong array.
@@ -437,34 +470,39 @@ def _multiple(
         return ""
     largest = np.abs(expected).max(initial=0)
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    for count in range(1, len(axes) + 1):  # few axes first: the simplest explanation
+    # Few axes come first, because they are the simplest explanation.
+    for count in range(1, len(axes) + 1):
         for chosen in itertools.combinations(axes, count):
             factor = int(np.prod([mesh.shape[axis] for axis in chosen]))
             names = " and ".join(map(repr, chosen))
-            # What is multiplied has an error that is multiplied as well.
+            # A factor multiplies the error of the array as well, so the limit grows with it.
             if largest_difference(x, factor * expected) <= factor * limit:
                 return f"; {factor} times as large: summed once too often over {names}"
-            # If the limit is larger than the array, zeros would be the array divided by anything.
+            # The limit has to be below the largest element, because otherwise zeros would pass for
+            # the array divided by any factor.
             if largest_difference(x * factor, expected) <= factor * limit < largest:
                 return f"; {factor} times too small: not summed over {names}, or divided twice"
     return ""
 
 
 def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
-    """Lists what two runs of one program on one mesh have not in common, bit for bit.
+    """Lists where two runs of one program on one mesh are not equal bit for bit.
 
-    That is the first site that differs, and all arrays that do.
+    The first line names the first site that differs, if any site does. A line for each array that
+    differs follows.
     """
     lines = unequal_arrays(first.arrays, second.arrays)
-    # In the order in which the step computes them: all values, then all gradients, backwards.
+    # The step computes the values of all sites in order, then the gradients in reverse order.
     numbers_of_sites = range(len(first.sites))
     order = [(i, False) for i in numbers_of_sites] + [(i, True) for i in reversed(numbers_of_sites)]
     for key in order:
-        values = first.values.get(key, {})  # by device; none if the site has no gradient
-        others = second.values.get(key, {})
-        # A device that recorded nothing in the second run differs. The program is the same, so none
-        # records in the second run alone.
-        if any(not all_equal(x, others.get(device, [])) for device, x in values.items()):
+        first_values = first.values.get(key, {})  # by device; empty if the site has no gradient
+        second_values = second.values.get(key, {})
+        # A device that recorded nothing in the second run differs. No device records values in the
+        # second run alone, because the program is the same.
+        if any(
+            not all_equal(x, second_values.get(device, [])) for device, x in first_values.items()
+        ):
             number, backward = key
             site = first.sites[number]
             what = "gradient" if backward else site.side
