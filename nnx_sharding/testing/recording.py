@@ -1,13 +1,14 @@
 """A step whose modules' inputs, outputs and gradients are recorded on each device.
 
-Callbacks in the program keep what a module takes and returns, and a ``custom_vjp`` keeps the
-gradients. `comparison` compares the records of one device with those of a mesh. Each array that a
-call takes or returns is a *site*, by whose number values are kept. On Manual axes, as in a
-``shard_map``, each device has a value of its own; otherwise there is one, of the whole array.
+Callbacks in the program keep what a module takes and returns. Gradients are kept by the transpose
+of a primitive for the tangents (`_tangent_p`), which a ``custom_jvp`` binds. `comparison` compares
+the records of one device with the records of a mesh. Each array that a call takes or returns is a
+*site*, and values are kept by the number of their site. On Manual axes, as in a ``shard_map``, each
+device has a value of its own. Otherwise a site has one value for the whole array.
 
-The calls of modules are found by a *handler*: within `with_handler`, a call of a method goes to the
-handler instead. `jit` has one of its own, which constrains activations and keeps the call that runs
-as ``FRAME``, with the expression for the module in ``tag.accessor``.
+A *handler* finds the calls of modules: within `with_handler`, a call of a method goes to the
+handler instead. `jit` has a handler of its own. It constrains activations, and sets ``FRAME`` to
+the call that runs, with the expression for the module in ``tag.accessor``.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ..transforms.jit import jit
 from .arrays import arrays_of
 from .rounding import Rounding, is_inexact, rounded
 
-# The identity of a tangent, whose transpose passes the gradient through a function. A `custom_vjp`
-# would do for gradients, but refuses `jax.jvp`.
+# This primitive is the identity on tangents. Its transpose passes the gradient through a function.
+# A `custom_vjp` would be enough for gradients, but it refuses `jax.jvp`.
 _tangent_p = Primitive("recorded_tangent")
 _tangent_p.def_impl(lambda x, transpose: x)
 _tangent_p.def_abstract_eval(lambda x, transpose: x)
@@ -48,35 +49,35 @@ ad.deflinear2(_tangent_p, lambda gradient, _, transpose: [transpose(gradient)])
 batching.defvectorized(_tangent_p)
 mlir.register_lowering(_tangent_p, lambda context, x, transpose: [x])
 
-RESULT = "the result"  # the name of what a step returns, next to those of its arguments
+RESULT = "the result"  # the name of what a step returns, next to the names of its arguments
 
 # The values of a site on each device, in the order of the calls. Keys are the number of the site
 # and whether it is the gradient; a device is named by its indices along the site's Manual axes.
 Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
-# By site, what its callbacks got: an array, and the indices of its device.
+# What the callbacks of each site got: an array, and the indices of its device.
 Kept: TypeAlias = "dict[tuple[int, bool], list[tuple[jax.Array, tuple[jax.Array, ...]]]]"
 
 
 class Site(NamedTuple):
     """An array that a call of a module takes or returns."""
 
-    module: str  # such as ``model.blocks[0].up (Linear)``
+    module: str  # an expression and the class: ``model.blocks[0].up (Linear)``
     side: str  # "input", "output", or "mask" of a dropout
-    axes: tuple[Any, ...]  # the Manual ones, along which each device has its own value
-    start: int  # the number of the first site of the same call, by which sites of calls are told
-    # What the call gets, for an error: ``kernel: f32[8,16] P('data')``. One list for all sites of a
-    # call, to which specs are added when the program is compiled.
+    axes: tuple[Any, ...]  # the Manual axes, along which each device has its own value
+    start: int  # the number of the first site of the same call, which identifies the call
+    # What the call gets, for an error: ``kernel: f32[8,16] P('data')``. All sites of a call share
+    # one list, because specs are added to it when the program is compiled.
     inputs: list[str]
     # Expressions for the module's Variables that are no parameters, such as ``model.norm.mean``.
-    # Only these change in a call, so a wrong one is the module's fault; parameters change in an
-    # update.
+    # Only these Variables change in a call, so a wrong one is the module's fault. Parameters change
+    # in an update.
     states: list[str]
 
 
 class Outcome(NamedTuple):
     """What one call of a step computed."""
 
-    arrays: dict[str, Any]  # those returned and those in the arguments, by expressions for them
+    arrays: dict[str, Any]  # the returned arrays and the arguments' arrays, by expression
     sites: list[Site]
     values: Values
 
@@ -114,8 +115,8 @@ class RecordedStep:
 
         self._signature, self._mesh = inspect.signature(step), mesh
         self._is_dropping = is_dropping
-        # On one device, the program changes what modules exchange by errors of this size, which it
-        # asks for in each run; None for no errors.
+        # On one device, the program changes the arrays between modules by errors of this size. It
+        # asks for the size in each run. None means no errors.
         self._rounding: Rounding | None = None
         # Nothing is donated: arguments are compared after the call, and passed to the next one.
         kept = {name: x for name, x in options.items() if not name.startswith("donate_")}
@@ -129,7 +130,7 @@ class RecordedStep:
 
         Args:
           args: the arguments of the step.
-          rounding: what to change every record by; None to change nothing.
+          rounding: the rounding errors by which each record is changed; None to change nothing.
         """
         self._rounding = rounding
         self._kept = defaultdict(list)
@@ -137,7 +138,7 @@ class RecordedStep:
             out = self._fun(*args)
         # Modules and optimizers in the arguments have changed, so their arrays count as well.
         arrays = self.arrays(args, {RESULT: out})
-        # Both, because a callback may run after the arrays are ready.
+        # The barrier is needed as well, because a callback may run after the arrays are ready.
         jax.block_until_ready(arrays)
         jax.effects_barrier()
         values: Values = defaultdict(lambda: defaultdict(list))  # by site, by device
@@ -179,7 +180,8 @@ class RecordedStep:
 
         def recorded_call(*args: Any, **kwargs: Any) -> Any:
             site = self._input_site(module, method, args, kwargs)
-            # From here on the call uses the recorded arrays, or their gradients would be missed.
+            # From here on the call uses the recorded arrays, because their gradients would not be
+            # recorded otherwise.
             args, kwargs = self._record_arrays(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and site.axes:
@@ -201,7 +203,7 @@ class RecordedStep:
         """Describes the inputs of a call, within the handler of `jit`: arguments and Variables."""
         manual = axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
         axes = tuple(axis for axis in self._mesh.axis_names if axis in manual)
-        frame: Any = FRAME.get()  # of this call
+        frame: Any = FRAME.get()  # `jit` has set it for this call
         path_of_module = frame.tag.accessor
         name = path_of_module if method == "__call__" else f"{path_of_module}.{method}"
         site = Site(
@@ -223,8 +225,8 @@ class RecordedStep:
     def _record_arrays(self, site: Site, tree: Any) -> Any:
         """Returns the same tree, whose arrays and their gradients the program records.
 
-        Each array becomes a site of its own. The gradient of the result is the one that is
-        recorded, so the caller has to go on with what is returned.
+        Each array becomes a site of its own. The program records the gradients of the returned
+        arrays, so the caller has to use these instead of the given ones.
         """
 
         def record_array(x: Any) -> Any:
@@ -242,7 +244,7 @@ class RecordedStep:
 
             record_value = functools.partial(record, is_gradient=False)
             record_gradient = functools.partial(record, is_gradient=True)
-            if not is_inexact(x):  # it has no gradient
+            if not is_inexact(x):  # such an array has no gradient
                 return record_value(x)
             identity = jax.custom_jvp(record_value)
             identity.defjvp(
@@ -259,26 +261,31 @@ class RecordedStep:
     def _record(
         self, x: jax.Array, axes: tuple[Any, ...], number: int, *, is_gradient: bool
     ) -> None:
-        """Adds a callback to the program, which keeps an array of each device in ``_kept``.
+        """Adds a callback to the program that keeps an array of each device in ``_kept``.
 
         Args:
           x: the array.
-          axes: the Manual axes, along which each device has an array of its own; along all others,
-            the callback gets the whole array once.
-          number: that of the site.
+          axes: the Manual axes, along which each device has an array of its own; along all other
+            axes, the callback gets the whole array once.
+          number: the number of the site.
           is_gradient: whether this is the gradient of the site.
         """
 
         def keep(x: Any, *indices: Any) -> None:
-            # As they are: JAX may still be copying them. To wait for that here, in a thread of the
-            # program whose other threads wait for each other, can block all of them for ever.
-            # `self._kept` is another dict in each call of the step, which this program outlives.
+            # `x` and `indices` are kept as JAX arrays, because JAX may still be copying them. This
+            # is a thread of the program, whose threads wait for each other, so a wait for the copy
+            # here can block all of them for ever.
+            # `self._kept` is read here, because each call of the step sets it to a new dict and the
+            # compiled program serves all calls.
             self._kept[number, is_gradient].append((x, indices))
 
         jax.debug.callback(keep, x, *map(jax.lax.axis_index, axes))
 
     def _rounded(self, x: jax.Array) -> jax.Array:
-        """Returns an array with the rounding error of this run, if the mesh has one device."""
+        """Returns an array with the rounding error of this run.
+
+        On a mesh of more than one device, the array is returned as it is.
+        """
         if self._mesh.size > 1:
             return x
 
@@ -286,17 +293,18 @@ class RecordedStep:
             error = 0.0 if self._rounding is None else self._rounding.relative(x.dtype)
             return np.asarray(error, np.float32)
 
-        # The program asks in each run, so that one serves for runs with and without errors.
+        # The program asks for the error in each run, so one program serves for runs with errors and
+        # without.
         error = jax.pure_callback(relative_error, jax.ShapeDtypeStruct((), jnp.float32))
         return rounded(x, error)
 
 
 def _add_input(site: Site, label: str, x: Any) -> None:
-    """Adds the type of an array to ``site.inputs``, and its spec when that is known.
+    """Adds the type of an array to ``site.inputs``, and its spec when the compiler has chosen it.
 
     Args:
-      site: the site, of which ``inputs`` changes.
-      label: what comes before the type: empty, or the path of a Variable, as ``kernel: ``.
+      site: the site whose ``inputs`` change.
+      label: the text before the type: empty, or the path of a Variable, as ``kernel: ``.
       x: the array; anything else is left out.
     """
     if not isinstance(x, jax.Array):
@@ -308,7 +316,7 @@ def _add_input(site: Site, label: str, x: Any) -> None:
     def add_spec(sharding: Any) -> None:
         site.inputs[index] = f"{text} {spec_text(getattr(sharding, 'spec', None))}"
 
-    # Specs over Explicit axes are in the type. On Auto axes the compiler chooses the spec, and
-    # calls this back when it has. On Manual axes it knows nothing of the sharding.
+    # Specs over Explicit axes are in the type. On Auto axes the compiler chooses the spec, and then
+    # calls `add_spec`. On Manual axes the compiler knows nothing of the sharding.
     if type_spec(x) is None and not site.axes:
         jax.debug.inspect_array_sharding(x, callback=add_spec)

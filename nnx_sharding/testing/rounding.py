@@ -1,4 +1,4 @@
-"""How far two right computations of one step may be apart: a bound without guessed constants.
+"""Bounds how far two right computations of one step may be apart, without guessed constants.
 
 Let ``u`` be the unit roundoff of a type (2⁻²⁴ for float32, 2⁻⁸ for bfloat16). Summing ``n`` numbers
 in another order changes the sum by independent rounding errors, which add up to about ``u √n`` of
@@ -19,8 +19,8 @@ mesh draws one more sample, so its distance over s follows Student's t with K de
 The first term is the array's own last sum. The second is large where the step is ill-conditioned:
 Adam divides a gradient by its size, so one near zero can move a parameter by a whole step.
 
-Values that modules exchange say what precision is meant. A cast to bfloat16 between them is no
-reason for more: this is how a sum in a lower precision is found.
+The types of the values that modules exchange say which precision is meant. A cast to bfloat16
+inside a module does not raise the limit, because a sum in a lower precision has to be found.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ import numpy as np
 from .. import _compat
 
 SAMPLES = 8
-QUANTILE = 6.442  # of Student's t with 8 degrees of freedom at 0.9999, two-sided 0.0002
+# The quantile of Student's t with 8 degrees of freedom (one for each sample) at 0.9999, two-sided
+# 0.0002.
+QUANTILE = 6.442
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Rounding:
 
     longest_sum: int
     devices: int
-    tolerance: float | None = None  # of the user, instead of that of an array's own last sum
+    # The user's relative tolerance, which replaces the error of an array's own last sum.
+    tolerance: float | None = None
 
     @classmethod
     def of(cls, jaxpr: Any, devices: int, tolerance: float | None) -> Self:
@@ -64,8 +67,8 @@ class Rounding:
     def of_array(self, x: Any) -> float:
         """Returns the error of an array's own last sum, relative to its largest element.
 
-        Infinities, NaN, and numbers that stand for infinity, such as ``finfo.min`` in masks,
-        do not count: with them any error of the others would be allowed.
+        Infinities, NaN, and numbers that stand for infinity, such as ``finfo.min`` in masks, do not
+        count as the largest element, because any error of the other elements would be allowed then.
         """
         if not is_inexact(x):
             return 0.0
@@ -77,22 +80,23 @@ class Rounding:
 
 
 def rounded(x: jax.Array, error: jax.Array) -> jax.Array:
-    """Returns an array whose elements are changed by ±error of their size; as it is if that is 0.
+    """Returns an array whose elements are changed by ±error of their size.
 
-    A small element may be what is left of large terms, so its size counts as at least the mean of
-    all. Two kinds of elements stay as they are: zeros, which are masked or padded more often than
-    computed; and numbers that stand for infinity, such as ``finfo.min`` in masks, which would
-    become infinite, and would make the mean infinite.
+    An error of 0 changes nothing. A small element may be the difference of large terms, so its size
+    counts as at least the mean size of all elements. Two kinds of elements stay as they are: zeros,
+    because they are masked or padded more often than computed; and numbers that stand for infinity,
+    such as ``finfo.min`` in masks, because they would become infinite, and would make the mean
+    infinite.
 
-    The signs are a hash of the elements. As the inputs of each run differ by their errors, so do
-    the signs, and no random state has to be passed.
+    The signs are a hash of the elements, so no random state has to be passed. The inputs of each
+    run differ by their errors, so the signs differ as well.
     """
     size = jnp.abs(x)
-    # From here on, a number stands for infinity.
+    # A number of this size or more stands for infinity.
     most = min(float(jnp.finfo(x.dtype).max) / 4, 1e30)  # type: ignore[no-untyped-call]
-    size = jnp.where(size < most, size, 0)  # 0 for what stays
+    size = jnp.where(size < most, size, 0)  # 0 for elements that stay as they are
     scale = jnp.where(size == 0, 0, jnp.maximum(size, size.mean()))
-    # Of a complex number, the bits of its real part are enough.
+    # The bits of the real part of a complex number are enough for a sign.
     bits = jax.lax.bitcast_convert_type(jnp.real(x).astype(jnp.float32), jnp.uint32)
     # Multiplicative hashing (Knuth): the highest bit depends on all others.
     mixed = (bits ^ (bits >> 15)) * jnp.uint32(0x9E3779B1)
@@ -113,20 +117,24 @@ def _unit(dtype: Any) -> float:
 def _sums(jaxpr: Any) -> Iterator[int]:
     """Yields how many terms each sum in a jaxpr has: 8 for the product of (4, 8) and (8, 2).
 
-    In a ``scan`` of length 10 it is 80, since the gradient of what all iterations use is a sum over
-    them. A ``while`` loop counts as one iteration, as its number is not known.
+    In a ``scan`` of length 10 this product counts as 80, because the gradient of a value that all
+    iterations use is a sum over the iterations. A ``while`` loop counts as one iteration, because
+    the number of its iterations is not known.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        # Of the first operand.
+        # The shape of the first operand; () if the equation has no operand.
         shape = getattr(equation.invars[0].aval, "shape", ()) if equation.invars else ()
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]  # dimensions of the first operand
             yield math.prod(shape[i] for i in contracted)
         elif name == "conv_general_dilated":
-            yield math.prod(equation.invars[1].aval.shape)  # of the kernel: a bound
+            # The number of the kernel's elements bounds the number of terms.
+            yield math.prod(equation.invars[1].aval.shape)
         elif name in ("reduce_sum", "cumsum", "scatter-add"):
-            yield math.prod(shape)  # at most; for scatter-add, a guess: as many as it has elements
+            # The number of the operand's elements bounds the terms of a sum. For scatter-add it is
+            # a guess.
+            yield math.prod(shape)
         iterations = params.get("length", 1) if name == "scan" else 1
         for inner in _compat.jaxprs_of(equation):
             yield from (iterations * count for count in _sums(inner))

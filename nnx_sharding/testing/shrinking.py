@@ -1,9 +1,11 @@
-"""A smaller configuration with the shardings of a large one: for a check on the true mesh.
+"""Finds a smaller configuration with the shardings of a large one, to check it on the true mesh.
 
-The numbers in a configuration are made smaller one after the other, each to its smallest divisor of
-at least 2 with which the program can still be traced and every argument has the spec that it had.
-Divisors keep what divides what (heads the width, stages the layers), two layers keep what passes
-from one to the next. As one number may only shrink after another, this goes round until none does.
+The numbers in a configuration are made smaller one after the other. Each becomes its smallest
+divisor with which the program can still be traced and every argument keeps its spec. A divisor is
+at least 2, or 4 for numbers above 128. Numbers are divided because the heads then still divide the
+width, and the stages the layers. At least two layers stay, so values still pass from one layer to
+the next. Some numbers can only shrink after another one has, so the rounds go on until a round
+changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def shrink(
     Args:
       build: makes a jitted step and its arguments from a configuration.
       config: a mapping, or a dataclass; its integers from 3 on may change.
-      on_change: is told of each number that was made smaller: ``width 1024 to 4``.
+      on_change: a function that gets a text for each number that became smaller: ``width 1024 to
+        4``.
 
     Returns:
       The configuration, of the same type, and lines such as ``width 1,024 → 4``.
@@ -45,11 +48,11 @@ def shrink(
     while has_changed:
         has_changed = False
         for name, size in _sizes(config).items():
-            for divisor in _divisors(size, full_sizes[name]):  # the smallest that fits is taken
-                try:  # the configuration may check its numbers, or compute one from others
+            for divisor in _divisors(size, full_sizes[name]):  # ascending: the smallest comes first
+                try:  # the configuration may check its numbers, or compute a number from others
                     smaller = _replaced(config, name, divisor)
                     fits = _specs(build, smaller) == wanted
-                except Exception:  # whatever the model says of sizes that do not fit
+                except Exception:  # the model may raise any error for sizes that do not fit
                     fits = False
                 if fits:
                     config, has_changed = smaller, True
@@ -67,7 +70,8 @@ def shrink(
 def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
     """Traces the program of a configuration; returns the spec of each argument, by its expression.
 
-    Nothing is computed, also if ``build`` makes whole arrays. Layers of a list count as one.
+    Nothing is computed even if ``build`` makes whole arrays, because it runs in `eval_shape`.
+    Layers of a list share one expression.
     """
     # `eval_shape` can return neither the step, which is no array, nor modules with their types
     # only.
@@ -75,7 +79,8 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
 
     def add_program() -> None:
         step, *args = build(config)
-        # Within `eval_shape`, arrays are tracers, which are gone after it: their types are kept.
+        # Within `eval_shape`, arrays are tracers. Tracers are invalid afterwards, so only their
+        # types are kept.
         flat = flatten(tuple(args))  # leaves: the arrays of modules and other arguments
         leaves = [abstract(x) if hasattr(x, "dtype") else x for x in flat.leaves]
         programs.append((step, unflatten(flat.structure, leaves).root))
@@ -84,8 +89,9 @@ def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str,
     [(step, args)] = programs
     step.eval_shape(*args)  # fails for sizes that do not fit
     specs = declared_specs(step, *args)
-    # ``model.layers[0].up1`` → ``model.layers[*].up*``: the number of layers may change. What has
-    # digits in its name is the same in both configurations.
+    # ``model.layers[0].up1`` → ``model.layers[*].up*``, because the number of layers may change.
+    # Digits in other names are replaced too. This is safe because both configurations have the same
+    # names.
     return {re.sub(r"\d+", "*", name): spec for name, spec in specs.items()}
 
 
@@ -93,7 +99,7 @@ def _sizes(config: Any, least: int = 3) -> dict[str, int]:
     """Returns the numbers of a configuration that are sizes, by name."""
     if isinstance(config, Mapping):
         values = config
-    else:  # not `vars`: a dataclass with slots has none
+    else:  # `vars` would fail for a dataclass with slots
         names = (field.name for field in dataclasses.fields(config))
         values = {name: getattr(config, name) for name in names}
     return {name: x for name, x in values.items() if type(x) is int and x >= least}
@@ -113,7 +119,8 @@ def _divisors(size: int, original: int) -> Iterator[int]:
       size: the size now.
       original: the size in the full configuration.
     """
-    # A large one may be a length, of which 2 would leave one position after a shift by one.
+    # A large number may be the length of a sequence. A length of 2 would leave only one position
+    # after a shift by one, so the least length is 4.
     least = 4 if original > 128 else 2
     return (divisor for divisor in range(least, size // 2 + 1) if size % divisor == 0)
 
@@ -121,8 +128,8 @@ def _divisors(size: int, original: int) -> Iterator[int]:
 def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Fills abstract arrays with values: random weights, about 1 for scales, 0 and 1 for tokens.
 
-    Arrays that exist are returned as they are. Variables that are no parameters, such as the state
-    of an optimizer, are zero, as at its start.
+    Arrays that exist are returned as they are. Variables that are no parameters become zero,
+    because the state of an optimizer starts with zeros.
     """
     flat, random = flatten(args), np.random.default_rng(0)
     state = _state_slots(flat.structure)
@@ -139,10 +146,11 @@ def with_values(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _state_slots(structure: Structure) -> set[int]:
     """Returns which arrays are in Variables that are no parameters, by their index in ``leaves``.
 
-    An array outside of Variables is no state: it is an input of the step.
+    An array outside of Variables is no state, because it is an input of the step.
     """
     slots: set[int] = set()
-    # A location is a Variable with its arrays, or an array outside of any, without an object.
+    # A location is a Variable with its arrays, or an array outside of Variables, whose
+    # `object_index` is None.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         if location.object_index is None:
             continue
@@ -158,7 +166,7 @@ def _value(x: jax.ShapeDtypeStruct, random: np.random.Generator, *, is_state: bo
     Args:
       x: the array.
       random: a source of random numbers.
-      is_state: whether it is in a Variable that is no parameter: it is zero.
+      is_state: whether the array is in a Variable that is no parameter; the result is zero then.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # any key will do
         return jnp.broadcast_to(jax.random.key(0), x.shape)
@@ -168,5 +176,6 @@ def _value(x: jax.ShapeDtypeStruct, random: np.random.Generator, *, is_state: bo
         return jnp.asarray(random.integers(0, 2, x.shape), x.dtype)
     if len(x.shape) < 2:  # a scale, or a bias
         return jnp.asarray(1 + 0.1 * random.standard_normal(x.shape), x.dtype)
-    # By the number of inputs, (…, inputs, outputs), so that outputs are of size 1.
+    # The shape is (…, inputs, outputs). The values are scaled by the number of inputs, so that
+    # outputs are of size 1.
     return jnp.asarray(x.shape[-2] ** -0.5 * random.standard_normal(x.shape), x.dtype)
