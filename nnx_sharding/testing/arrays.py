@@ -1,7 +1,7 @@
-"""The arrays of arguments and results: by name, as copies, and how far two of them are apart.
+"""Names and copies the arrays of arguments and results, and measures how far two are apart.
 
-`flatten` takes a pytree with modules apart: into ``leaves``, its arrays and numbers by *slot*, and
-a ``structure``, of which `unflatten` builds it again.
+`flatten` splits a pytree with modules into ``leaves``, its arrays and numbers by *slot*, and a
+``structure``, from which `unflatten` builds the pytree again.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ Array: TypeAlias = "jax.Array | np.ndarray[Any, Any]"
 
 
 def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all arrays in named values by expressions for them; of random keys, their words.
+    """Returns all arrays in named values by expressions for them; random keys become their words.
 
-    ``{"model.up.kernel": …, "x": …}`` for ``{"model": model, "x": x}``. An array that is shared has
-    its first name.
+    For ``{"model": model, "x": x}`` the result is ``{"model.up.kernel": …, "x": …}``. An array that
+    is shared has its first name.
     """
     flat = flatten(dict(named))
     structure, arrays = flat.structure, {}
-    # The walk yields where each Variable and each array outside of one is: its path, whose first
-    # key is one of the names, and its slots. Those outside of modules are the slots of the root.
+    # The walk yields the path and the slots of each Variable, and of each array outside of
+    # Variables. The first key of a path is one of the names. The slots of the root are the arrays
+    # outside of modules.
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         name, *path = location.path
         holds_pytree = len(location.slots) > 1  # a Variable with several arrays
         for number, slot in enumerate(location.slots):
             leaf = flat.leaves[slot]
-            if isinstance(leaf, jax.Array):  # else a number, or an array of NumPy
+            if isinstance(leaf, jax.Array):  # leaves are numbers and NumPy arrays, too
                 keys = (*path, number) if holds_pytree else tuple(path)
                 arrays[accessor(str(name), keys)] = raw(leaf)
     return arrays
 
 
 def raw(x: jax.Array | np.ndarray[Any, Any]) -> Any:
-    """Returns an array; of PRNG keys, their words."""
+    """Returns an array as it is, or the words of an array of PRNG keys."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -55,7 +56,7 @@ def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
       args: a pytree with modules, which are copied as well.
       rounding: the rounding errors by which each number is changed, up or down at random; None to
         change nothing. Random keys stay as they are.
-      seed: the seed of these signs.
+      seed: the seed of the random signs.
     """
     flat, random = flatten(args), np.random.default_rng(seed)
 
@@ -68,42 +69,46 @@ def copied(args: Any, rounding: Rounding | None = None, seed: int = 0) -> Any:
         if rounding is not None and is_inexact(x):
             signs = random.choice([-1, 1], x.shape)
             array = array * (1 + signs * rounding.relative(x.dtype))  # in float64, or complex128
-        # First in NumPy: JAX warns if it is asked for a dtype that it narrows, such as int64.
+        # NumPy converts the dtype, because JAX warns if it is asked for a dtype that it narrows,
+        # such as int64.
         return jnp.array(np.asarray(array, x.dtype))
 
     return unflatten(flat.structure, [*map(copy_leaf, flat.leaves)]).root
 
 
 def numbers(x: Array) -> np.ndarray[Any, Any]:
-    """Returns an array in the largest type, in which differences are exact enough."""
+    """Returns an array as complex128 or float64, in which differences are exact enough."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def largest_difference(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
-    """Returns the largest difference; 0 where both are the same infinity or NaN."""
+    """Returns the largest difference of two arrays; NaN if only one of two elements is NaN.
+
+    Elements that are the same infinity, or both NaN, have the difference 0.
+    """
     with np.errstate(invalid="ignore"):
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         return float(np.where(same, 0, np.abs(x - y)).max(initial=0))
 
 
 def distance_of_shards(x: np.ndarray[Any, Any], shards: np.ndarray[Any, Any]) -> float | None:
-    """Returns the largest difference between an array and its shards, put together at best.
+    """Returns the largest difference between an array and its shards in the best layout.
 
-    How they are laid out is not known where they are recorded. So all layouts are tried, and the
-    best one counts: a wrong layout of right values differs much more. With n mesh axes and d
-    dimensions there are (d + 1)ⁿ of them, which are few.
+    The layout of the shards is not known where they are recorded, so all layouts are tried. The
+    layout with the smallest difference counts, because a wrong layout of right values differs much
+    more. With n mesh axes and d dimensions there are (d + 1)ⁿ layouts, which are few.
 
     Args:
       x: the array.
       shards: of shape (size of each mesh axis…, shape of a shard…).
 
     Returns:
-      None if no layout has the shape of the array.
+      The difference; None if no layout has the shape of the array.
     """
-    num_axes = shards.ndim - x.ndim  # of the mesh
+    num_axes = shards.ndim - x.ndim  # the number of mesh axes
     distances = []
-    # For each mesh axis the dimension that it shards, or None: it has replicas.
+    # A layout has for each mesh axis the dimension that it shards, or None for replicas.
     for layout in itertools.product([None, *range(x.ndim)], repeat=num_axes):
         whole = _joined(shards, layout)  # (replicas along each mesh axis…, shape of the array…)
         if whole.shape[num_axes:] == x.shape:  # every replica is compared
@@ -122,8 +127,7 @@ def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.nd
       An array of shape (1, or the number of replicas, for each mesh axis…, shape of the array…).
     """
     whole = shards
-    # If several mesh axes shard one dimension, the last one varies fastest in it: it is merged
-    # first.
+    # If several mesh axes shard one dimension, the last one varies fastest, so it is merged first.
     for mesh_axis, dimension in reversed([*enumerate(layout)]):
         if dimension is None:
             continue

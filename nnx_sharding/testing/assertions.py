@@ -1,16 +1,19 @@
 """Assertions about compiled programs and placed models, for tests.
 
-Those about programs take the result of ``lower(...).compile()`` or its report. The AssertionError
-lists each cause, with its path or the line of your code. An axis that the mesh does not have, a
-size that cannot be read, and a pattern that matches nothing are a ValueError.
+Assertions about programs take the result of ``lower(...).compile()`` or its report. The
+AssertionError lists each cause, with its path or the line of your code. An axis that the mesh does
+not have, a size that cannot be read, and a pattern that matches nothing raise a ValueError.
 
-Two figures of a collective are meant by "bytes": ``bytes`` is the size of what one device has of
-its result, ``bytes_sent`` what that device sends. `read_bytes` reads ``64 KiB`` as a number.
+A collective has two figures in bytes: ``bytes`` is the size of its result on one device,
+``bytes_sent`` the number of bytes that one device sends. `read_bytes` reads ``64 KiB`` as a number.
 
-A *row* is one array, of a model or among the arguments of a program, with its path, shape, spec and
-bytes. In messages, `_line` writes a collective, `_at` a row, and `_over` the axes of a question:
-`` over 'data'``, or nothing for any axes. `_fail` raises the AssertionError, with a line for each
-cause and a remedy.
+A *row* is one array of a model, or of the arguments of a program, with its path, shape, spec and
+bytes. In messages, `_line` writes a collective, `_at` a row, and `_over` the axes that the caller
+asked for: `` over 'data'``, or nothing for any axes. `_fail` always raises the AssertionError, with
+a line for each cause and a remedy.
+
+From other modules: `Collectives.of` raises a ValueError for an unknown kind; `products_beside`
+returns None for a gather that is in no loop, or that only moves the initial values of inner loops.
 """
 
 from __future__ import annotations
@@ -57,9 +60,9 @@ def assert_no_collective(
 
     Args:
       program: a compiled function, or its report.
-      kind: such as ``"all-gather"``; None for any.
-      axes: a mesh axis, or several: collectives that run over any of them, or whose axes are not
-        known. None for all.
+      kind: the kind, such as ``"all-gather"``; None for any kind.
+      axes: a mesh axis, or several. Collectives count if they run over any of them, or if their
+        axes are not known. None for all collectives.
       larger_than: the size on one device, in bytes or as in ``"64 KiB"``, up to which a collective
         is allowed; None allows none.
 
@@ -80,8 +83,9 @@ def assert_no_collective(
       ...
     """
     report, wanted, collectives = _collectives(program, axes)
-    allowed = -1 if larger_than is None else read_bytes(larger_than)  # of 0 bytes is one, too
-    if hits := [each for each in collectives.of(kind) if each.bytes > allowed]:
+    # Without `larger_than`, the limit is -1, because a collective of 0 bytes counts, too.
+    allowed = -1 if larger_than is None else read_bytes(larger_than)
+    if hits := [collective for collective in collectives.of(kind) if collective.bytes > allowed]:
         plural = "s" if len(hits) > 1 else ""
         what = f"{len(hits)} {kind or 'collective'}{plural}{_over(wanted)}"
         remedy = (
@@ -124,10 +128,10 @@ def assert_collectives(
     report, _, collectives = _collectives(program, None)
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
-        collectives.of(kind)  # only for its error, if the kind is unknown
+        collectives.of(kind)  # raises a ValueError if the kind is unknown; the result is not used
         # ("data", "model") and ("model", "data") are one set of axes, so both keys may be given.
         wanted[kind, _axis_set(report, axes)] += count
-    # Also for those that are wanted and not there.
+    # Wanted kinds and axes start with an empty list, so that missing collectives are reported.
     actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
     for collective in collectives:
         over = None if collective.axes is None else frozenset(collective.axes)
@@ -209,7 +213,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
         used = (row for row in report.parameters if row.used)
         largest = f"The largest arguments:\n{_largest(used)}"
-        # Activations are temporaries, so they are to blame only if these are most of it.
+        # Activations are temporaries, so they are listed only if temporaries exceed arguments.
         if report.activations and (memory.temporaries or 0) > (memory.arguments or 0):
             largest += f"\nThe largest activations:\n{_largest(report.activations)}"
         raise AssertionError(
@@ -219,7 +223,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
 
 def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
-    """Lists the arrays that take the most memory on a device."""
+    """Lists the ten arrays that take the most memory on a device, as text."""
     sizes = [(row.bytes_per_device or row.bytes_total, _at(row)) for row in rows]
     sizes.sort(key=lambda pair: -pair[0])
     lines = (f"  {name}: {bytes_text(size)}" for size, name in sizes)
@@ -256,10 +260,10 @@ def assert_no_resharding(
 def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     """Fails unless parameters that a loop gathers can be gathered while the loop computes.
 
-    That is, unless each gather of parameters in a loop is independent of all matrix products of one
-    layer in the same iteration: none of them needs its result, and it needs none of theirs. A
-    :class:`~nnx_sharding.Stack` with ``prefetch=1`` is such a loop. Whether the gathers do run at
-    the same time, the compiler and the device decide.
+    Each gather of parameters in a loop has to be independent of all matrix products of one layer in
+    the same iteration: no product needs the result of the gather, and the gather needs the result
+    of no product. The loop of a :class:`~nnx_sharding.Stack` with ``prefetch=1`` passes. The
+    compiler and the device decide whether gathers and products do run at the same time.
 
     Args:
       program: a compiled function, or its report.
@@ -292,10 +296,11 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
         if gather.purpose != "parameter":
             continue
         count = overlap.products_beside(Value(gather.computation, gather.name))
-        if count is None:  # it is in no loop
+        if count is None:  # the gather is in no loop, or moves initial values of loops
             continue
         is_any_in_loop = True
-        # An iteration has `total` products, of all its layers; those of one layer are enough.
+        # `total` counts the products of all layers in an iteration. The gather has to be
+        # independent of as many products as one layer has.
         independent, total = count.products, count.of
         if independent * layers < total or total == 0:
             products = f"{independent} of {total} matrix products"
@@ -321,8 +326,9 @@ def assert_gathers_weights(
       allowed: regular expressions; a parameter may stay sharded if one matches in its path.
     """
     report, wanted, collectives = _collectives(program, axes)
-    # The activations of a module are known if the program calls it. Others need not be gathered.
-    # ``model.up`` → ``model.up.`` and ``model.up[``, with which paths in it begin.
+    # A module has activations in the report if the program calls it. The parameters of other
+    # modules need not be gathered. Paths inside of ``model.up`` begin with ``model.up.`` or
+    # ``model.up[``.
     in_module = tuple(f"{row.path}{end}" for row in report.activations for end in (".", "["))
     weights = []
     for row in report.parameters:
@@ -339,8 +345,8 @@ def assert_gathers_weights(
         if collective.purpose in ("parameter", "state")  # state: Variables that are no parameters
         for path in collective.parameters
     }
-    others = _not_allowed(weights, allowed, lambda row: row.path)
-    if kept := [row for row in others if row.path not in gathered]:
+    checked = _not_allowed(weights, allowed, lambda row: row.path)
+    if kept := [row for row in checked if row.path not in gathered]:
         _fail(
             f"{report.name} gathers {len(weights) - len(kept)} of {len(weights)} parameters"
             f"{_over(wanted)}, but not:",
@@ -389,16 +395,18 @@ def assert_sharded(
         raise ValueError(f"tolerance must be a fraction of all bytes, 0 to 1, got {tolerance!r}.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
-    rows, whole = _replicated_rows(model, sharding, mesh)
-    large = {id(row) for row in whole if math.prod(row.shape) >= min_size}
-    # Patterns are tried with all rows: one that matches only arrays that are sharded is no typo.
-    others = _not_allowed(rows, allowed, lambda row: row.path)
-    replicated = [row for row in others if id(row) in large]
+    rows, replicated_rows = _replicated_rows(model, sharding, mesh)
+    large = {id(row) for row in replicated_rows if math.prod(row.shape) >= min_size}
+    # Patterns are tried with all rows, because a pattern that matches only sharded arrays is no
+    # typo.
+    checked = _not_allowed(rows, allowed, lambda row: row.path)
+    replicated = [row for row in checked if id(row) in large]
     replicated.sort(key=lambda row: -row.bytes_total)
-    held = sum(row.bytes_total for row in replicated)
-    total = sum(row.bytes_total for row in rows)
-    if held > tolerance * total:
-        sizes = f"{bytes_text(held)} of {bytes_text(total)} ({held / total:.1%})"
+    replicated_bytes = sum(row.bytes_total for row in replicated)
+    total_bytes = sum(row.bytes_total for row in rows)
+    if replicated_bytes > tolerance * total_bytes:
+        share = replicated_bytes / total_bytes
+        sizes = f"{bytes_text(replicated_bytes)} of {bytes_text(total_bytes)} ({share:.1%})"
         _fail(
             f"{sizes} are fully replicated, more than {tolerance:.1%}:",
             (
@@ -412,7 +420,9 @@ def assert_sharded(
 def _replicated_rows(
     model: Any, sharding: StateSharding | None, mesh: Mesh | AbstractMesh | None
 ) -> tuple[Sequence[ParameterRow], list[ParameterRow]]:
-    """Returns a row for each array of a model, or argument of a program, and the replicated ones.
+    """Returns (all rows, replicated rows) for the arrays of a model or the arguments of a program.
+
+    Raises a ValueError if ``sharding`` does not fit the model.
 
     Args:
       model: as for :func:`assert_sharded`.
@@ -424,7 +434,7 @@ def _replicated_rows(
         rows = [row for row in program.parameters if row.used]
         if program.num_devices == 1:  # nothing can be sharded
             return rows, []
-        # `is_replicated` asks the sharding of an array, which the rows of a report have not.
+        # The rows of a report have no sharding for `is_replicated`, so shapes are compared.
         return rows, [row for row in rows if row.shard_shape == row.shape]
     if sharding is None:
         table = parameter_table(model)
@@ -454,7 +464,7 @@ def _report(program: object) -> ProgramReport:
 def _collectives(
     program: object, axes: Axes | None
 ) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """Finds the collectives of a program that may run over some axes; all if these are None.
+    """Finds the collectives of a program that may run over some axes; None for all collectives.
 
     Returns:
       The report of the program, the set of the axes, and the collectives.
@@ -526,14 +536,15 @@ def _not_allowed(
 
 
 def _over(axes: frozenset[str] | None) -> str:
-    """Says over which axes: `` over 'data', 'model'``; empty for any."""
+    """Writes the axes of a question: `` over 'data', 'model'``; empty for None or no axes."""
     return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
 
 
 def _line(collective: Collective) -> str:
     """Describes a collective: ``all-reduce over model, 128 B, sends 192 B: dot, train.py:3``.
 
-    The end is its operation and the line of the user's code, or its name in the program.
+    The text ends with the operation and the line of the user's code, or with the collective's name
+    in the program if both are unknown.
     """
     axes, count = collective.axes, collective.times
     over = "unknown axes" if axes is None else " and ".join(axes) or "no axes"

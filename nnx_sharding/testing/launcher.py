@@ -1,8 +1,9 @@
-"""Several processes of one program on this machine, in one process group.
+"""Runs several processes of one program on this machine, in one process group.
 
-Each runs this file, which does not import JAX: the program can still set variables that JAX reads.
-Three things end them all: the first failure, the end of the launcher (whose end of a pipe each of
-them waits for), and a timeout. One that is left would wait for the others in a collective forever.
+Each process runs this file. The file does not import JAX, so the program can still set variables
+that JAX reads. Three events end all processes: the first failure, the end of the launcher (each
+process waits for the launcher's end of a pipe to close), and a timeout. All processes have to end,
+because one that is left would wait for the others in a collective forever.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def launch(
     workers, readers = list[Worker](), list[threading.Thread]()
     start = time.monotonic()
     with socket.socket() as port, ThreadPoolExecutor(processes) as pool:
-        # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
+        # The socket is bound to reserve the port, but does not listen. gRPC also sets SO_REUSEPORT,
+        # so JAX can listen on the port.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
@@ -77,14 +79,15 @@ def launch(
                 variables = _environment(
                     rank, processes, devices_per_process, platform=platform, coordinator=address
                 )
-                # All are in one group, that of the first process, and not in that of the launcher:
-                # so a terminal sends Ctrl-C only to the launcher, which ends them all.
+                # All processes are in the group of the first one, not in the launcher's group, so a
+                # terminal sends Ctrl-C only to the launcher. The launcher then ends them all.
                 group = workers[0].pid if workers else 0
                 worker = _start(program, variables, group)
                 workers.append(worker)
                 readers.append(_thread(_copy, rank, worker.stdout, sys.stdout))
                 readers.append(_thread(_copy, rank, worker.stderr, sys.stderr))
-            # Only now: once its first process ended and was waited for, no other can join a group.
+            # The launcher waits only after it has started all processes, because none can join the
+            # group once its first process has ended and was waited for.
             code, how = _wait(workers, pool, timeout)
         except KeyboardInterrupt:
             code, how = -signal.SIGINT, "ended by signal 2 (SIGINT)"
@@ -95,7 +98,7 @@ def launch(
         reader.join(min(grace, 3.0))
     if code:
         print(f"launch: {how}, after {seconds:.1f} s; all processes were ended", file=sys.stderr)
-    return code if code >= 0 else 128 - code  # 128 + n for signal n, as of a shell
+    return code if code >= 0 else 128 - code  # a shell returns 128 + n for signal n, too
 
 
 def _wait(
@@ -105,11 +108,12 @@ def _wait(
 
     Args:
       workers: the processes.
-      pool: a thread for each of them, so that the first end is noticed, of whichever it is.
+      pool: has a thread for each process, so that the first end of any process is noticed.
       timeout: the seconds to wait; None for no limit.
 
     Returns:
-      The exit code, as of `subprocess`: -n for signal n; and what happened if it is not 0.
+      (exit code, what happened). The code is -n for signal n, as in `subprocess`. The text is empty
+      if the code is 0.
     """
     ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
     limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
@@ -165,7 +169,7 @@ def _environment(
     # devices from JAX_NUM_CPU_DEVICES as well as from XLA_FLAGS.
     hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    # Any job will do; within a real one, programs may use its number.
+    # Any job number will do. Within a real job its number is kept, because programs may use it.
     return {"SLURM_JOB_ID": "0", **kept} | {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # without it, JAX listens on all interfaces
@@ -203,32 +207,36 @@ def _copy(rank: int, pipe: TextIO, shown: TextIO) -> None:
       shown: where it is shown: the output of the launcher, which all threads share.
     """
     try:
-        # Closed in the end, also by an error here: then the process, whose output nobody reads any
-        # more, fails too, instead of waiting forever with a full pipe.
+        # The pipe is closed even after an error here, because nobody reads the output of the
+        # process any more: with a closed pipe it fails, with a full pipe it would wait forever.
         with pipe:
             while line := pipe.readline(1 << 20):  # no more than 1 Mi characters in memory
                 text = line.removesuffix("\n")
                 print(f"[{rank}] {text}\n", end="", file=shown, flush=True)
-    except BrokenPipeError:  # who reads our output has ended, such as `head`
-        # From now on it goes nowhere, so that neither the launcher's exit nor another thread fails.
+    except BrokenPipeError:  # the program that reads our output has ended, for example `head`
+        # From now on output goes nowhere, so that neither the launcher's exit nor another thread
+        # fails.
         os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
 
 
 def _end(workers: Sequence[Worker], grace: float) -> None:
-    """Ends the process group of the workers: asks it, then kills what is left.
+    """Ends the process group of the workers: asks its processes to end, then kills the rest.
 
-    It is killed also if all workers have ended: what they started may still run in the group.
+    The group is killed even if all workers have ended, because processes that they started may
+    still run in it.
     """
     for number in (signal.SIGTERM, signal.SIGKILL) if workers else ():
         deadline = time.monotonic() + grace
-        # ProcessLookupError: the group is gone. PermissionError: on macOS, all in it have ended.
+        # A ProcessLookupError means that the group is gone. On macOS, a PermissionError means that
+        # all processes in the group have ended.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(workers[0].pid, number)
         for process in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     for process in workers:
-        # Only now: workers kill their group when this pipe is closed (`_end_with`).
+        # The pipe is closed only now, because workers kill their group when it closes
+        # (`_end_with`).
         if process.stdin is not None:
             process.stdin.close()
 
@@ -236,7 +244,7 @@ def _end(workers: Sequence[Worker], grace: float) -> None:
 def _run(program: list[str]) -> None:
     """Runs a program as ``python`` does, in a process that ends soon after the program fails."""
     try:
-        # Python puts the current folder, or that of the script, first where modules are sought.
+        # `python` searches modules first in the current folder (with -m) or the script's folder.
         if program[0] == "-m":
             sys.argv, sys.path[0] = program[1:], os.getcwd()
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -246,15 +254,17 @@ def _run(program: list[str]) -> None:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code:
-            # JAX's exit handler waits for the other processes, which wait for this one in a
-            # collective. So this one ends after a second, in which its output is written.
-            exit_code = code if isinstance(code, int) else 1  # a message: ``sys.exit("…")``
+            # JAX's exit handler waits for the other processes, and they wait for this one in a
+            # collective. So a timer ends this process after a second, in which it writes its
+            # output.
+            exit_code = code if isinstance(code, int) else 1  # 1 for a message: ``sys.exit("…")``
             late = threading.Timer(1.0, os._exit, [exit_code])
             late.daemon = True
             late.start()
         if isinstance(error, SystemExit):
             raise
-        # As Python prints it, but without the frames of this file, which `raise` would show.
+        # The error is printed here instead of raised, because `raise` would show the frames of this
+        # file.
         frames = error.__traceback__
         while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
             frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""Lock files: what a program costs, as a small text that is committed and reviewed.
+"""Writes lock files, small texts for review of what a program costs, and compares them.
 
 A lock has a line for each figure of the program, modules and arrays in lists folded:
 
@@ -12,10 +12,10 @@ A lock has a line for each figure of the program, modules and arrays in lists fo
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
 
-`locked` collects the figures of a report as a ``Lock``, `lock_text` writes it and `_read` reads it
-again; two are compared by `_compared`. `folded` writes the paths of layers in a list as one:
-``model.layers[*].up``. The figures of a line are kept by their units, and a text under the unit "",
-except that of the rule: the first line above is
+`locked` collects the figures of a report as a ``Lock``, `lock_text` writes a lock and `_read` reads
+it again. `_compared` compares a section of two locks. `folded` writes the paths of layers in a list
+as one path: ``model.layers[*].up``. The figures of a line are kept by their units. A text has the
+unit "", and the text of the rule has the unit "rule". The first line above is
 
     {"": "float32[64] P('model')", "rule": "column of tensor_parallel", "bytes": 64, "arrays": 1}
 """
@@ -51,7 +51,8 @@ Lock: TypeAlias = dict[str, dict[str, Figures]]  # by section and name
 
 TOLERANCE = 0.02
 _UNKNOWN = "unknown"
-# What an option of pytest sets: write all lock files anew.
+# Whether `assert_unchanged` writes all lock files anew; the option --update-locks of pytest sets
+# this.
 update_all = False
 
 _HEAD = """\
@@ -59,12 +60,12 @@ _HEAD = """\
 # To accept a change, run `nnx-sharding lock` or `pytest --update-locks`.
 """
 _VERSIONS = "made with"
-# These are compared only if both sides have them: reports need not have these tables.
+# These sections are compared only if both locks have them, because a report may lack their tables.
 _OPTIONAL: tuple[Part, ...] = ("module", "line")
-# What a user changes, such as the mesh, specs and rules, comes before what follows from it.
+# The causes, such as changes of the mesh, specs and rules, are listed before their effects.
 _CAUSES: tuple[Part, ...] = ("program", "parameter")
 _CAUSES_FIRST: tuple[Part, ...] = (*_CAUSES, *(part for part in TITLES if part not in _CAUSES))
-# The unit of the rule that decides a spec; reports need not have rules, either.
+# The unit of the rule that decides a spec; a report may lack rules, too.
 _RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
 _EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
@@ -81,10 +82,10 @@ def assert_unchanged(
 ) -> None:
     """Fails if a program costs more, or less, than its lock file says.
 
-    The file is a text for review, of a few kilobytes: memory, flops, the bytes and specs of
-    arguments by group with the rule that decides, and collectives by kind, axes and purpose;
-    of a report with ``by_module`` also memory and flops by module and line. Commit it. It is
-    written with ``update``, with ``pytest --update-locks`` (``pytest_plugins =
+    The file is a text for review, of a few kilobytes, to be committed. It has memory, flops, the
+    bytes and specs of arguments by group with the rule that decides, and collectives by kind, axes
+    and purpose. For a report with ``by_module`` it has memory and flops by module and line as well.
+    The file is written with ``update``, with ``pytest --update-locks`` (``pytest_plugins =
     "nnx_sharding.testing.pytest_options"`` in the root's ``conftest.py``), and by
     ``nnx-sharding lock``.
 
@@ -128,7 +129,7 @@ def assert_unchanged(
         return
     changes = changes_since(path, report, tolerance)
     if changes:
-        # What matters, and what to do, comes before the details, which may be long.
+        # The totals and the remedy come before the details, because the details may be long.
         raise AssertionError(
             f"{report.name} is not as {PurePath(path).name} says: {totals_since(path, report)}.\n"
             "If this is wanted, write the file again: update=True, pytest --update-locks, or "
@@ -144,8 +145,8 @@ def report_with_rules(compiled: Compiled, **options: Any) -> ProgramReport:
       **options: those of ``Compiled.report``.
     """
     report = compiled.report(**options)
-    # An argument that the program does not use has no sharding in it. Reasons that the report has
-    # already are those that `why` would give, and stay.
+    # Only used arguments get a reason, because the others have no sharding in the program. Reasons
+    # that the report has already stay, because `why` would give the same.
     reasons = {row.path: compiled.why(row.path) for row in report.parameters if row.used}
     return dataclasses.replace(report, reasons={**reasons, **report.reasons})
 
@@ -162,7 +163,9 @@ def lock_text(report: ProgramReport) -> str:
 def changes_since(
     path: str | os.PathLike[str], report: ProgramReport, tolerance: float = TOLERANCE
 ) -> Changes:
-    """Lists what a report has other than a lock file; other versions of JAX are no change.
+    """Lists the figures of a report that differ from a lock file.
+
+    Other versions of JAX are no change; they are kept in ``made_with`` of the result.
 
     Args:
       path: the lock file.
@@ -181,7 +184,7 @@ def changes_since(
             allowed = 0 if change.name.endswith(_EXACT) else tolerance
             if change.relative is None or abs(change.relative) > allowed:
                 changes.append(change)
-    # They explain changes, but are none.
+    # Versions explain changes, but are no changes themselves.
     old_versions = old.get(_VERSIONS, {})
     made_with: dict[str, tuple[str, str]] = {}
     for name, figures in new[_VERSIONS].items():  # {"jax": {"": "0.12.0"}, …}
@@ -194,7 +197,7 @@ def changes_since(
 def totals_since(path: str | os.PathLike[str], report: ProgramReport) -> str:
     """Writes the totals of a lock file and a report: ``peak: 1 KiB → 2 KiB (+100.0%); …``.
 
-    The figures in which they are equal are named at the end.
+    Figures that are equal are named at the end.
     """
     old, new = _totals(_lock_in(path)), _totals(locked(report))
     changed: list[str] = []
@@ -203,7 +206,8 @@ def totals_since(path: str | os.PathLike[str], report: ProgramReport) -> str:
         if before == new[name]:
             equal.append(name)
         else:
-            part: Part = "cost" if name == "flops" else "memory"  # whose figures are bytes
+            # The figures of "memory" are bytes, as the peak and the bytes sent are.
+            part: Part = "cost" if name == "flops" else "memory"
             changed.append(str(Change(part, name, before, new[name])))
     if equal:
         changed.append(f"as before: {', '.join(equal)}")
@@ -223,7 +227,7 @@ def _totals(lock: Lock) -> dict[str, float | None]:
 
 
 def _number(figures: Figures, unit: str) -> float | None:
-    """Returns a figure of a line; None if the line has it not, or as a text."""
+    """Returns a figure of a line as a number; None if it is missing or a text."""
     value = figures.get(unit)
     return value if isinstance(value, int | float) else None
 
@@ -242,8 +246,8 @@ def _lock_in(path: str | os.PathLike[str]) -> Lock:
 
 def described(changes: Changes, report: ProgramReport) -> str:
     """Writes changes; below each collective, up to four places where it is in the program now."""
-    # "user.py:7 in model.up" by the name of the collective's line in the lock; a dict, as each
-    # place is listed once, in order.
+    # The name of a collective's line in the lock is mapped to places such as "user.py:7 in
+    # model.up". The places are keys of a dict, so that each is listed once, in order.
     places: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for collective in report.collectives or ():
         module = f" in {folded(collective.module)}" if collective.module else ""
@@ -255,14 +259,14 @@ def described(changes: Changes, report: ProgramReport) -> str:
         # A changed figure is written as "  NAME: bytes: 1 KiB → 2 KiB".
         name = next((name for name in places if line.startswith(f"  {name}: ")), None)
         if name is not None:
-            # Removed, as other figures of the same collective may have changed: places are below
-            # the first of them only.
+            # The places are removed, because other figures of the same collective may have changed,
+            # and the places are written below the first of them only.
             lines.append(f"    now at {', '.join(itertools.islice(places.pop(name), 4))}")
     return "\n".join(lines)
 
 
 def locked(report: ProgramReport) -> Lock:
-    """Collects the figures of a report that its lock file has, by section and name."""
+    """Collects the figures for the lock file of a report, by section and name."""
     versions: dict[str, Figures] = {
         name: {"": version} for name, version in report.made_with.items() if name != "python"
     }
@@ -274,13 +278,14 @@ def locked(report: ProgramReport) -> Lock:
             "devices": {"": f"{report.num_devices} × {report.device_kind}"},
             "mesh": {"": mesh},
         },
-        # What is zero needs no line; what is unknown has one, or it would pass for zero.
+        # A size of zero needs no line. An unknown size has a line, because it would pass for zero
+        # without.
         TITLES["memory"]: {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
         TITLES["cost"]: {
             "flops": _figure_of("flops", getattr(report.cost, "flops", None)),
             "bytes accessed": _figure_of("bytes", getattr(report.cost, "bytes_accessed", None)),
         },
-        TITLES["collective"]: {"all": {"": _UNKNOWN}},  # replaced below if they are known
+        TITLES["collective"]: {"all": {"": _UNKNOWN}},  # replaced below if collectives are known
         TITLES["parameter"]: _of_arguments(report),
     }
     if report.collectives is not None:
@@ -289,7 +294,7 @@ def locked(report: ProgramReport) -> Lock:
         lock[TITLES["module"]] = _summed(map(_of_module, report.by_module.rows))
     if report.by_line is not None:
         lock[TITLES["line"]] = _summed(map(_of_line, report.by_line.rows))
-    # As they are written, so that what is read again has the same names.
+    # Names are escaped here, so that they equal the names that are read from a file.
     return {
         section: {_escaped(name): figures for name, figures in lines.items()}
         for section, lines in lock.items()
@@ -297,31 +302,35 @@ def locked(report: ProgramReport) -> Lock:
 
 
 def _of_module(row: ModuleRow) -> tuple[str, dict[str, float | None]]:
-    """Returns the name and the figures of a row by module; None for one that is not known."""
+    """Returns (name, figures by unit) for a row by module; None for a figure that is not known."""
     at_peak = None if row.at_peak is None else sum(row.at_peak.values())
     figures = {"flops": row.flops, "bytes": row.bytes_accessed, "at the peak": at_peak}
     return folded(path_text(row.path)), figures
 
 
 def _of_line(row: LineRow) -> tuple[str, dict[str, float | None]]:
-    """Returns the name and the figures of a row by line; None for one that is not known."""
+    """Returns (name, figures by unit) for a row by line; None for a figure that is not known."""
     name = f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE
     return name, {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak}
 
 
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
-    """Sums the figures of rows with one name, such as of all layers of a list.
+    """Sums the figures of rows that have the same name, as the layers of a list do.
 
-    A sum of zero is left out, and a name with no other sum as well. Where the figure of some row is
-    unknown, so is the sum, and the line says that: ``{"": "unknown flops", "bytes": 64}``.
+    A sum of zero is left out, and so is a name without any sum. If a figure of one row is unknown,
+    the sum is unknown, and the line says that: ``{"": "unknown flops", "bytes": 64}``.
 
     Args:
-      rows: a name and the figures by unit; None for one that is unknown.
+      rows: pairs of a name and its figures by unit; None for a figure that is unknown.
+
+    Returns:
+      The figures of each name.
     """
     sums: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and unit
     unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # units by name, in order
     for name, figures in rows:
-        # A Counter adds. Figures of XLA are floats, but whole numbers.
+        # `update` of a Counter adds. Figures of XLA are whole numbers as floats, so they are
+        # rounded.
         sums[name].update({unit: round(x) for unit, x in figures.items() if x})
         unknown[name].update({unit: None for unit, x in figures.items() if x is None})
     lines: dict[str, Figures] = {}
@@ -336,25 +345,26 @@ def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str,
 
 
 def _figure_of(unit: str, figure: float | None) -> Figures:
-    """Returns the figures of a line that has one: ``{"bytes": 64}``, or ``{"": "unknown"}``."""
+    """Returns the figures of a line with one figure: ``{"bytes": 64}`` or ``{"": "unknown"}``."""
     return {"": _UNKNOWN} if figure is None else {unit: round(figure)}
 
 
 def _of_collective(collective: Collective) -> tuple[str, Mapping[str, float | None]]:
-    """Returns the name and the figures of a collective; None for runs of an unknown number."""
+    """Returns (name, figures by unit) for a collective; None for figures that are not known."""
     figures = {"bytes": collective.total_bytes_sent, "runs": collective.times, "instructions": 1}
     return _collective_name(collective), figures
 
 
 def _collective_name(collective: Collective) -> str:
-    """Writes kind, axes, purpose, and the arguments or the module, layers in lists folded.
+    """Writes the kind, axes and purpose of a collective, and its arguments or module.
 
-    ``all-reduce over model for sum of model.layers[*].down``.
+    Layers in lists are folded: ``all-reduce over model for sum of model.layers[*].down``.
     """
     paths = sorted({folded(path) for path in collective.parameters})
     if len(paths) > 2:
         paths = [paths[0], f"{len(paths) - 1} others"]
-    # Without a module, the names of what XLA has merged to one, such as reduce_sum and dot_general.
+    # A collective without a module is named by the operations that XLA has merged into it, such as
+    # reduce_sum and dot_general.
     names = {name.rpartition("/")[2] for name in operations(collective.operation or "")}
     where = " and ".join(paths) or folded(collective.module or " and ".join(sorted(names)))
     of = f" of {where}" if where else ""
@@ -376,8 +386,8 @@ def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
     lines: dict[str, Figures] = {}
     for path, rows_by_type in groups.items():
         for type_text, rows in rows_by_type.items():
-            # Items of one list may have several types. Then each group has its first path, too:
-            # ``model.layers[*].up, as model.layers[2].up``.
+            # Items of one list may have several types. The name of each group then has the first
+            # path of the group, too: ``model.layers[*].up, as model.layers[2].up``.
             has_one_type = len(rows_by_type) == 1
             name = path if has_one_type else f"{path}, as {rows[0].path}"
             reasons = [report.reasons[row.path] for row in rows if row.path in report.reasons]
@@ -392,7 +402,7 @@ def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
 
 
 def _escaped(name: str) -> str:
-    """Returns a name without the separator of a line."""
+    """Returns a name in which the separator of a line is replaced."""
     return printable(name).replace("|", "¦")
 
 
@@ -406,10 +416,10 @@ def _texts(figures: Figures) -> Iterator[str]:
 
 
 def _read(text: str, path: str) -> Lock:
-    """Reads what :func:`lock_text` wrote; a ValueError for anything else, as after a merge."""
-    first = _HEAD.partition(":")[0]
-    if not text.startswith(first):
-        raise ValueError(f"{path} is not a lock file that begins with {first!r}: write it again.")
+    """Reads a text of :func:`lock_text`; raises a ValueError for any other, as after a merge."""
+    title = _HEAD.partition(":")[0]
+    if not text.startswith(title):
+        raise ValueError(f"{path} is not a lock file that begins with {title!r}: write it again.")
     lock: Lock = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line or line.startswith("#"):
@@ -444,26 +454,26 @@ def _figure(text: str) -> tuple[str, Value]:
 def _compared(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
-    """Yields the figures of a section that differ.
+    """Yields a change for each figure of a section that differs.
 
     Args:
-      part: the kind of the section, which changes have, too.
+      part: the kind of the section, and of its changes.
       old: the lines of the lock file, by name.
-      new: those of the report.
+      new: the lines of the report, by name.
     """
-    # Names such as "flops" and "arguments" say the unit, which need not be repeated.
+    # In these parts names such as "flops" and "arguments" say the unit, so it is not repeated.
     names_say_unit = part in ("memory", "cost")
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
-        pairs: dict[str, tuple[Value, Value]]  # before and after, by unit
+        pairs: dict[str, tuple[Value, Value]]  # (before, after) by unit
         if before is None or after is None:
-            # Of a whole line that is new or gone, the first figure is enough: a type, or bytes.
+            # A line that is new or gone is described by its first figure: a type, or bytes.
             unit, value = next(iter((before or after or {}).items()))
             nothing: Value = None if isinstance(value, str) else 0
             pairs = {unit: (value, nothing) if after is None else (nothing, value)}
         elif _UNKNOWN in (before.get(""), after.get("")):
-            # Such as {"": "unknown"} and {"bytes": 64}, which have no unit in common: the first
-            # figures are compared.
+            # The first figures are compared, because an unknown line has no unit in common with a
+            # known one: {"": "unknown"} and {"bytes": 64}.
             pairs = {"": (next(iter(before.values())), next(iter(after.values())))}
         else:
             units = before | after
@@ -477,9 +487,10 @@ def _compared(
 
 
 def _figure_in(figures: Figures, unit: str) -> Value:
-    """Returns a figure of a line; one that is not there is zero, or None if it is unknown.
+    """Returns a figure of a line; 0 for a missing figure, or None if it is a text or unknown.
 
-    A line with unknown figures says so: ``{"": "unknown flops", "bytes": 64}``. A text has no zero.
+    If a line has unknown figures, all its missing figures count as unknown: ``{"": "unknown flops",
+    "bytes": 64}``.
     """
     if unit in figures:
         return figures[unit]

@@ -1,8 +1,8 @@
-"""``replay``: one step of a training run again, from a checkpoint, for whoever hunts a spike.
+"""``replay`` runs one step of a training run again, from a checkpoint, to find a spike's cause.
 
-If the step repeats bit for bit and gives what was recorded, the spike is in the data or the model.
-If it repeats and gives something else, the state or the batch is not what the run had. If it does
-not repeat, the step itself is to blame.
+If the step repeats bit for bit and returns the recorded result, the cause is the data or the model.
+If the step repeats and returns another result, the state or the batch is not what the run had. If
+the step does not repeat, the step itself is to blame.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ def replay(
         raise ValueError(f"replay: expected at least one run, got runs={runs}.")
     name = getattr(step, "__name__", "the step")
     parameters = [*inspect.signature(step).parameters]
-    first: dict[str, np.ndarray[Any, Any]] = {}  # by the expression for it, of the first run
+    first: dict[str, np.ndarray[Any, Any]] = {}  # the arrays after the first run, by expression
     result = None
     for run in range(1, runs + 1):
         args = restore(checkpoint, into)
         result = step(*args, *batch)
-        # The first parameters get what is restored. The others, not named here, get the batch,
-        # which a step does not change.
+        # The first parameters get the restored arguments. The parameters that get the batch are
+        # not named here, because a step does not change the batch.
         named = {"the result": result, **dict(zip(parameters, args, strict=False))}
-        # Copied now: the next run is restored into the same modules.
+        # Arrays are copied now, because the next run is restored into the same modules.
         arrays = {key: np.array(array) for key, array in arrays_of(named).items()}
         if run == 1:
             first = arrays
@@ -86,7 +86,8 @@ def replay(
             head = f"run {run} of {name} is not equal bit for bit to the first:"
             raise AssertionError(message(head, lines))
     if recorded is not None:
-        # A log has Python's numbers. To be equal bit for bit, they need the types of the result.
+        # A log has Python's numbers. They get the types of the result, because numbers of different
+        # types are not equal bit for bit.
         alike = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), recorded, result)
         expected = arrays_of({"the result": alike})
         if lines := unequal_arrays(_without_nan_bits(expected), _without_nan_bits(first)):
@@ -96,7 +97,10 @@ def replay(
 
 
 def _without_nan_bits(arrays: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns arrays in which all NaN have the same bits: a log keeps neither sign nor payload."""
+    """Returns arrays in which all NaN have the same bits.
+
+    A log keeps neither the sign nor the payload of a NaN.
+    """
     return {
         name: np.where(np.isnan(x), np.array(np.nan, x.dtype), x) if is_inexact(x) else x
         for name, x in arrays.items()

@@ -1,11 +1,14 @@
-"""``assert_same``: a step on one device and on a mesh, and the first module where they differ.
+"""``assert_same`` compares a step on one device and on a mesh, and names the first wrong module.
 
 The step runs on one device and on the mesh, and each call of a module is recorded (`recording`).
 The records are compared in the order of execution (`comparison`). `rounding` derives how far the
 numbers may be apart, from runs on one device in which every record is changed by its rounding
 error.
 
-It finds no error that one device has as well, and none that stays below the tolerance.
+`assert_same` finds no error that one device has as well, and no error below the tolerance.
+
+From other modules: `shared_masks`, `differences`, `masks_of_replicas` and `unequal_runs` return
+lines of text, an empty list if all is right; `raise_listed` raises only if there are lines.
 """
 
 from __future__ import annotations
@@ -109,10 +112,11 @@ def assert_same(
     mesh = _with_devices(mesh)
     options["in_shardings"] = shardings
     reference = _Reference(step, args, mesh, options, tolerance)
-    # Where devices draw masks of their own, a dropout drops elements only in `run_dropping`.
+    # On Manual axes devices draw masks of their own, so dropouts drop elements there only in
+    # `run_dropping`.
     run_on_mesh = RecordedStep(step, mesh, options)
     run_dropping = RecordedStep(step, mesh, options, is_dropping=True)
-    # Each run changes its own copy, which is its input in the next step.
+    # Each run has its own copy of the arguments, because a run changes them for its next step.
     dropping_args, mesh_args = copied(args), [copied(args) for _ in range(runs)]
     name = getattr(step, "__name__", "the step")
     with progress(f"assert_same: {name} on {mesh.size} devices", 3 * steps) as advance:
@@ -120,16 +124,17 @@ def assert_same(
             # The compiler would warn that each record of a sharded array makes a copy of all of it.
             with _compat.without_compiler_warnings():
                 before, on_device, spread = reference.call(advance)
-                on_mesh, *others = map(run_on_mesh, mesh_args)
+                on_mesh, *repetitions = map(run_on_mesh, mesh_args)
                 advance("the mesh")
             place = f"call {count} of {name}"
-            for other in others:
+            for repetition in repetitions:
                 head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
-                raise_listed(AssertionError, head, unequal_runs(on_mesh, other))
+                raise_listed(AssertionError, head, unequal_runs(on_mesh, repetition))
             comparison = Comparison(before, on_device, spread, on_mesh, reference.rounding, mesh)
-            # A cause comes before what follows from it.
+            # Shared masks come first, because they can be the cause of differences.
             lines = comparison.shared_masks() or comparison.differences()
-            if not lines and comparison.has_masks():  # of dropouts: this takes another run
+            # Masks of replicas come last, because to check them takes another run.
+            if not lines and comparison.has_masks():
                 with _compat.without_compiler_warnings():
                     lines = comparison.masks_of_replicas(run_dropping(dropping_args))
             head = f"{place} is not the same on {mesh.size} devices:"
@@ -137,7 +142,7 @@ def assert_same(
 
 
 class _Reference:
-    """The step on one device, exactly and with rounding errors: what a mesh is compared with."""
+    """Runs the step on one device, exactly and with rounding errors, to compare a mesh with it."""
 
     def __init__(
         self,
@@ -147,7 +152,15 @@ class _Reference:
         options: dict[str, Any],
         tolerance: float | None,
     ):
-        """Traces the step, for the size of its rounding errors; the others are as for `jit`."""
+        """Traces the step for the size of its rounding errors, and copies the arguments.
+
+        Args:
+          step: the step.
+          args: its arguments on the mesh.
+          mesh: the mesh; the one device is its first.
+          options: the options of `jit` on the mesh.
+          tolerance: as for :func:`assert_same`.
+        """
         device = mesh.devices.flat[0]
         device_options = options | {
             name: jax.tree.map(
@@ -160,20 +173,20 @@ class _Reference:
         self._run = RecordedStep(step, device_mesh, device_options)
         self._args = copied(args)
         traced = jit(step, mesh=device_mesh, **device_options).trace(*self._args)
-        # The errors of types and of the longest sum.
+        # `rounding` knows the errors of types and of the longest sum.
         self.rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)
-        # Copies with random errors of that size. How far these move the results of one device is
-        # how far those of the mesh may be from them (`Spread`).
+        # These copies have random errors of that size. The results on the mesh may differ from the
+        # results of one device as far as these errors move the latter (`Spread`).
         self._rounded_args = [copied(args, self.rounding, seed) for seed in range(SAMPLES)]
 
     def call(
         self, advance: Callable[[str], None]
     ) -> tuple[dict[str, np.ndarray[Any, Any]], Outcome, Spread]:
-        """Runs the step once more, from where the last call left its arguments.
+        """Runs the step once more on the arguments as the last call left them.
 
         Returns:
-          All arrays in the arguments before the call, what it computes, and how far rounding errors
-          move that.
+          (arrays in the arguments before the call, what the call computes, how far rounding errors
+          move its results).
         """
         arrays = self._run.arrays(self._args)
         before = {name: numbers(array) for name, array in arrays.items()}
@@ -186,7 +199,7 @@ class _Reference:
 
 
 def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
-    """Makes a mesh of the devices at hand, if it has none."""
+    """Returns a mesh with devices: an abstract mesh, or sizes by name, get the devices at hand."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, AbstractMesh):
@@ -197,9 +210,10 @@ def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
 def _sized(
     mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int
 ) -> Mesh | AbstractMesh | Mapping[str, int]:
-    """Returns a mesh, or its sizes; raises a ValueError unless it takes this number of devices."""
+    """Returns ``mesh`` as it is; raises a ValueError unless it takes this number of devices."""
     sizes = [*(mesh if isinstance(mesh, Mapping) else mesh.shape).values()]
-    if -1 not in sizes and np.prod(sizes) != devices:  # -1 takes what the others leave
+    # An axis of size -1 takes the devices that the other axes leave, so nothing is checked then.
+    if -1 not in sizes and np.prod(sizes) != devices:
         raise ValueError(
             f"assert_same: devices={devices}, but the axes of the mesh have the sizes {sizes}. "
             "Pass the sizes of the whole mesh by name, as in mesh={'data': 64, 'model': 16}."
@@ -216,9 +230,9 @@ def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:
 def _on_device(sharding: Any, device: jax.Device) -> Any:
     """Returns the same sharding on a mesh of one device.
 
-    Specs, which have no mesh, stay: they name the same axes there. None becomes ``P()``, which is
-    the same there. An array without a declared sharding would be committed only after the first
-    call, so that the second one compiled again.
+    Specs have no mesh and stay as they are, because the mesh of one device has the same axes. None
+    becomes ``P()``, which means the same on one device. With None, an array would be committed only
+    after the first call, so the second call would compile again.
     """
     if sharding is None:
         return P()

@@ -1,8 +1,9 @@
-"""A call in a process of its own, which has as many virtual CPU devices as asked for.
+"""Calls a function in a new process that has a given number of virtual CPU devices.
 
-JAX fixes the number of devices when it starts, so a test with 8 cannot have 1,024. The function and
-its arguments go to a new process as a pickle, and what the function returns, or raises, comes back.
-Meshes are rebuilt there from the devices of that process, and random keys from their words.
+JAX fixes the number of devices when it starts, so a test with 8 devices cannot have 1,024. The
+function and its arguments go to the new process as a pickle. An error that the function raises
+comes back; its result does not. The new process rebuilds meshes from its own devices, and random
+keys from their words.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def call_with_devices(count: int, function: Callable[..., None], *args: Any, **k
         ) from error
     with tempfile.TemporaryDirectory() as folder, progress(f"{count:,} virtual devices"):
         Path(folder, "call").write_bytes(call)
-        # Not -m, which would import this file twice.
+        # The program is passed with -c, because -m would import this file twice.
         program = f"import sys; from {__name__} import answer; answer(sys.argv[1])"
         command = [sys.executable, "-c", program, folder]
         result = subprocess.run(command, env=_environment(count), check=False)
@@ -67,13 +68,13 @@ def call_with_devices(count: int, function: Callable[..., None], *args: Any, **k
 
 def _environment(count: int) -> dict[str, str]:
     """Returns the variables of a process with virtual devices, which prints no line of XLA."""
-    hidden = "JAX_NUM_CPU_DEVICES"  # it competes with XLA_FLAGS
+    hidden = "JAX_NUM_CPU_DEVICES"  # another number of devices, which competes with XLA_FLAGS
     kept = {name: value for name, value in os.environ.items() if name != hidden}
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return kept | {
         "JAX_PLATFORMS": "cpu",
-        QUIET: "1",  # this process shows the progress
-        "PYTHONPATH": paths,  # tests import their neighbours
+        QUIET: "1",  # the new process shows no progress, because this one does
+        "PYTHONPATH": paths,  # tests import modules from their own folder
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": virtual_cpu_flags(count),
     }
@@ -82,17 +83,17 @@ def _environment(count: int) -> dict[str, str]:
 def _pickled(value: Any) -> bytes:
     """Pickles functions, modules, arrays, keys, meshes and shardings.
 
-    A mesh and a key hold what belongs to this process: they are rebuilt in the other one.
+    A mesh and a key hold objects of this process, so the other process rebuilds them.
     """
     base: Any = pickle.Pickler
-    if _HAS_CLOUDPICKLE:  # it can send functions that cannot be imported
+    if _HAS_CLOUDPICKLE:  # cloudpickle can send functions that cannot be imported
         import cloudpickle  # type: ignore[import-untyped,unused-ignore]
 
         base = cloudpickle.Pickler
 
     class Pickler(base):  # type: ignore[misc]
-        # `pickle` asks this first: it returns a function that makes the value in the other process,
-        # and its arguments, or NotImplemented for the usual way.
+        # `pickle` calls this method first for each value. The method returns a function that makes
+        # the value in the other process, with its arguments, or NotImplemented for the usual way.
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, Mesh):
                 return make_mesh, (dict(value.shape), value.axis_types)
@@ -112,10 +113,10 @@ def _key(words: Any, implementation: str) -> jax.Array:
 
 
 def answer(path: str) -> None:
-    """Runs in the other process: makes the call in a folder, and writes there what it raised.
+    """Runs in the other process: makes the call in a folder, and writes the error of the call.
 
-    The file ``call`` is the pickled function and its arguments; ``answer`` will be the pickled
-    error, or None.
+    The file ``call`` in the folder has the pickled function and its arguments. The file ``answer``
+    gets the pickled error, or None.
     """
     folder, error = Path(path), None
     try:
@@ -123,12 +124,12 @@ def answer(path: str) -> None:
         function(*args, **kwargs)
     except BaseException as raised:
         error = raised.with_traceback(None)
-        error.__cause__ = error.__context__ = None  # these may hold what cannot be sent
+        error.__cause__ = error.__context__ = None  # errors that might not be picklable
     try:
         outcome = pickle.dumps(error)
         pickle.loads(outcome)
     except Exception:  # an error of the user's code whose class cannot be sent
         outcome = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    # Renamed at the end, so that half an answer is none.
+    # The file is renamed when it is complete, so that half an answer does not count as one.
     (folder / "part").write_bytes(outcome)
     (folder / "part").rename(folder / "answer")
