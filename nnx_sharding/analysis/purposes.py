@@ -2,30 +2,35 @@
 
 The first rule that applies decides (`_Purposes.of`):
 
-    parameter, state   it only moves arrays that are computed from Variables alone: parameters, or
-                       others such as caches
-    gradient           an array that it makes is of the backward pass of a module, has the shape of
-                       a parameter of that module, or of a part of one, and is not a partial result
-                       of a product with a parameter (those are activations of the same shape)
-    sum                it adds up anything else: partial products, or a loss
-    result             what it moves is returned, as it is or added to a Variable
-    reshard            it moves anything else, such as activations
+    parameter, state   the collective only moves arrays that are computed from Variables alone:
+                       from parameters, or from other Variables such as caches
+    gradient           the backward pass of a module computes an array that the collective makes;
+                       the array has the shape of a parameter of that module, or of a part of one;
+                       and it is not a partial result of a product with a parameter, because such
+                       a product is an activation of the same shape
+    sum                the collective adds up anything else: partial products, or a loss
+    result             the program returns the array, unchanged or added to a Variable
+    reshard            the collective moves anything else, such as activations
 
 So the all-gather of a kernel sharded by `fsdp` is `parameter`, the reduce-scatter of its gradient
 is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_parallel` is `sum`.
 
-Names of operations alone do not tell these apart: the compiler moves collectives across operations
-and out of loops, and merges several into one. That shapes decide is approximate where activations
-have the shape of a parameter of their own module. From other modules:
+Names of operations alone do not tell the purposes apart, because the compiler moves collectives
+across operations and out of loops, and merges several into one. Shapes are an approximation: they
+mislead where activations have the shape of a parameter of their own module. From other modules:
 
-    Module        the HLO program, of *computations* (lists of instructions): ``maker`` is the
-                  instruction that makes a value; ``passed`` are the values that it hands on, such
-                  as into a loop or out of a call; ``around`` are the calls around a computation
+    Module        the HLO program, of *computations* (lists of instructions). ``maker(value)`` is
+                  the instruction that makes a value. ``passed(value)`` are the values of which
+                  `value` is an unchanged copy (one step back, through tuples, calls and loops).
+                  ``around(name)`` are the calls around a computation
     Value         an array that an instruction makes, perhaps as an item of a tuple
-    Located       an instruction (a collective), after the computation that it is in (its home)
-    ParameterRow  an argument: its path, its shape, and that of its shard
-    module_of     the path of the user's module that an operation is of, by its name; or None
+    Located       a pair: a computation, and an instruction (a collective) in it. The computation is
+                  the *home* of the instruction
+    ParameterRow  an argument: its path, its shape, and the shape of its shard
+    module_of     the path of the user's module in the name of an operation; None without a module
+    common        the path of the innermost module around all of several modules; empty without one
     operations    the names that XLA has joined to the name of one instruction
+    reached       a search: yields a value, and all values that a function leads to from there
 """
 
 from __future__ import annotations
@@ -69,7 +74,7 @@ def uses_of(
         None. Empty if that is not known.
 
     Returns:
-      What each is for, by its name.
+      The `Use` of each collective, by the name of the collective.
     """
     purposes = _Purposes(module, [row for row in rows if row.used], updated)
     return {collective.name: purposes.of(collective, home.name) for home, collective in collectives}
@@ -83,13 +88,13 @@ class _Purposes:
 
         Args:
           module: the program.
-          used: the arguments that it takes, without those that it does not use.
+          used: the arguments that the program uses.
           updated: as in `uses_of`.
         """
         self._module = module
         self._variables = _Variables(row for row in used if row.variable is not None)
-        # The names of the program's inputs, by number: paths, as far as they are known, or else the
-        # names that JAX or the compiler gave them, such as ``p.3``.
+        # The names of the program's inputs, by number. An input is named by its path, or, if that
+        # is unknown, as JAX or the compiler named it, such as ``p.3``.
         rows = rows_of_inputs(module, used)
         arguments = {
             number: rows[number].path if number in rows else x.operation or x.name
@@ -97,7 +102,7 @@ class _Purposes:
         }
         # Finds the arguments that a value is computed from.
         self._origins = Origins(module, arguments, self._variables.paths)
-        # Name of an instruction whose result is returned → the paths that it updates.
+        # Name of an instruction whose result is returned → the paths of Variables that it updates.
         self._updated_by = _returned_by(module, updated)
 
     def of(self, collective: Instruction, home: str) -> Use:
@@ -105,13 +110,13 @@ class _Purposes:
 
         ``home`` is the name of the computation that it is in.
         """
-        # For each array that it makes, the names of the user's operations.
+        # For each array that the collective makes, the names of the user's operations.
         operations_of = _operations_of_arrays(collective, self._module.within[home])
         names = dict.fromkeys(name for names in operations_of for name in names)
         modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
         path = common(modules) or None  # the innermost module around all of them
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
-        if not is_sum:  # it only moves arrays
+        if not is_sum:  # A collective that does not sum only moves arrays.
             # For each operand, the names of the arguments that it is computed from.
             origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
             if origins and all(map(self._origins.are_variables, origins)):
@@ -122,8 +127,10 @@ class _Purposes:
             return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
         if is_sum:
             return Use("sum", module=path)
-        updated = self._updated_by.get(collective.name)  # the paths of Variables that it updates
-        if updated is None:  # its result is not returned
+        # The paths of the Variables that the collective updates; None if the program does not
+        # return what it moves.
+        updated = self._updated_by.get(collective.name)
+        if updated is None:
             return Use("reshard", module=path)
         return Use("result", parameters=updated, module=path)
 
@@ -136,28 +143,30 @@ class _Purposes:
           collective: the collective.
           home: the name of the computation that it is in.
           operations_of: for each array that it makes, the names of the user's operations.
-          is_sum: whether it adds up.
+          is_sum: whether the collective adds up.
         """
-        # How often the loops around it run; None for an unknown length. In a loop over layers, the
-        # array is a part of one layer of a stacked Variable.
+        # How often each loop around the collective runs; None for an unknown length. In a loop over
+        # layers, the array is a part of one layer of a stacked Variable.
         callers = (caller for _, caller in self._module.around(home))
         loops = (caller.name for caller in callers if caller.opcode == "while")
-        lengths = [*map(self._module.trip_counts.get, loops)]
+        trip_counts = [*map(self._module.trip_counts.get, loops)]
         operands = [Value(home, name) for name in collective.operand_names]
-        is_each = len(operands) == len(operations_of)  # each operand becomes one array
+        # True if operand i becomes array i. Otherwise nothing tells from which operand an array
+        # comes, so any of them may be a product with a parameter.
+        has_operand_per_array = len(operands) == len(operations_of)
         dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
         paths: set[str] = set()
         for i, (dims, names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
-            # The modules of operations of the backward pass, which JAX makes by `transpose`; None
-            # for an operation outside of modules.
+            # The modules of the operations of the backward pass, which JAX makes by `transpose`.
+            # An operation outside of modules adds None.
             backward = {module_of(x, self._variables.modules) for x in names if "transpose(" in x}
             # A sum outside of modules may belong to any gradient, since the compiler merges sums.
             candidates = backward if is_sum else backward - {None}
-            # The paths of the Variables of these modules of which the array can be a part.
-            variables = self._variables.with_part(candidates, dims, lengths)
-            own_operands = operands[i : i + 1] if is_each else operands
-            # A gradient multiplies activations. A product with a parameter is an activation, too,
-            # of the same shape.
+            # The paths of the candidates' Variables that can have the array as a part.
+            variables = self._variables.with_part(candidates, dims, trip_counts)
+            own_operands = operands[i : i + 1] if has_operand_per_array else operands
+            # A gradient is a product of activations. A product with a parameter is itself an
+            # activation, so it is no gradient even if it has the shape of one.
             if variables and not any(map(self._origins.is_weighted, own_operands)):
                 paths |= variables
         return paths
@@ -173,17 +182,20 @@ def _operations_of_arrays(
         %sum = (f32[8], f32[4]) all-reduce(%a, %b), metadata={op_name="f/up/add;f/down/add"}
         %x = f32[8] get-tuple-element(%sum), index=0, metadata={op_name="f/up/add"}
 
-    That the first array is of ``f/up/add`` is said by the name of its operand ``%a``, or of ``%x``,
-    which takes it from the tuple. ``by_name`` has the instructions of the same computation.
+    The first array belongs to ``f/up/add``: the name of its operand ``%a`` says so, or the name of
+    ``%x``, which takes the array from the tuple. ``by_name`` has the instructions of the same
+    computation.
     """
     joined, count = collective.operation, len(collective.results)
     if joined is None and len(collective.operand_names) == 1:
-        # Of several slices, the compiler names none of the parts that it divides a sum into.
+        # In a program for several slices, the compiler divides a sum into parts without names, so
+        # the name of the operand counts.
         operand = by_name.get(collective.operand_names[0])
         joined = None if operand is None else operand.operation
     merged = operations(joined or "")
     if count < 2 or count != len(collective.operand_names):
-        return [merged] * count  # nothing says which array is of which, so each is of all
+        # Nothing says which array belongs to which operation, so each array gets all of them.
+        return [merged] * count
     taken_by = {  # index in the tuple of results → the name of the operation that takes it
         instruction.tuple_index: instruction.operation
         for instruction in by_name.values()
@@ -193,11 +205,11 @@ def _operations_of_arrays(
     operations_of = []
     for i, operand_name in enumerate(collective.operand_names):
         made_by = by_name[operand_name].operation if operand_name in by_name else None
-        known = [operations(name) for name in (made_by, taken_by.get(i)) if name]
-        # An operand may be named after something else, such as the loop that computes it: the
+        candidates = [operations(name) for name in (made_by, taken_by.get(i)) if name]
+        # An operand may be named after something else, such as the loop that computes it, so the
         # first name that shares an operation with the collective is the right one.
-        shared = (names for names in known if not {*names}.isdisjoint(merged))
-        operations_of.append(next(shared, known[0] if known else merged))
+        shared = (names for names in candidates if not {*names}.isdisjoint(merged))
+        operations_of.append(next(shared, candidates[0] if candidates else merged))
     return operations_of
 
 
@@ -211,8 +223,9 @@ def _dims_before_bitcasts(
         %tiles = f32[8,128] bitcast(f32[1024] %x)
         %sum = f32[8,128] all-reduce(%tiles)          an array of the shape (1024,)
 
-    So if the only operand is a bitcast, and has the shape of the result, the shape in front of the
-    bitcast counts. ``by_name`` has the instructions of the same computation.
+    If the only operand is a bitcast with the shape of the result, this function therefore returns
+    the shape in front of the bitcast, here ``(1024,)``. ``by_name`` has the instructions of the
+    same computation.
     """
     dims = [array.dims for array in collective.results]
     if len(collective.operand_names) != 1 or len(dims) != 1:
@@ -227,9 +240,10 @@ def _dims_before_bitcasts(
 def rows_of_inputs(module: Module, rows: Sequence[ParameterRow]) -> dict[int, ParameterRow]:
     """Finds the row of each parameter of a program, by the number of the parameter.
 
-    They are in the order of the rows if each is one array of the shape of its row's shard, and none
-    has the name of another row. JAX names a parameter after the path, but the TPU compiler may
-    rename it. Otherwise those are known that have kept the path as their name.
+    Parameters are in the order of the rows if each parameter is one array of the shape of its row's
+    shard, and if no parameter has the name of another row. JAX names a parameter after the path,
+    but the TPU compiler may rename it. If the order does not fit, only the parameters that have
+    kept the path as their name are found.
     """
     by_path = {row.path: row for row in rows}
     inputs = module.parameters
@@ -251,7 +265,8 @@ class _Variables:
         self.paths: set[str] = set()
         self.states: set[str] = set()  # the paths of Variables that are not parameters
         self.modules: set[str] = set()  # the paths of all modules that contain them
-        # The rows that may have gradients: of the program (None), and of each module.
+        # The rows that may have gradients, by the path of a module that has them. The key None
+        # has the rows of the whole program.
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
@@ -260,36 +275,41 @@ class _Variables:
             if row.role in ("optimizer state", "state"):
                 self.states.add(row.path)
                 continue
-            # A Variable may be in lists and dicts of its module, as ``model.up.scales[0]`` is of
-            # ``model.up``, but in no module in it: a dot after the path is that of another module.
+            # A module owns the Variables in its lists and dicts: ``model.up`` has
+            # ``model.up.scales[0]``. It does not own those of a module inside it: a further
+            # dot in the path, behind the module's attribute, is that of a module inside.
             own = [path for path in outer if "." not in row.path[len(path) + 1 :]]
             for key in (None, *own):
                 self._rows.setdefault(key, []).append(row)
 
     def with_part(
-        self, modules: Iterable[str | None], dims: Sequence[int], lengths: Collection[int | None]
+        self,
+        modules: Iterable[str | None],
+        dims: Sequence[int],
+        trip_counts: Collection[int | None],
     ) -> set[str]:
         """Finds Variables of modules that can have a part of this shape, no smaller than a shard.
 
         Args:
           modules: the paths of modules; among these, None stands for all Variables of the program.
           dims: the shape of the part.
-          lengths: how often the loops run in which the part is made. A loop over layers takes one
-            from the first dimension.
+          trip_counts: how often each loop around the part runs. A loop over layers takes one layer
+            from the first dimension in each run.
 
         Returns:
           The paths of the Variables; empty without any.
         """
         if not dims:
             return set()
-        # Without dimensions of size 1, which `vmap` and loops over one leave.
-        long = tuple(size for size in dims if size > 1)
+        # Dimensions of size 1 do not count, because `vmap` and loops over one layer leave them.
+        long_dims = tuple(size for size in dims if size > 1)
         # Gradients of products may be transposed. Five dimensions have too many orders to try.
-        orders = itertools.permutations(long) if 1 < len(long) < 5 else [long]
+        has_few_orders = 1 < len(long_dims) < 5
+        orders = itertools.permutations(long_dims) if has_few_orders else [long_dims]
         rows = [row for module in modules for row in self._rows.get(module, ())]
         for order in orders:
-            paths = {row.path for row in rows if _can_have_part(row, order, lengths)}
-            if paths:  # the order of the dimensions that fits first
+            paths = {row.path for row in rows if _can_have_part(row, order, trip_counts)}
+            if paths:  # The first order that fits decides.
                 return paths
         return set()
 
@@ -298,39 +318,44 @@ class _Dimension(NamedTuple):
     """A dimension of an argument."""
 
     size: int
-    shard: int  # its size on one device
+    shard: int  # the size of the dimension on one device
 
 
-def _can_have_part(row: ParameterRow, dims: Sequence[int], lengths: Collection[int | None]) -> bool:
+def _can_have_part(
+    row: ParameterRow, dims: Sequence[int], trip_counts: Collection[int | None]
+) -> bool:
     """Tells whether an array of these dimensions can be a part of a Variable, or one layer of it.
 
-    A Variable of shape (12, 8, 16), with shards of (3, 8, 4), holds kernels of 12 layers. It has
-    the part (3, 8, 16), for example; in a loop of 12 runs (8, 16); and so in a pipeline of 4 stages
-    in a loop of 3 runs inside of the loop over ticks.
+    A Variable of shape (12, 8, 16), with shards of (3, 8, 4), holds kernels of 12 layers. An array
+    of shape (3, 8, 16), for example, can be a part of it. An array of shape (8, 16) can be one
+    layer of it in a loop of 12 runs over the layers. In a pipeline of 4 stages, it can be one layer
+    in a loop of 3 runs over the layers of a stage, which is inside of the loop over ticks.
 
     Args:
       row: the Variable.
       dims: the dimensions of the array, without those of size 1.
-      lengths: how often the loops run in which the array is made.
+      trip_counts: how often each loop around the array runs, with one entry for each loop; None
+        for a loop of unknown length.
     """
     dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
     if dimensions:
         layers, layers_of_stage = dimensions[0]
-        # The loop over the layers of a stage is inside the loop over ticks, so there are two.
-        is_in_stage = len(lengths) > 1 and layers_of_stage in lengths
-        if layers in lengths or is_in_stage:  # the loop takes one layer in each run
+        # The loop over the layers of a stage is inside the loop over ticks, so there are two loops
+        # at least. A single loop of this length is not over the layers of a stage.
+        is_in_stage = len(trip_counts) > 1 and layers_of_stage in trip_counts
+        if layers in trip_counts or is_in_stage:  # The loop takes one layer in each run.
             del dimensions[0]
-    whole = [dimension for dimension in dimensions if dimension.size > 1]
-    # A stage of one layer needs no loop: of (4, 8, 16) with shards of (1, 8, 4), a device has an
-    # array of (8, 16) or (8, 4).
-    of_device = [dimension for dimension in whole if dimension.shard > 1]
-    return _is_part(dims, whole) or _is_part(dims, of_device)
+    long_dimensions = [dimension for dimension in dimensions if dimension.size > 1]
+    # A stage of one layer needs no loop: for a Variable of (4, 8, 16) with shards of (1, 8, 4), a
+    # device has an array of (8, 16) or (8, 4), so dimensions whose shard has size 1 may be missing.
+    dimensions_in_shard = [dimension for dimension in long_dimensions if dimension.shard > 1]
+    return _is_part(dims, long_dimensions) or _is_part(dims, dimensions_in_shard)
 
 
 def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
     """Tells whether an array of the shape ``dims`` can be one or several shards of a larger one.
 
-    Of (8, 16) with shards of (2, 16) these are (2, 16), (4, 16) and (8, 16).
+    An array of (8, 16) with shards of (2, 16) has the parts (2, 16), (4, 16) and (8, 16).
     """
     return len(dims) == len(dimensions) and all(
         part and dimension.size % part == 0 and part % dimension.shard == 0
@@ -338,9 +363,10 @@ def _is_part(dims: Sequence[int], dimensions: Sequence[_Dimension]) -> bool:
     )
 
 
-# Opcodes of operations that pass on the elements that they are given.
+# Opcodes of operations that pass on the elements of their operands unchanged.
 _SAME = REARRANGING | {"convert", "get-tuple-element", "parameter", "tuple"}
-# Opcodes of operations that compute each element from the elements there, as optimizers do.
+# Opcodes of operations that compute each element from the operands' elements at the same position,
+# as optimizers do.
 _BY_ELEMENT = ELEMENTWISE | TRANSCENDENTAL | {"broadcast", "constant"}
 _UNKNOWN = {"unknown"}  # stands for the opcodes of a computation that is not in the text
 
@@ -353,7 +379,8 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
       updated: the path of the Variable that each array of its result updates, or None.
 
     Returns:
-      By the name of each such instruction the paths among ``updated`` that its value goes to.
+      A dict: the name of each such instruction → the paths among ``updated`` that its value goes
+      to. The paths are empty if the program returns the value, but updates no Variable with it.
     """
     # The instruction whose result the program returns: a tuple, or a single array.
     root = module.roots.get(module.entry.name) if module.entry else None
@@ -362,21 +389,24 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     by_name = module.within[module.entry.name]
     opcodes_in = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
     results = root.operand_names if root.opcode == "tuple" else (root.name,)
-    paths = updated if len(updated) == len(results) else [None] * len(results)  # unknown otherwise
-    # Names of instructions to look at, each with the Variable that its value goes to; None if it is
-    # returned as something else.
+    # Without one path for each result, it is unknown which Variables the results update.
+    paths = updated if len(updated) == len(results) else [None] * len(results)
+    # The names of instructions still to look at, each with the path of the Variable that its value
+    # goes to; None if the program returns the value as something else.
     pending: list[tuple[str, str | None]] = [*zip(results, paths, strict=True)]
     returned: dict[str, tuple[str, ...]] = {}
     while pending:
         name, path = pending.pop()
-        if name not in by_name:  # damaged text may lack it
+        if name not in by_name:  # Damaged text may lack the instruction.
             continue
-        known = returned.get(name)
-        if known is not None and (path is None or path in known):  # it was looked at
+        known_paths = returned.get(name)
+        # Skips what was looked at before, so that instructions with several users, and cycles in
+        # damaged text, are followed once for each path.
+        if known_paths is not None and (path is None or path in known_paths):
             continue
-        returned[name] = (*(known or ()), *(() if path is None else (path,)))
+        returned[name] = (*(known_paths or ()), *(() if path is None else (path,)))
         instruction = by_name[name]
-        # What it does; for a fusion or a call, what the instructions inside do.
+        # The opcode of the instruction; a fusion or a call adds those of the instructions inside.
         inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
         opcodes = {instruction.opcode}.union(*inside) - {"fusion"}
         operands = [by_name[x] for x in instruction.operand_names if x in by_name]
@@ -384,7 +414,7 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
         if instruction.opcode.endswith("-done") or opcodes <= _SAME:
             pending += [(operand.name, path) for operand in operands]
         elif path is not None and opcodes <= _SAME | _BY_ELEMENT:
-            # An update by element, such as of an optimizer: from operands of the same shape.
+            # An update by element, as an optimizer makes it, comes from operands of its own shape.
             dims = _dims_of(instruction)
             pending += [(operand.name, path) for operand in operands if _dims_of(operand) == dims]
     return returned
@@ -395,37 +425,40 @@ def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
     return [shape.dims for shape in arrays(instruction.shape)]
 
 
-# Values from the initial value of a loop back to constants: counters and zeros need few.
+# The most values to look at between the initial value of a loop and constants. Counters and zeros
+# need few.
 _MAX_STEPS = 64
 
 
 class Origins:
-    """Finds the arguments from which values are computed; some of these are Variables.
+    """Finds the arguments from which values are computed; some of the arguments are Variables.
 
-    What is found of arguments that are not Variables is kept for the next values.
+    Values that are computed from an argument which is not a Variable are kept between calls.
 
     Args:
       module: the program.
       arguments: the names of its arguments, by their numbers.
-      variables: the names of those that are in Variables.
+      variables: the names of the arguments that are in Variables.
     """
 
     def __init__(self, module: Module, arguments: Mapping[int, str], variables: Collection[str]):
         self._module = module
         self._arguments, self._variables = arguments, variables
-        # Values that are known to be computed from an argument that is not a Variable. One such
-        # argument is enough to know that a collective does not move Variables, so that a search
-        # ends there, and most end soon.
+        # Each value known to be computed from an argument that is not a Variable → the name of that
+        # argument. One such argument shows that a collective does not move Variables alone, so a
+        # search ends there, and most searches end soon.
         self._others: dict[Value, str] = {}
 
     def of(self, value: Value) -> frozenset[str]:
         """Returns the names of the arguments from which a value is computed.
 
-        If they are Variables only, all of them; otherwise just the first other one. Callers only
-        ask whether there is any, so the search back from the value ends there.
+        If all these arguments are Variables, it returns all their names. Otherwise it returns only
+        the name of the first argument found that is not a Variable: callers only ask whether there
+        is one, so the search back from the value ends there.
         """
         names: set[str] = set()
-        # Each value that was reached → the one computed from it, on the way back to the start.
+        # Each value reached so far → the value computed from it, from which the search came. The
+        # start has None.
         user_of: dict[Value, Value | None] = {value: None}
         pending = [value]
         while pending:
@@ -433,10 +466,11 @@ class Origins:
             name = self._others.get(value)
             number = self._module.argument(value)
             if name is None and number is not None:
-                name = self._arguments.get(number, value.name)  # always there but in damaged text
+                name = self._arguments.get(number, value.name)  # Only damaged text lacks it.
             if name is not None and name not in self._variables:
                 user: Value | None = value
-                while user is not None:  # all values on the way here are computed from it, too
+                # All values on the way from the start to the argument are computed from it, too.
+                while user is not None:
                     self._others[user], user = name, user_of[user]
                 return frozenset([name])
             if name is not None:
@@ -451,8 +485,9 @@ class Origins:
         """Tells whether a value is a partial result of a product with a parameter.
 
         The search goes back to the last products before the value. It does not go past a ``reduce``
-        or ``scatter``: the gradient of a bias, for example, sums activations over the batch, which
-        may be products with a parameter, but is none itself.
+        or ``scatter``, because a sum of products with a parameter may be a gradient: that of a
+        bias, for example, sums activations over the batch. These activations may be products with a
+        parameter.
         """
 
         def is_one_of(x: Value, *opcodes: str) -> bool:
@@ -468,7 +503,7 @@ class Origins:
         return any(self.are_variables(self.of(factor)) for factor in factors)
 
     def are_variables(self, names: frozenset[str]) -> bool:
-        """Tells whether these arguments are Variables only, and at least one."""
+        """Tells whether all these arguments are Variables; False for no arguments."""
         return bool(names) and names <= {*self._variables}
 
     def _computed_from(self, value: Value) -> list[Value]:
@@ -476,16 +511,20 @@ class Origins:
         instruction = self._module.maker(value)
         if instruction is None:
             return []
-        passed = self._module.passed(value)  # the values that it is an unchanged copy of
+        # The values of which ``value`` is an unchanged copy.
+        passed = self._module.passed(value)
         if passed and instruction.opcode == "parameter":
-            # It is passed by the callers of its computation; the body of a loop has only one.
+            # The callers of a computation pass its parameters. The first caller decides, because
+            # the body of a loop has only one.
             caller = self._module.callers[value.computation][0].instruction
             if caller.opcode == "while":
-                # A loop carry is its initial value; or, where that is a constant to be overwritten,
-                # such as zeros for the outputs of a scan, what the loop computes.
-                initial, *after = passed
-                return after if self._is_constant(initial) else [initial]
-        if passed:  # a fusion, for example: the root inside says more than its operands
+                # A loop carry counts as computed from its initial value. If that is a constant to
+                # be overwritten, such as zeros for the outputs of a scan, it counts as computed
+                # from what the body returns.
+                initial, *returned_by_body = passed
+                return returned_by_body if self._is_constant(initial) else [initial]
+        # For a fusion, for example, the root inside says more than the operands of the fusion.
+        if passed:
             return passed
         operands = self._module.operands(value)
         # A collective of several arrays makes a tuple, with one item for each operand.
@@ -497,11 +536,11 @@ class Origins:
     def _is_constant(self, value: Value) -> bool:
         """Tells whether a value is computed from constants only.
 
-        If it takes too many steps to find out, it counts as not constant.
+        A value counts as not constant if `_MAX_STEPS` steps are not enough to find out.
         """
 
         def computed_from(x: Value) -> list[Value]:
-            # What passes a value on, such as a fusion, is followed to what it passes.
+            # An instruction that passes a value on, such as a fusion, leads to the passed value.
             return self._module.passed(x) or self._module.operands(x)
 
         values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]
