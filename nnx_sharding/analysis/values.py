@@ -8,18 +8,20 @@ one step back through what passes arrays on unchanged:
     while                            the initial value, and what its body returns
     fusion, call, conditional        the root of what it calls
 
-A loop whose condition compares a counter with a constant, and whose body adds one, has a known
-length (`_Counter`), also where XLA has not noted it. A counter is followed as a `_Number`, a
-constant or "what the loop carries there, plus a constant":
+The length of a loop is known (`_Counter`), even if XLA has not noted it, if its condition compares
+a counter with a constant, and if its body adds a constant to the counter. A counter is followed as
+a `_Number`: a constant, or "what the loop carries there, plus a constant":
 
     while (i, x)   condition: i + 0 < 10   body returns: (i + 1, …)   → 10 runs from i = 0
 
-*Carried* is a part of the tuple of a loop, ``Value(home, loop, (0,))`` for ``i``, at the start of
-a run. It is the initial value, then what the body returns at that index.
+*Carried* means a part of the tuple of a loop at the start of a run: ``Value(home, loop, (0,))`` for
+``i``. In the first run, a carried value is the initial value; later it is what the body returned
+at that index.
 
-An index leads into nested tuples: of (a, (b, c)), (1, 0) is b, and () is the whole tuple. The
-*root* of a computation is the instruction whose result it returns. Text that is damaged may lack
-instructions, or have cycles; then less is known.
+An index leads into nested tuples: in (a, (b, c)), the index (1, 0) means b, and () means the whole
+tuple. The *root* of a computation is the instruction whose result it returns. The *home* of an
+instruction is the computation that it is in. Damaged text may lack instructions, or have cycles:
+functions then return less, but do not raise.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ T = TypeVar("T")
 def reached(start: T, following: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """Yields a node and all that can be reached from it, each once, depth-first.
 
-    ``following`` returns the next nodes of one.
+    ``following`` returns the nodes that lie one step behind a node.
     """
     pending, seen = [start], {start}
     while pending:
@@ -54,15 +56,16 @@ class Value(NamedTuple):
     """An array: what an instruction makes, or the part of a tuple at an index."""
 
     computation: str  # the name of the computation that the instruction is in
-    name: str  # of the instruction
-    index: tuple[int, ...] = ()  # type: ignore[assignment]  # it hides a method of tuples
+    name: str  # the name of the instruction
+    # The field hides the method `index` of tuples, so mypy has to be told to ignore it.
+    index: tuple[int, ...] = ()  # type: ignore[assignment]
 
 
 class Call(NamedTuple):
     """One computation that an instruction runs."""
 
     instruction: Instruction
-    attribute: str  # that names the computation, such as ``body``
+    attribute: str  # the attribute that names the computation, such as ``body``
     callee: str  # the name of the computation
 
 
@@ -77,7 +80,7 @@ class User(NamedTuple):
     """An instruction that uses the result of another one."""
 
     instruction: Instruction
-    number: int  # of the operand
+    number: int  # the position among the user's operands
 
 
 class Values:
@@ -122,11 +125,12 @@ class Values:
         return dict(callers)
 
     def around(self, name: str) -> Iterator[Located]:
-        """Yields the instruction that calls a computation, the caller of that, and so on.
+        """Yields the instruction that calls a computation, the caller of its home, and so on.
 
-        The last one is in the entry computation.
+        The last caller is in the entry computation. If several instructions call a computation,
+        only the last one in the text counts.
         """
-        seen = {""}  # damaged text may have cycles
+        seen = {""}  # Ends the search in damaged text, which may have cycles.
         while name in self.callers.keys() - seen:
             seen.add(name)
             caller = self.callers[name][-1]
@@ -143,7 +147,10 @@ class Values:
 
     @functools.cached_property
     def homes(self) -> Mapping[str, str]:
-        """The computation of each instruction, by its name, which compilers make unique."""
+        """The name of the home of each instruction, by the instruction's name.
+
+        Names of instructions are enough as keys because compilers make them unique.
+        """
         return {op.name: name for name, ops in self.within.items() for op in ops.values()}
 
     @functools.cached_property
@@ -153,7 +160,7 @@ class Values:
 
     @functools.cached_property
     def users(self) -> Mapping[str, Mapping[str, list[User]]]:
-        """The users of each instruction, by the names of its computation and its own.
+        """The users of each instruction: name of its home → its own name → users.
 
         ``users["main"]["x"]`` has ``User(add, 1)`` for ``%add = f32[8] add(%y, %x)`` in ``main``.
         """
@@ -177,10 +184,10 @@ class Values:
     def passed(self, value: Value) -> list[Value]:
         """Returns the values that a value is an unchanged copy of.
 
-        It is the operand of what only passes arrays on, or what a called computation returns. There
-        are several if the value may be a copy of either: of what a loop carries, the initial value
-        and what its body returns; of a parameter, what each caller gives. Empty for a value that an
-        instruction computes.
+        For an instruction that only passes arrays on, this is an operand, or what a called
+        computation returns. For what a loop carries, the list has two values: the initial value,
+        and what the body returns. For the parameter of a computation, it has what each caller
+        gives. The list is empty for a value that an instruction computes.
         """
         maker = self.maker(value)
         home, index = value.computation, value.index
@@ -188,7 +195,7 @@ class Values:
             return []
         match maker.opcode:
             case "parameter":
-                number = maker.number or 0  # always there, but in damaged text
+                number = maker.number or 0  # Only damaged text lacks the number.
                 given = [
                     self._given(caller, home=outer.name, callee=home, number=number, index=index)
                     for outer, caller in self.callers.get(home, ())
@@ -196,10 +203,11 @@ class Values:
                 return [*itertools.chain(*given)]
             case "tuple" if not index:
                 return self.operands(value)
-            case "tuple":  # part (2, 1) of a tuple is part (1,) of its operand 2
+            case "tuple":  # Part (2, 1) of a tuple is part (1,) of its operand 2.
                 number, *inner_index = index
                 return self._operand(maker, home=home, number=number, index=tuple(inner_index))
-            case "get-tuple-element" if maker.tuple_index is not None:  # the other way round
+            case "get-tuple-element" if maker.tuple_index is not None:
+                # Part (1,) of the item 2 of a tuple is part (2, 1) of the tuple.
                 outer_index = (maker.tuple_index, *index)
                 return self._operand(maker, home=home, number=0, index=outer_index)
             case "get-tuple-element" | "opt-barrier" | "optimization-barrier":
@@ -209,8 +217,8 @@ class Values:
             case "call" | "fusion" | "conditional":
                 return self._returned(maker.callees, index)
             case "async-start":
-                # It makes a tuple of operands and results, ((x,), (a, b), …), so its part (1, 0) is
-                # part (0,) of what the computation returns.
+                # An async-start makes a tuple of operands and results, ((x,), (a, b), …), so part
+                # (1, 0) of this tuple is part (0,) of what the computation returns.
                 return self._returned(maker.callees, index[-1:])
         return []
 
@@ -222,7 +230,7 @@ class Values:
         Args:
           instruction: the instruction.
           home: the computation that it is in.
-          number: that of the operand.
+          number: the position of the operand.
           index: which part of the operand; () for all of it.
         """
         names = instruction.operand_names
@@ -239,28 +247,29 @@ class Values:
     ) -> list[Value]:
         """Lists what an instruction gives to a parameter of a computation that it calls.
 
-        One value, but two for what a loop carries, and none if it applies the computation to
-        elements, as a ``reduce`` does.
+        A loop gives two values: the initial value, and what its body returns. An instruction that
+        applies the computation to elements, such as a ``reduce``, gives none. Others give one.
 
         Args:
           caller: the instruction.
           home: the computation that it is in.
           callee: the computation that it calls.
-          number: which parameter of that.
+          number: which parameter of the callee.
           index: which part of the parameter.
         """
         if caller.opcode == "while":
             return self._carried(caller, home=home, index=index)
         if caller.opcode == "conditional":
-            # Operands are the predicate, then one for each branch, which has one parameter. If two
-            # branches are the same computation, the operand of the first one is followed.
+            # The operands of a conditional are the predicate, then one operand for each branch. A
+            # branch has one parameter. If two branches are the same computation, the operand of the
+            # first branch is followed.
             number = 1 + caller.callees.index(callee)
         elif caller.opcode not in ("call", "fusion", "async-start"):
             return []
         return self._operand(caller, home=home, number=number, index=index)
 
     def _carried(self, loop: Instruction, *, home: str, index: tuple[int, ...]) -> list[Value]:
-        """Lists the initial value of what a loop carries at an index, and what its body returns.
+        """Lists two values at an index of a loop's tuple: the initial one, and the body's result.
 
         ``home`` is the computation that the loop is in.
         """
@@ -273,7 +282,8 @@ class Values:
         return [Value(name, self.roots[name].name, index) for name in names if name in self.roots]
 
 
-_MAX_DEPTH = 200  # of steps from a value to a constant; more are in damaged text
+# The most steps from a value to a constant. Only damaged text has more.
+_MAX_DEPTH = 200
 
 
 class _Number(NamedTuple):
@@ -294,13 +304,14 @@ def trip_counts(values: Values) -> dict[str, int]:
 class _Counter:
     """Follows what the condition of a loop compares, and what its body adds, to constants.
 
-    ``count`` is for a whole loop. ``_number`` follows one value, ``_fixed`` makes an integer of
-    what that returns, and ``_carried`` follows the two values of what a loop carries.
+    ``count`` counts the runs of a loop. ``_number`` follows one value to a `_Number`, ``_fixed``
+    turns a `_Number` into an integer, and ``_carried`` follows the initial value and the body's
+    result of what a loop carries.
     """
 
     def __init__(self, values: Values):
         self._values = values
-        self._known: dict[Value, _Number | None] = {}  # what ``_number`` has returned
+        self._numbers: dict[Value, _Number | None] = {}  # the results of ``_number``
 
     def count(self, loop: Instruction, home: str) -> int | None:
         """Returns how often the body of a loop runs; None if it is unknown.
@@ -310,73 +321,77 @@ class _Counter:
         computation that the loop is in.
         """
         condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
-        if loop.trip_count is not None or condition is None:  # XLA has noted it
+        if loop.trip_count is not None or condition is None:  # XLA has noted the trip count.
             return loop.trip_count
-        # Back from what the condition returns to the comparison: into a fusion, and past copies.
+        # The search goes back from what the condition returns to the comparison: into a fusion, and
+        # past copies.
         test = Value(dict(loop.calls)["condition"], condition.name)
         for _ in range(_MAX_DEPTH):
             maker = self._values.maker(test)
             if maker is None or maker.opcode not in ("fusion", *_COPIES):
                 break
             sources = self._values.passed(test) or self._values.operands(test)
-            if not sources:  # in damaged text
+            if not sources:  # Damaged text lacks the sources.
                 return None
             test = sources[0]
         if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
             return None
-        compared, other = map(self._number, self._values.operands(test))
-        # The counter changes, so the other one of the two numbers is the limit.
-        direction, limit = maker.attributes.get("direction", ""), self._fixed(other)
-        if limit is None:  # the limit is on the left: `limit > counter` is `counter < limit`
-            compared, limit = other, self._fixed(compared)
+        left, right = map(self._number, self._values.operands(test))
+        # The counter changes, so the number that is fixed is the limit. `compared` is the other
+        # number, which depends on the counter.
+        compared, limit = left, self._fixed(right)
+        direction = maker.attributes.get("direction", "")
+        if limit is None:  # The limit is on the left: `limit > counter` is `counter < limit`.
+            compared, limit = right, self._fixed(left)
             direction = _MIRRORED.get(direction, direction)
         if limit is None or compared is None or compared.carried is None:
             return None
-        counter = compared.carried  # what is compared is `counter + compared.plus`
-        if (counter.computation, counter.name) != (home, loop.name):  # another loop carries it
+        counter = compared.carried  # The condition compares `counter + compared.plus`.
+        if (counter.computation, counter.name) != (home, loop.name):  # Another loop carries it.
             return None
-        initial, after = self._carried(counter)
+        initial, after_run = self._carried(counter)
         first = self._fixed(initial)
-        if first is None or after is None or after.carried != counter:
+        if first is None or after_run is None or after_run.carried != counter:
             return None
-        # The body returns `counter + after.plus`, which is the step.
-        return _runs(limit - first - compared.plus, step=after.plus, direction=direction)
+        # The body returns `counter + after_run.plus`, so `after_run.plus` is the step.
+        return _runs(limit - first - compared.plus, step=after_run.plus, direction=direction)
 
     def _fixed(self, number: _Number | None) -> int | None:
         """Returns a number as an integer; None if it is unknown, or if a loop changes it.
 
-        What the body of a loop hands on unchanged is its initial value, which may be carried by a
-        loop around this one; each step leads further out.
+        If the body of a loop returns a carried value unchanged, the value is the initial value. A
+        loop around this one may carry that in turn. The recursion ends because each call follows a
+        value of a loop further out.
         """
         if number is None:
             return None
         if number.carried is None:
             return number.plus
-        initial, after = self._carried(number.carried)
-        is_unchanged = after == _Number(
-            number.carried, plus=0
-        )  # the body returns what it was given
+        initial, after_run = self._carried(number.carried)
+        is_unchanged = after_run == _Number(number.carried, plus=0)
         first = self._fixed(initial) if is_unchanged else None
         return None if first is None else first + number.plus
 
     def _carried(self, value: Value) -> Sequence[_Number | None]:
-        """Follows both values of what a loop carries: the initial one, and that after a run.
+        """Returns two numbers for what a loop carries: the initial one, and the one after a run.
 
         ``value`` is a part of the tuple of a loop. A number is None if it is unknown.
         """
         numbers = [*map(self._number, self._values.passed(value))]
-        return numbers if len(numbers) == 2 else (None, None)  # where text is damaged
+        # Damaged text may lack one of the two values.
+        return numbers if len(numbers) == 2 else (None, None)
 
     def _number(self, value: Value, depth: int = 0) -> _Number | None:
-        """Returns a value as a number, and keeps it; None if it is unknown.
+        """Returns a value as a number, and keeps the result; None if the number is unknown.
 
-        ``depth`` counts the calls of this function within each other. A value at which the search
-        is given up, so that Python's stack does not overflow, is unknown from then on.
+        ``depth`` counts the calls of this function within each other. At ``_MAX_DEPTH`` the search
+        gives up, so that Python's stack does not overflow, and the value stays unknown.
         """
-        if value not in self._known:
-            self._known[value] = None  # where text is damaged, it may be computed from itself
-            self._known[value] = self._computed(value, depth) if depth < _MAX_DEPTH else None
-        return self._known[value]
+        if value not in self._numbers:
+            # In damaged text, a value may be computed from itself: the recursion then finds None.
+            self._numbers[value] = None
+            self._numbers[value] = self._computed(value, depth) if depth < _MAX_DEPTH else None
+        return self._numbers[value]
 
     def _computed(self, value: Value, depth: int) -> _Number | None:
         """Follows a value to a number, by the instruction that makes it; None if it is unknown.
@@ -392,17 +407,19 @@ class _Counter:
             return _Number(carried=None, plus=int(literal)) if is_integer else None
         callers = values.callers.get(value.computation, ())
         loops = [(home, caller) for home, caller in callers if caller.opcode == "while"]
-        if maker.opcode == "parameter" and loops:  # of a body or a condition, which one loop has
+        if maker.opcode == "parameter" and loops:
+            # A body or a condition belongs to one loop, so the first caller is the only one.
             home, loop = loops[0]
             return _Number(carried=Value(home.name, loop.name, value.index), plus=0)
-        if maker.opcode == "while":  # after a loop, what that has not changed is known
+        if maker.opcode == "while":
+            # The value is the result of a loop: a number is known if the loop has not changed it.
             fixed = self._fixed(_Number(carried=value, plus=0))
             return None if fixed is None else _Number(carried=None, plus=fixed)
         if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
             return _ARITHMETIC[maker.opcode](first, second) if first and second else None
-        # What it is a copy of. If there are several, such as what each of the callers gives, it is
-        # known if they are the same number.
+        # The values of which this value may be a copy. If there are several, such as what each of
+        # the callers gives, the number is known if all of them are the same number.
         copied = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
         numbers = {self._number(x, depth + 1) for x in copied}
         return numbers.pop() if len(numbers) == 1 else None
@@ -443,7 +460,7 @@ def _runs(distance: int, *, step: int, direction: str) -> int | None:
     """
     if not step:
         return None
-    if step < 0:  # counting down to a limit is counting up to its negative
+    if step < 0:  # Counting down to a limit is counting up to its negative.
         step, distance = -step, -distance
         direction = _MIRRORED.get(direction, direction)
     if direction == "NE":
@@ -452,4 +469,4 @@ def _runs(distance: int, *, step: int, direction: str) -> int | None:
         return max(0, -(-distance // step))  # rounded up
     if direction == "LE":
         return max(0, distance // step + 1)
-    return None  # `counter > limit` stays true while the counter grows
+    return None  # `counter > limit` stays true while the counter grows.
