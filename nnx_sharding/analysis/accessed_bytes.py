@@ -1,20 +1,22 @@
 """The bytes that single instructions read and write; for TPUs, in main memory.
 
-They are those of operands and results. Slices, gathers, and updates and scatters in place count
-what they touch, also in a fusion, as far as nothing else in it uses the operand (`_bytes_read`):
+An instruction reads its operands and writes its results. Slices, gathers, scatters and updates in
+place count only the bytes that they touch. Inside a fusion they count likewise, if no other
+instruction in the fusion uses the operand (`_bytes_read`):
 
     %y = f32[2,8] dynamic-slice(f32[64,8] %x, …)               reads 64 B of %x, writes 64 B
     %z = f32[64,8] dynamic-update-slice(f32[64,8] %x, %y, …)   reads 64 B of %y, writes 64 B
 
 From other modules:
 
-    Module        the HLO program. By the name of a computation, ``within`` are its instructions,
-                  ``roots`` the one whose result it returns; ``fused`` is what a fusion runs
+    Module        the HLO program. By the name of a computation, ``within`` has its instructions,
+                  and ``roots`` the instruction whose result it returns. ``fused(instruction)`` is
+                  the computation that a fusion runs; None for other instructions
     Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``target`` (what
                   a custom call calls)
     Operands      for each operand the shapes of its arrays, mostly one
-    base          an opcode without ``-start``, ``-update`` (of an asynchronous operation that goes
-                  on) and ``-done``
+    base          an opcode without ``-start``, ``-done``, and ``-update`` (a step between these
+                  two)
     total_bytes   the bytes of several arrays, without padding
 """
 
@@ -29,8 +31,9 @@ from .hlo import Module
 from .instructions import Computation, Instruction, Operands, Shape, operands_of, total_bytes
 from .opcodes import SLICES, base
 
-_HOST = 5  # the memory space of the host in layouts, as XLA numbers it
-# How the TPU compiler reads and writes complex and 64-bit numbers, as two arrays of half the width.
+_HOST = 5  # the number that XLA gives to the memory space of the host in layouts
+# Custom calls by which the TPU compiler reads and writes complex and 64-bit numbers as two arrays
+# of half the width.
 HALVES = {"X64Combine", "X64SplitHigh", "X64SplitLow"}
 
 
@@ -39,7 +42,8 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
 
     ``module`` is the program, ``operands`` are the shapes of what the instruction takes.
     """
-    if instruction.opcode.endswith(("-done", "-update")):  # asynchronous: the start counted them
+    # The start of an asynchronous operation has counted the bytes.
+    if instruction.opcode.endswith(("-done", "-update")):
         return 0
     opcode = base(instruction.opcode)
     sizes: Sequence[int | None] = [None] * len(operands)  # None: all of the operand is read
@@ -47,11 +51,13 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
         sizes = _bytes_read(instruction, operands, module)
     read = sum(
         counted_bytes(arrays, module, at_most=size)
-        for arrays, size in zip(operands, sizes, strict=False)  # damaged text may lack operands
+        # `strict=False` because damaged text may lack operands.
+        for arrays, size in zip(operands, sizes, strict=False)
     )
-    # What a send makes is the array that it was given, and a token.
+    # A send returns the array that it was given, and a token, so it writes nothing.
     written = _bytes_written(instruction, operands, module) if opcode != "send" else []
-    # The last result of cuBLAS and cuDNN, unless there is only one, is memory to work in.
+    # If a call of cuBLAS or cuDNN has several results, the last one is its workspace, which is no
+    # result of the operation.
     is_call = instruction.opcode == "custom-call"
     if is_call and instruction.target.startswith(("__cublas$", "__cudnn$")) and len(written) > 1:
         written = written[:-1]
@@ -59,15 +65,17 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
 
 
 def counted_bytes(shapes: Iterable[Shape], module: Module, at_most: int | None = None) -> int:
-    """Sums the bytes of arrays, for TPUs of those in main memory; no more than ``at_most``.
+    """Sums the bytes of arrays; for TPUs, only of arrays in main memory. At most ``at_most``.
 
-    Layouts number the main memory of a TPU 0, and its vector memory and the host otherwise.
+    In layouts, memory space 0 is the main memory of a TPU. Its vector memory and the host have
+    other numbers.
     """
     size = sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
     return size if at_most is None else min(size, at_most)
 
 
-COPIES = SLICES | {"copy", "dynamic-update-slice"}  # which compute nothing
+# Opcodes of operations that copy elements, and compute nothing.
+COPIES = SLICES | {"copy", "dynamic-update-slice"}
 _GPU_CALLBACK = re.compile(r"xla_\w*python_gpu_callback")
 # Opcodes of operations that may read only a part of an operand.
 _READ_PARTS = SLICES | {"dynamic-update-slice", "fusion", "scatter", "custom-call"}
@@ -78,7 +86,8 @@ def _bytes_read(
 ) -> Sequence[int | None]:
     """Counts the bytes that an operation reads of each operand.
 
-    A fusion reads as much of an operand as the slices and updates in it, if nothing else uses it.
+    A fusion reads as much of an operand as the slices and updates in the fusion read, if no other
+    instruction in the fusion uses the operand.
 
     Args:
       instruction: the operation.
@@ -86,20 +95,24 @@ def _bytes_read(
       module: the program.
 
     Returns:
-      For each operand the bytes; None if all of it is read.
+      For each operand the bytes; None if all of the operand is read.
     """
     opcode = base(instruction.opcode)
     count = len(operands)
-    if opcode in SLICES:  # of an array, at indices that are too small to count
+    if opcode in SLICES:
+        # The operands are an array and indices. The indices are too small to count.
         sizes = [total_bytes(instruction.results), *[0] * (count - 1)]
-        return sizes[:count]  # damaged text may have no operands
-    if opcode == "dynamic-update-slice":  # of an array, with another: only the latter is read
+        return sizes[:count]  # Damaged text may have no operands.
+    if opcode == "dynamic-update-slice":
+        # The operands are an array, its update, and indices. Only the update is read.
         return [0, None, *[0] * (count - 2)][:count]
-    if opcode == "scatter":  # in place, too: n arrays, indices, and n updates
-        arrays = _bytes_read_by_scatter(instruction, operands, module)
-        return [*arrays, *[None] * (count // 2 + 1)]  # of indices and updates all is read
+    if opcode == "scatter":
+        # The operands are n arrays, which are updated in place, indices, and n updates. Indices and
+        # updates are read as a whole.
+        read_of_arrays = _bytes_read_by_scatter(instruction, operands, module)
+        return [*read_of_arrays, *[None] * (count // 2 + 1)]
     if instruction.target in HALVES:
-        # X64SplitLow, for example, returns half of the bytes of its operand, and reads no others.
+        # X64SplitLow, for example, returns half of the bytes of its operand, and reads only these.
         return [total_bytes(instruction.results)] * count
     callee = module.fused(instruction)
     return [None] * count if callee is None else _bytes_read_by_fusion(callee, count, module)
@@ -110,38 +123,40 @@ def _bytes_read_by_fusion(callee: Computation, count: int, module: Module) -> li
 
     Args:
       callee: the computation that the fusion runs.
-      count: the number of its operands.
+      count: the number of the fusion's operands.
       module: the program.
 
     Returns:
-      For each operand the bytes; None if all of it is read.
+      For each operand the bytes; None if all of the operand is read.
     """
-    read = Counter[int]()  # bytes, by the number of the operand
-    whole = set[int]()  # the operands that are read as a whole
-    # Name of an instruction that is an operand, perhaps in another shape → the operand's number.
+    read = Counter[int]()  # the bytes read, by the number of the operand
+    read_as_whole = set[int]()  # the numbers of the operands that are read as a whole
+    # Name of an instruction that returns an operand, perhaps in another shape → the operand's
+    # number.
     views: dict[str, int] = {}
     for user in callee.instructions:
         if user.opcode == "parameter" and user.number is not None:
             views[user.name] = user.number
             continue
-        # Position among its own operands → the number of the operand of the fusion.
+        # Position among the operands of ``user`` → number of the operand of the fusion.
         used = {i: views[name] for i, name in enumerate(user.operand_names) if name in views}
         if not used:
             continue
         is_view = user.opcode in ("bitcast", "fusion") and _is_view(user, module)
-        if is_view and not user.is_root:  # a view has one operand
-            views[user.name] = next(iter(used.values()))
-        elif is_view or base(user.opcode) not in _READ_PARTS:  # it returns or uses all of it
-            whole.update(used.values())
-        else:  # a slice or an update, for example
+        if is_view and not user.is_root:
+            views[user.name] = next(iter(used.values()))  # A view has one operand.
+        elif is_view or base(user.opcode) not in _READ_PARTS:
+            # A view that is the root returns all of the operand; other operations use all of it.
+            read_as_whole.update(used.values())
+        else:  # The user is a slice or an update, for example.
             sizes = _bytes_read(user, operands_of(user, module.within[callee.name]), module)
             for i, operand in used.items():
                 size = sizes[i]
                 if size is None:
-                    whole.add(operand)
+                    read_as_whole.add(operand)
                 else:
                     read[operand] += size
-    return [None if operand in whole else read[operand] for operand in range(count)]
+    return [None if operand in read_as_whole else read[operand] for operand in range(count)]
 
 
 def _bytes_read_by_scatter(
@@ -149,15 +164,15 @@ def _bytes_read_by_scatter(
 ) -> Sequence[int | None]:
     """Counts the bytes that a scatter reads of each array: as many as it writes, if it adds.
 
-    Its *combiner* is the computation that it applies to elements. The parameters of that are an
-    element of each array, then one of each update: 0 to n - 1, and n to 2n - 1. A combiner that
-    only assigns uses the updates alone, so that the scatter reads nothing of the arrays.
+    The *combiner* is the computation that a scatter applies to elements. The parameters 0 to n - 1
+    of the combiner are an element of each array, and n to 2n - 1 are an element of each update. A
+    combiner that only assigns uses the updates alone, so the scatter reads nothing of the arrays.
     """
-    update_bytes = _update_bytes_of_scatter(operands)  # by array
+    update_bytes = _update_bytes_of_scatter(operands)
     combiner = next(map(module.by_name.get, scatter.callees), None)
     if combiner is None:
         return update_bytes
-    # The numbers of the parameters that it uses. Only parameters have a number.
+    # The numbers of the parameters that the combiner uses. Only parameters have a number.
     parameters = {x.name: x.number for x in combiner.instructions if x.number is not None}
     used = {
         parameters[name]
@@ -166,18 +181,22 @@ def _bytes_read_by_scatter(
         if name in parameters
     }
     root = module.roots.get(combiner.name)
-    if root is not None and root.number is not None:  # it returns a parameter as it is
+    # A root with a number is a parameter, which the combiner returns unchanged.
+    if root is not None and root.number is not None:
         used.add(root.number)
     return [size if number in used else 0 for number, size in enumerate(update_bytes)]
 
 
 def _update_bytes_of_scatter(operands: Operands) -> list[int | None]:
-    """Counts the bytes of the update of each array; operands are n arrays, indices, n updates."""
+    """Counts the bytes of the update of each array of a scatter.
+
+    The operands are n arrays, indices, and n updates.
+    """
     return [total_bytes(arrays) for arrays in operands[len(operands) // 2 + 1 :]]
 
 
 def _is_view(instruction: Instruction, module: Module) -> bool:
-    """Tells whether an operation gives the bytes of its operand another shape."""
+    """Tells whether an operation only gives the bytes of its operand another shape."""
     callee = module.fused(instruction)
     codes = {inner.opcode for inner in callee.instructions} if callee else {instruction.opcode}
     return codes <= {"parameter", "bitcast"}
@@ -186,23 +205,25 @@ def _is_view(instruction: Instruction, module: Module) -> bool:
 def _bytes_written(
     instruction: Instruction, operands: Operands, module: Module
 ) -> list[tuple[Shape, int | None]]:
-    """Returns the arrays that an operation makes, each with the bytes that it writes of it.
+    """Returns the arrays that an operation makes, each with the bytes that are written of it.
 
-    The bytes are None if all of the array is written: only updates in place and scatters, also
+    The bytes are None if all of the array is written. Only updates in place and scatters, alone or
     within a fusion, write a part.
     """
+    # The bytes written of each result.
     parts: list[int | None] = [None] * len(instruction.results)
     if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
         parts = [total_bytes(operands[1])]
     elif instruction.opcode == "scatter":
         parts = _update_bytes_of_scatter(operands)
     elif callee := module.fused(instruction):
-        # As much of each result as the instruction in the fusion writes that makes it: an update in
-        # place writes one array, a scatter several, which are results one after another.
+        # The fusion writes as much of each result as the instruction inside that makes the result:
+        # an update in place writes one array; a scatter writes several, which are results one after
+        # another.
         parts = []
         inner = module.within[callee.name]
         root = module.roots.get(callee.name)
-        results: Sequence[str] = ()  # the names of those instructions
+        results: Sequence[str] = ()  # the names of the instructions inside that make results
         if root is not None:
             results = root.operand_names if root.opcode == "tuple" else (root.name,)
         for name in results:
@@ -213,20 +234,22 @@ def _bytes_written(
                 [] if maker is None else _bytes_written(maker, operands_of(maker, inner), module)
             )
             parts += [part for _, part in written] or [None]
-    # Damaged text may lack some of them.
+    # `strict=False` because damaged text may lack some of the instructions inside.
     return list(zip(instruction.results, parts or itertools.repeat(None), strict=False))
 
 
 def host_bytes(instruction: Instruction, operands: Operands) -> int:
     """Counts the bytes that an operation moves between device and host.
 
-    It is a copy or an update in place, a transfer, or a callback to Python from a GPU. Each may be
-    asynchronous: a ``copy-start``, with a ``copy-done`` later.
+    Such operations are copies, slices and updates in place between the two memories; transfers
+    (``send``, ``recv``, ``infeed``, ``outfeed``); and callbacks to Python from a GPU. Each may be
+    asynchronous: a ``copy-start``, with a ``copy-done`` later. Other operations move 0 bytes.
     """
-    # They are counted at the start.
+    # The start of an asynchronous operation counts the bytes.
     if instruction.opcode.endswith(("-done", "-update")):
         return 0
-    if instruction.opcode in ("send", "recv", "infeed"):  # between devices no send is understood
+    # A program with sends between devices is not understood, so a send here goes to the host.
+    if instruction.opcode in ("send", "recv", "infeed"):
         return total_bytes(instruction.results)
     if _GPU_CALLBACK.match(instruction.target) or instruction.opcode == "outfeed":
         shapes = [*instruction.results, *itertools.chain.from_iterable(operands)]
@@ -234,13 +257,15 @@ def host_bytes(instruction: Instruction, operands: Operands) -> int:
     if base(instruction.opcode) not in COPIES or not operands:
         return 0
     if base(instruction.opcode) == "dynamic-update-slice" and len(operands) > 1:
-        target, source = operands[0], operands[1]  # an array, and what is written to a part of it
+        # The operands are an array, and what is written to a part of it.
+        target, source = operands[0], operands[1]
         moved = total_bytes(source)
-    else:  # what a slice returns is less than it is given
+    else:  # A slice moves only what it returns.
         source, target = operands[0], instruction.results
         moved = total_bytes(target)
     return moved if _is_on_host(source) != _is_on_host(target) else 0
 
 
 def _is_on_host(shapes: Sequence[Shape]) -> bool:
+    """Tells whether the host's memory has one of these arrays."""
     return any(shape.memory_space == _HOST for shape in shapes)
