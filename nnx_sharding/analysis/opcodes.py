@@ -1,4 +1,4 @@
-"""The opcodes of HLO, by what the operations do. Others are not understood."""
+"""The opcodes of HLO, by what the operations do. `OPCODES` has all that are understood."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-CollectiveKind: TypeAlias = Literal[  # these exchange data between devices
+# The opcodes of operations that exchange data between devices.
+CollectiveKind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
     "ragged-all-to-all", "collective-broadcast",
 ]  # fmt: skip
 COLLECTIVES = frozenset(get_args(CollectiveKind))
 
-# One flop for each element of the result, as XLA counts.
+# Operations that count as one flop for each element of the result, because XLA counts them so.
 ELEMENTWISE = _set(
     "abs add and bitcast-convert ceil clamp compare complex convert count-leading-zeros divide "
     "floor imag is-finite maximum minimum multiply negate not or popcnt real reduce-precision "
@@ -29,18 +30,22 @@ TRANSCENDENTAL = _set(
     "log-plus-one logistic power rsqrt sine sinh sqrt tan tanh"
 )
 
-# These move no data: they name it, or call computations, which count themselves.
+# Operations without work of their own: they only name data, or call computations, whose work
+# counts on its own.
 FREE = _set(
     "add-dependency after-all bitcast call conditional constant domain get-tuple-element iota "
     "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
 )
-REARRANGING = _set("bitcast copy reshape transpose")  # these return the elements of their operand
-# These pass on the elements of their first operand, or some of them, perhaps of another type.
+# Operations that return exactly the elements of their operand.
+REARRANGING = _set("bitcast copy reshape transpose")
+# Operations that return elements of their first operand, all or some, perhaps of another type.
 MOVING = REARRANGING | _set("convert dynamic-slice slice")
-SLICES = _set("slice dynamic-slice gather")  # these read as much as they return
-PRODUCTS = _set("convolution dot ragged-dot")  # these sum over a dimension
+# Operations that read as much of their first operand as they return.
+SLICES = _set("slice dynamic-slice gather")
+# Operations that multiply two operands, and sum over a dimension.
+PRODUCTS = _set("convolution dot ragged-dot")
 
-# What can name other computations.
+# Operations that can name other computations.
 CALLERS = _set(
     "all-reduce async call conditional custom-call fusion map reduce reduce-scatter reduce-window "
     "scan scatter select-and-scatter sort topk while"
@@ -55,18 +60,22 @@ OPCODES |= _set(
     "select-and-scatter send set-dimension-size sort topk transpose triangular-solve"
 )
 
-# What custom calls call. Compilers themselves call these to pass values on and to mark them; a
-# callback to Python runs on the host, so that the device computes nothing.
+# The targets of custom calls by which compilers pass values on or mark them. The device computes
+# nothing for these.
 MARKERS = _set(
     "AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart "
     "ConcatBitcast GatherScatterIndicesBitpacked LayoutConstraint MoveToDevice MoveToHost "
     "PinToDevice Sharding SPMDFullToShardShape SPMDShardToFullShape SliceId ZeroCrop "
     "annotate_device_placement"
 )
+# The targets of callbacks to Python. The host runs these, so the device computes nothing.
 CALLBACK = re.compile(r"xla_\w*python_\w*callback")
 
 
 @functools.lru_cache(maxsize=1024)
 def base(opcode: str) -> str:
-    """The operation that a pair such as ``all-gather-start`` and ``all-gather-done`` performs."""
+    """Returns the opcode of an operation without ``-start``, ``-update`` or ``-done``.
+
+    The pair ``all-gather-start`` and ``all-gather-done``, for example, performs an ``all-gather``.
+    """
     return opcode.removesuffix("-start").removesuffix("-update").removesuffix("-done")

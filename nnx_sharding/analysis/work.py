@@ -2,28 +2,32 @@
 
 A program (`Module`) consists of computations, lists of instructions that call each other. The work
 of one instruction (`work_of`) is its flops (`flops.py`) and the bytes that it accesses
-(`accessed_bytes.py`). That of a computation counts as often as it runs (`Module.runs`), where XLA
-counts a loop once; of a conditional the branch with the most work. Kernels count with their
-authors' estimates. Work that is unknown, of other custom calls and in loops of unknown length, is
-counted too (`Work.unknown_flops`, `Work.unknown_runs`): sums that contain it become None
-(`Work.cost`).
+(`accessed_bytes.py`). The work of a computation counts as often as it runs (`Module.runs`); XLA's
+own estimates count a loop once. A conditional counts as the branch with the most work. A kernel
+counts with its author's estimate. The work of other custom calls, and of loops of unknown length,
+is unknown: `Work.unknown_flops` and `Work.unknown_runs` count such operations, and `Work.cost`
+returns None for the figures that they add to.
 
 From other modules:
 
-    Module          the HLO program. ``maker`` is the instruction that makes a value, ``passed`` the
-                    values that a value is handed on from, ``around`` the calls around a
-                    computation, ``runs`` how often each runs
+    Module          the HLO program. ``maker(value)`` is the instruction that makes a value,
+                    ``passed(value)`` the values of which it is an unchanged copy, ``around(name)``
+                    the calls around a computation, ``runs`` how often each computation runs,
+                    ``callees_first`` the names of computations, each after its callees (None for
+                    damaged text with cycles), ``fused(instruction)`` what a fusion runs
     Instruction     one instruction: ``opcode``, ``results`` (the shapes of the arrays that it
                     makes), ``callees`` (the names of the computations that it runs), ``target``
                     (what a custom call calls), ``attributes`` (texts by name)
     Operands        for each operand the shapes of its arrays, mostly one; from `operands_of`
-    applications    the computations that an instruction applies to elements, and how often
+    applications    pairs: a computation that an instruction applies to elements, and how often
+    product_flops   the flops of a product; None if the instruction is none
+    other_flops     the flops of other instructions; None if they are unknown
     Runs            how often a computation runs: ``times`` (None if unknown), ``least`` (loops of
                     unknown length count once), ``is_fused`` (part of one operation), ``is_applied``
                     (to elements)
     base            an opcode without ``-start`` and ``-done``
     total_bytes     the bytes of several arrays, without padding
-    counted_bytes   likewise; of a program for TPUs, of those in main memory
+    counted_bytes   the bytes of several arrays; in a program for TPUs, only of those in main memory
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ BRANCHES = "of conditionals the largest branch"
 UNKNOWN_LENGTH = "loops of unknown length"
 MAIN_MEMORY = "bytes of the main memory"
 
-_MOST = 1 << 100  # larger figures may overflow
+_MOST = 1 << 100  # the largest figure; larger ones may overflow a float
 
 
 class Work(NamedTuple):
@@ -61,21 +65,23 @@ class Work(NamedTuple):
     int8_flops: int = 0
     fp8_flops: int = 0
     host_bytes: int = 0
-    unknown_flops: int = 0  # runs of operations whose flops are not known
-    unknown_runs: int = 0  # operations that run an unknown number of times, here counted once
+    unknown_flops: int = 0  # the number of runs of operations whose flops are not known
+    # The number of operations that run an unknown number of times; their other figures are of one
+    # run.
+    unknown_runs: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """Returns this plus ``times`` times the other."""
         return Work(*[a + times * b for a, b in zip(self, other, strict=True)])
 
     def cost(self, stage: str = COMPILED) -> Cost:
-        """Returns the figures as floats; None for those that operations of unknown work add to.
+        """Returns the figures as floats; None for figures that operations of unknown work add to.
 
-        If some run an unknown number of times, no figure is known. ``stage`` says where the figures
-        come from.
+        If operations run an unknown number of times, all figures are None. ``stage`` says where the
+        figures come from.
         """
         names = (*_OF_FLOPS, "bytes_accessed", "host_bytes")
-        # As ``_MOST`` at most: a float that is too large would raise an error.
+        # Figures are cut at ``_MOST``, because `float` raises an error for larger integers.
         figures: dict[str, Any] = {name: float(min(getattr(self, name), _MOST)) for name in names}
         if self.unknown_runs:
             figures = dict.fromkeys(names)
@@ -89,10 +95,10 @@ _OF_FLOPS = ("flops", "transcendentals", "int8_flops", "fp8_flops")
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """Replaces XLA's estimates by figures that count loops.
+    """Returns XLA's estimates with figures that count each run of loops instead of XLA's.
 
     Returns None if a part of the program was not understood. ``cost`` has XLA's estimates of the
-    program ``module``.
+    program ``module``; only its ``optimal_seconds`` are kept.
     """
     if module.unread:
         return None
@@ -100,7 +106,7 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     total = Work()
     for name, parts in executed.items():
         total = total.plus(sum_of(work for _, work in parts), times=module.runs[name].least)
-    # What the figures are of, as users read it in ``Cost.stage``.
+    # Users read in ``Cost.stage`` what the figures count.
     stage = [WITH_LOOPS]
     if module.is_for_tpu:
         stage.append(MAIN_MEMORY)
@@ -115,21 +121,23 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     )
 
 
-# Name of a computation → its instructions that do work, each with that of one run.
+# Name of a computation → its instructions that do work, each with the work of one run.
 ExecutedWork: TypeAlias = Mapping[str, list[tuple["Instruction", Work]]]
 
 
 def why_unknown(module: Module, executed: ExecutedWork) -> list[str]:
     """Returns texts that name the loops and the custom calls because of which figures are unknown.
 
-    Such as ``loops of unknown length: jit(f)/while``, with three names at most, which is enough to
-    find them. ``executed`` is from :func:`executed_work`.
+    One text is ``loops of unknown length: jit(f)/while``, for example. A text has three names at
+    most, because these are enough to find the cause. ``executed`` is the result of
+    :func:`executed_work`.
     """
-    reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)  # unique names, in order
+    reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)  # reason → unique names
     for name, parts in executed.items():
         for instruction, work in parts:
             if work.unknown_runs:
-                # All loops around it whose length is unknown, by the name of the user's operation.
+                # Every loop of unknown length around the instruction is named, by the name of the
+                # user's operation.
                 for _, caller in module.around(name):
                     if caller.opcode == "while" and caller.name not in module.trip_counts:
                         reasons[UNKNOWN_LENGTH][caller.operation or caller.name] = None
@@ -139,32 +147,37 @@ def why_unknown(module: Module, executed: ExecutedWork) -> list[str]:
 
 
 def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]:
-    """Returns what the device does one after the other, without what it copies or sends meanwhile.
+    """Returns the operations that the device runs one after the other.
 
-    Operations whose ratios of flops to bytes differ by less than a fifth are added up: their sum
-    takes about as long as they do, and reports of large programs stay small.
+    Copies and sends, which run at the same time, are left out. Operations whose ratios of flops to
+    bytes differ by less than a fifth are added up, because their sum takes about as long as they
+    do, and reports of large programs stay small.
     """
-    work_of_run: dict[str, Work] = {}  # by computation, with what it fuses
-    # By the ratio in quarters of a power of two, and whether there are 8-bit integers or floats,
-    # which have rates of their own.
+    # Name of a computation → the work of one run, with that of its fusions.
+    work_of_run: dict[str, Work] = {}
+    # The key has the ratio in quarters of a power of two, and whether there are flops of 8-bit
+    # integers and of 8-bit floats, because hardware has other rates for these.
     sums: dict[tuple[int, bool, bool], Work] = {}
-    for name in module.callees_first or ():  # so that what a fusion runs is known
+    # Callees come first, so that ``work_of_run`` has what a fusion runs before the fusion.
+    for name in module.callees_first or ():
         own = {instruction.name: work for instruction, work in executed.get(name, ())}
         runs = module.runs[name]
         total = Work()
         for instruction in module.by_name[name].instructions if name in executed else ():
-            # A fusion is one operation, with all that is in it. Bodies of loops, and what is
-            # called, have operations of their own.
+            # A fusion is one operation, with all that is in it. Bodies of loops, and computations
+            # that are called, have operations of their own.
             fused = instruction.callees if module.fused(instruction) else ()
-            inside = [work_of_run[callee] for callee in fused]
-            work = sum_of([own.get(instruction.name, Work()), *inside])
+            work_of_callees = [work_of_run[callee] for callee in fused]
+            work = sum_of([own.get(instruction.name, Work()), *work_of_callees])
             total = total.plus(work)
-            # Copies and collectives run beside the operations. In a fusion (``total``), all counts.
+            # Copies and collectives run beside the operations, so they are none themselves. In the
+            # work of a fusion (``total``), everything counts.
             is_beside = instruction.collective or instruction.opcode.endswith(("-start", "-done"))
             if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
                 continue
             ratio = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
-            key = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0  # 2 ** (1 / 4) is 1.19
+            # Ratios with the same key differ by less than 2 ** (1 / 4), which is 1.19.
+            key = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
             sums[key] = sums.get(key, Work()).plus(work, times=runs.least)
         work_of_run[name] = total
     figures = [field.name for field in dataclasses.fields(Operation)]  # ``Work`` has them, too
@@ -177,15 +190,18 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
 def executed_work(module: Module) -> ExecutedWork:
     """Returns the instructions that do work in each computation that runs, with that of one run.
 
-    A computation is one of three. What is *applied* to elements, such as the addition of a
-    ``reduce``, is left out: it is the work of its caller. What is *fused* has flops, but no bytes,
-    which are those of the fusion. All others have flops and bytes.
+    There are three kinds of computations. One that is *applied* to elements, such as the addition
+    of a ``reduce``, is left out, because its work counts as that of the caller. One that is *fused*
+    has flops, but no bytes, because the fusion counts the bytes. Any other has flops and bytes.
 
-    Work in a loop of unknown length has one ``unknown_runs``, so that sums of it are unknown.
+    Each instruction in a loop of unknown length has ``unknown_runs=1``, so that sums with it are
+    unknown.
     """
     executed: dict[str, list[tuple[Instruction, Work]]] = {}
-    inside: dict[str, Work] = {}  # what one application of a computation to an element takes
-    for name in module.callees_first or ():  # so that what a caller applies is known
+    # Name of a computation → the work of applying it to one element.
+    work_per_element: dict[str, Work] = {}
+    # Callees come first, so that ``work_per_element`` has a computation before its caller.
+    for name in module.callees_first or ():
         if name not in module.by_name:
             continue
         by_name = module.within[name]
@@ -197,26 +213,27 @@ def executed_work(module: Module) -> ExecutedWork:
             operands = operands_of(instruction, by_name)
             work = work_of(instruction, operands, None if runs.is_fused else module)
             if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
-                # Other compilers may convert 8-bit factors first, but the flops are 8-bit ones on
-                # the hardware that figures are for.
+                # Compilers for other hardware may convert 8-bit factors first. The hardware that
+                # the figures are for multiplies 8-bit factors, so the type before counts.
                 dtypes = [
                     _dtype_before_conversion(instruction, factor, home=name, module=module)
                     for factor in (0, 1)
                 ]
                 work = _with_narrow_flops(work, dtypes)
             for callee, count in applications(instruction, operands):
-                work = work.plus(inside.get(callee, Work()), times=count)
+                work = work.plus(work_per_element.get(callee, Work()), times=count)
             if any(work):
-                # How often something is applied is known from the operands of the caller.
+                # The operands of the caller tell how often a computation is applied, so only the
+                # caller has unknown runs.
                 if runs.times is None and not runs.is_applied:
                     work = work._replace(unknown_runs=1)
                 parts.append((instruction, work))
         if runs.is_applied:
-            inside[name] = sum_of(work for _, work in parts)
+            work_per_element[name] = sum_of(work for _, work in parts)
         else:
             executed[name] = parts
-    # Of conditionals only the largest branch counts. The sum of flops, bytes and the other figures
-    # has no unit, but one branch mostly has more of all of them.
+    # Only the branch of a conditional with the most work counts. The sum of flops, bytes and the
+    # other figures has no unit, but mostly one branch has more of all of them.
     weights = {name: sum(sum(work) for _, work in parts) for name, parts in executed.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in executed.items() if name in taken}
@@ -245,10 +262,11 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
     # Copies, and calls that read or write 64-bit numbers as halves, compute nothing.
     if base(opcode) in COPIES or instruction.target in HALVES:
         return moved
-    if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):  # as XLA counts
+    # Random numbers count as transcendentals because XLA counts them so.
+    if opcode in TRANSCENDENTAL or opcode in ("rng", "rng-bit-generator"):
         return moved._replace(transcendentals=num_elements(instruction.results))
     flops = product_flops(instruction, operands)
-    if flops is None:  # no product
+    if flops is None:  # The instruction is no product.
         flops = other_flops(instruction, operands)
         return moved._replace(flops=flops or 0, unknown_flops=int(flops is None))
     factors = [arrays[0].dtype for arrays in operands[:2]]
@@ -256,12 +274,13 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
 
 
 def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
-    """Returns the work of a product, whose flops count as 8-bit ones, too, if its factors are so.
+    """Returns the work of a product with its flops as 8-bit flops, too, if all factors have 8 bits.
 
     Args:
       work: the work of the product.
-      dtypes: those of its factors, at least one: ``["s8", "s8"]``. The flops are ``int8_flops`` if
-        all are integers of 8 bits or less, and ``fp8_flops`` if all are such floats.
+      dtypes: the dtypes of its factors, at least one: ``["s8", "s8"]``. The flops count as
+        ``int8_flops``, too, if all dtypes are integers of 8 bits or less, and as ``fp8_flops`` if
+        all are floats of 8 bits or less.
     """
     is_int8 = all(_INT8.match(dtype) for dtype in dtypes)
     is_fp8 = all(_FP8.match(dtype) for dtype in dtypes)
@@ -275,8 +294,8 @@ def _dtype_before_conversion(
 ) -> str:
     """Finds the type that a factor of a product has before the compiler converts it.
 
-    CPUs multiply no numbers of 8 bits: their compiler converts both factors first. It names the
-    conversion after the product, by which it is told from one that the user wrote.
+    CPUs do not multiply numbers of 8 bits, so their compiler converts both factors first. It names
+    the conversion after the product; a conversion that the user wrote has another name.
 
     Args:
       product: the product.
@@ -285,24 +304,25 @@ def _dtype_before_conversion(
       module: the program.
 
     Returns:
-      The type; empty for one that damaged text lacks.
+      The type as HLO writes it; empty if damaged text lacks the instruction that makes the factor.
     """
     value = Value(home, product.operand_names[factor])
-    dtype = ""  # of the value in front of the last conversion that was met
-    for _ in range(_MAX_STEPS):  # back from the factor, through copies and out of fusions
+    # The type of the value in front of the last conversion by the compiler that was met.
+    dtype = ""
+    for _ in range(_MAX_STEPS):  # The search goes back through copies and out of fusions.
         maker = module.maker(value)
         if maker is None:
             break
-        is_compilers = maker.opcode == "convert" and maker.operation == product.operation
-        if is_compilers:
-            dtype = ""  # not this type counts, but that of the next value on the way back
+        is_by_compiler = maker.opcode == "convert" and maker.operation == product.operation
+        if is_by_compiler:
+            dtype = ""  # The type of the next value on the way back counts instead.
         elif not dtype:
             dtype = maker.results[0].dtype
-        if is_compilers or maker.opcode in REARRANGING:
+        if is_by_compiler or maker.opcode in REARRANGING:
             sources = module.operands(value)[:1]
         else:
-            sources = module.passed(value)  # of what only passes arrays on, such as a fusion
-        if len(sources) != 1:  # it is computed here, or carried by a loop
+            sources = module.passed(value)  # Empty if the instruction computes the value.
+        if len(sources) != 1:  # The value is computed here, or a loop carries it.
             break
         value = sources[0]
     return dtype
@@ -311,23 +331,25 @@ def _dtype_before_conversion(
 def _work_of_kernel(
     kernel: Instruction, operands: Operands, *, module: Module | None, estimate: Work
 ) -> Work:
-    """Corrects what the author of a kernel estimates, who takes all arrays to be in main memory.
+    """Returns the author's estimate of a kernel's work, corrected by what the compiler chose.
 
-    The compiler may have copied some into the vector memory of a TPU, and their bytes do not count.
+    Authors assume that all arrays are in main memory. The compiler may have copied some into the
+    vector memory of a TPU; the bytes of these arrays are subtracted, because they do not count. The
+    flops of the compiler's kernel for ``ragged_dot`` also count as 8-bit flops if they are so.
 
     Args:
       kernel: the custom call.
       operands: the shapes of what it takes.
       module: the program; None for a kernel in a fusion, whose bytes do not count at all.
-      estimate: what its author estimates.
+      estimate: the estimate of its author.
     """
     if module is not None:
         shapes = [*kernel.results, *itertools.chain.from_iterable(operands)]
         in_vector_memory = total_bytes(shapes) - counted_bytes(shapes, module)
         accessed = max(estimate.bytes_accessed - in_vector_memory, 0)
         estimate = estimate._replace(bytes_accessed=accessed)
-    # The compiler's own kernel for ``ragged_dot``, which has this in its configuration. Its last
-    # operands are the factors, so that it is known whether these have 8 bits.
+    # Only the compiler's own kernel for ``ragged_dot`` has this text in its configuration. The last
+    # two operands of this kernel are the factors.
     if "ragged_dot_tiling" in kernel.rest:
         factors = [arrays[0].dtype for arrays in operands[-2:]]
         estimate = _with_narrow_flops(estimate, factors)
@@ -335,20 +357,21 @@ def _work_of_kernel(
 
 
 _NO_WORK = FREE | {"async-start"}
-_MAX_STEPS = 16  # from a product to what it multiplies: out of a fusion, and through some copies
+# The most steps from a product back to a factor: out of a fusion, and through a few copies.
+_MAX_STEPS = 16
 _INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
 def custom_work(instruction: Instruction) -> Work | None:
-    """Reads the work of a custom call from its author's estimate, as Pallas kernels have one.
+    """Reads the work of a custom call from its author's estimate; None without an estimate.
 
-    It is in the configuration: ``"cost_estimate": {"flops": "4096", "bytes_accessed": 512}``, with
-    the names of the fields of `Work`. None without one.
+    Pallas kernels have an estimate in their configuration, with the names of the fields of `Work`:
+    ``"cost_estimate": {"flops": "4096", "bytes_accessed": 512}``.
     """
     estimate = _ESTIMATE.search(instruction.attributes.get("backend_config", ""))
     if estimate is None:
         return None
-    # At most 18 digits, since damaged text may have any number.
+    # Only 18 digits are read, because damaged text may have any number.
     figures = dict(re.findall(r'"(\w+)"\s*:\s*"?(\d{1,18})', estimate[1]))
     return Work(*(int(figures.get(name, 0)) for name in Work._fields))
 
