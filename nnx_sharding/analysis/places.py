@@ -1,32 +1,37 @@
 """Finds the module of the user's model, and the pass, that each instruction of a program is for.
 
-Each operation is named after the calls of modules around it (`names.py`) and after JAX's
-transforms, and XLA keeps the name in the instructions that it makes of the operation:
+JAX names each operation after the calls of modules around it (`names.py`) and after transforms, and
+XLA keeps the name in the instructions that it makes of the operation:
 
     %dot.7 = f32[8,64] dot(...), metadata={op_name="jit(step)/transpose(jvp(model))/up/dot_general"}
     in the backward pass (`transpose`) of `model.up`, the innermost path that is a module's
 
-This module and pass are the *place* of the instruction. An operation that has a name, but no module
-in it, such as a loss, is outside of modules. XLA joins the names of operations that it merges: then
-the place is the innermost module around all of them. Instructions that the compiler made have no
-name. The first of these rules that finds a place decides:
+Module and pass together are the *place* of the instruction. If a name has no module in it, such as
+that of a loss, the operation is *outside of modules*. XLA joins the names of operations that it
+merges; the place of such an instruction is the innermost module around all of these operations.
+Instructions that the compiler made have no name. Their place follows from the first rule that finds
+one:
 
  1. A fusion or a call has the place of the last instruction in it that has one.
- 2. What takes a parameter has the module of the parameter.
- 3. Otherwise it is the module around the nearest instructions that have a place, among those that
-    it is computed from and those that are computed from it.
- 4. Without any near, it is the place of the innermost instruction that calls the computation.
+ 2. An instruction that takes a parameter has the module of the parameter.
+ 3. An instruction has the innermost module around the nearest instructions that have a place, among
+    those that it is computed from and those that are computed from it.
+ 4. If no instruction near has a place, the instruction has the place of the innermost call around
+    its computation.
 
 From other modules:
 
-    Module      the HLO program. By the name of a computation, ``around`` are the calls around it,
-                ``within`` its instructions, ``users`` the instructions that use each of them;
-                ``homes`` is the computation of an instruction
-    Value       an array: a computation, and the name of the instruction in it
-    argument    the number of the argument that a value is; None for others
-    module_of   the path of the innermost module in the name of an operation; None for none
-    common      the innermost module around all of several; empty without one
-    operations  the names that XLA has joined to the name of one instruction
+    Module           the HLO program. By the name of a computation, ``around`` are the calls around
+                     it, ``within`` its instructions, ``users`` the users of each instruction. By
+                     the name of an instruction, ``homes`` has the computation that it is in.
+                     ``argument(value)`` is the number of the argument that a value is; None if the
+                     value is no argument
+    Value            an array: a computation, and the name of the instruction in it
+    computing_value  the value at the end of a chain of moves (copies, slices, transposes), which is
+                     computed or an argument
+    module_of        the path of the innermost module in the name of an operation; None without one
+    common           the path of the innermost module around all of several; empty without one
+    operations       the names that XLA has joined to the name of one instruction
 """
 
 from __future__ import annotations
@@ -43,12 +48,12 @@ from .values import Value
 
 
 class Place(NamedTuple):
-    """The module that something belongs to, and whether it is for the backward pass.
+    """The module that an instruction belongs to, and whether it is for the backward pass.
 
-    `line_places.py` has a line of code, as ``file:line``, in place of the module.
+    `line_places.py` uses a line of code, as ``file:line``, instead of the module.
     """
 
-    path: str | None  # empty outside of modules, None if it is unknown
+    path: str | None  # the path of the module; empty outside of modules, None if it is unknown
     backward: bool
 
 
@@ -59,15 +64,16 @@ UNKNOWN = Place(None, False)
 _UNTIMED = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 # Instructions that consist of others, whose names may say what they are for.
 _COMPOSED = {"fusion", "call", "async-start"}
-# From an instruction without a name to the nearest ones that have one: a few copies and slices.
+# The most steps from an instruction without a place to the nearest instructions that have one. Only
+# a few copies and slices lie between.
 _MAX_DISTANCE = 8
 
 
 class _Nearest(NamedTuple):
     """The known places at one distance from an instruction."""
 
-    before: list[Place]  # of what it is computed from
-    after: list[Place]  # of what is computed from it
+    before: list[Place]  # places of instructions from which the instruction is computed
+    after: list[Place]  # places of instructions that are computed from the instruction
 
 
 class PlaceFinder:
@@ -90,25 +96,30 @@ class PlaceFinder:
     def place_of(self, instruction: Instruction) -> Place | None:
         """Finds the place of an instruction by its name, or by rules 1 to 3 of this file.
 
-        Returns None if these find none; then :meth:`place_around` its computation counts (rule 4).
+        Returns None if these find none. Callers then use :meth:`place_around` the computation of
+        the instruction (rule 4).
         """
         name = instruction.name
         if name not in self._places:
-            place = self._place_by_names(instruction)  # its own, or rule 1
-            home = self._module.homes.get(name)  # the computation that it is in
-            # What is fused into one kernel has the place of the fusion, if it has no name itself.
+            place = self._place_by_names(instruction)  # The instruction's own name, or rule 1.
+            home = self._module.homes.get(name)  # the computation that the instruction is in
+            # Rules 2 and 3 are not for instructions inside of a fusion: without a name, these have
+            # the place of the fusion (rule 4).
             if place is None and home is not None and not self._module.runs[home].is_fused:
-                place = self._place_nearby(Value(home, name))  # rules 2 and 3
+                place = self._place_nearby(Value(home, name))
             self._places[name] = place
         return self._places[name]
 
     def place_around(self, computation: str) -> Place:
-        """Applies rule 4: the place of the innermost call around a computation that has a place."""
+        """Applies rule 4: returns the place of the innermost call around a computation.
+
+        Calls without a place are passed over. Returns `UNKNOWN` if no call has one.
+        """
         places = (self.place_of(caller) for _, caller in self._module.around(computation))
         return next(filter(None, places), UNKNOWN)
 
     def place_of_collective(self, collective: Collective) -> Place:
-        """Finds the place of a collective: by its own record, else as for other instructions."""
+        """Finds the place of a collective: by its report, else as for other instructions."""
         place = self._recorded_place(collective)
         instruction = self._module.maker(Value(collective.computation, collective.name))
         if place is None and instruction is not None:
@@ -118,8 +129,8 @@ class PlaceFinder:
     def places_of_schedule(self, schedule: Iterable[str]) -> list[Place]:
         """Lists the place at each step of a schedule.
 
-        A step without a place of its own counts with the one before, so that it does not split the
-        time in which a module runs.
+        A step without a place of its own gets the place of the step before, so that it does not
+        split the time in which a module runs.
 
         Args:
           schedule: the names of instructions in the order in which they run. The program may lack
@@ -128,17 +139,17 @@ class PlaceFinder:
         places: list[Place] = []
         place = UNKNOWN
         for name in schedule:
-            home = self._module.homes.get(name)  # the computation that has it
+            home = self._module.homes.get(name)  # None if the program lacks the instruction
             instruction = None if home is None else self._module.within[home][name]
             if instruction is not None and instruction.opcode not in _UNTIMED:
                 place = self.place_of(instruction) or place
             places.append(place)
         return places
 
-    # What `line_places.py` replaces, where a place is a line:
+    # `line_places.py` overrides the next three methods, because there a place is a line.
 
     def _written_place(self, instruction: Instruction) -> Place | None:
-        """Reads the place from what the compiler kept of the user's operation.
+        """Reads the place from the name of the operation that the compiler made `instruction` of.
 
         Returns None for an instruction of the compiler's own.
         """
@@ -147,12 +158,13 @@ class PlaceFinder:
     def _recorded_place(self, collective: Collective) -> Place | None:
         """Reads the place from the operation of a collective; None if that is unknown.
 
-        It may be known though the instruction has none: `collectives.py` looks for it.
+        The collective may have an operation even if its instruction has none, because
+        `collectives.py` looks for the operation around the instruction, too.
         """
         return self._place_of_operation(collective.operation)
 
     def _joined(self, paths: Sequence[str]) -> str:
-        """Returns the path of what serves several: the innermost module around all of them."""
+        """Returns the path of the innermost module around all of several modules."""
         return common(paths)
 
     def _place_of_operation(self, operation: str | None) -> Place | None:
@@ -160,30 +172,33 @@ class PlaceFinder:
 
         ``jit(step)/transpose(jvp(model))/up/dot_general`` is in ``model.up``, backward.
         """
-        # JAX's names begin with that of the traced function, ``jit(step)/``. A name without a slash
-        # is the compiler's own, or the path of a parameter.
+        # JAX's names begin with the traced function, ``jit(step)/``. A name without a slash is the
+        # compiler's own, or the path of a parameter.
         if operation is None or "/" not in operation:
             return None
         if operation not in self._places_of_operations:
             names = operations(operation)
             modules = [module_of(name, self._module_paths) for name in names]
             paths = [path for path in modules if path is not None]
-            # JAX makes the backward pass by transposing what is linear in a tangent. What XLA has
-            # merged of both passes is of the forward pass.
+            # JAX makes the backward pass by transposing what is linear in a tangent. An instruction
+            # that XLA has merged from both passes counts as forward.
             backward = all("transpose(" in name for name in names)
             place = Place(common(paths) if paths else "", backward)
             self._places_of_operations[operation] = place
         return self._places_of_operations[operation]
 
     def _place_by_names(self, instruction: Instruction) -> Place | None:
-        """Reads the place from an instruction, else from what is in it (rule 1); None for none."""
+        """Reads the place from the name of an instruction, else from those inside it (rule 1).
+
+        Returns None if no name says a place.
+        """
         place = self._written_place(instruction)
         if place is None and instruction.opcode in _COMPOSED:
             place = next(filter(None, map(self._place_inside, instruction.callees)), None)
         return place
 
     def _place_inside(self, callee: str) -> Place | None:
-        """Finds the place of the last instruction of a computation that has one."""
+        """Finds the place of the last instruction of a computation that has one, else None."""
         computation = self._module.by_name.get(callee)
         instructions = computation.instructions if computation else []
         return next(filter(None, map(self._place_by_names, reversed(instructions))), None)
@@ -191,7 +206,7 @@ class PlaceFinder:
     def _place_nearby(self, value: Value) -> Place | None:
         """Applies rules 2 and 3 to the instruction of a value; None if nothing near has a place.
 
-        Instructions outside of modules count if no others are near.
+        A place outside of modules counts only if no place in a module is near.
         """
         outside: Place | None = None  # the nearest place outside of modules
         # At distance 0 are the operands and the users of the instruction itself.
@@ -199,8 +214,9 @@ class PlaceFinder:
             places = before + after
             if not places:
                 continue
-            # What is computed from the backward pass runs in it; what the backward pass uses may be
-            # of the forward pass, unless nothing else is near.
+            # An instruction that is computed from the backward pass runs in the backward pass. One
+            # that the backward pass uses may run in the forward pass, so it counts as backward only
+            # if all places near are backward.
             is_from_backward = any(place.backward for place in before)
             backward = is_from_backward or all(place.backward for place in places)
             # The pass has to come from a neighbour, so rule 2 needs one as well.
@@ -214,8 +230,8 @@ class PlaceFinder:
     def _places_by_distance(self, value: Value) -> Iterator[_Nearest]:
         """Yields the places next to the instruction of a value, then those one step further, ….
 
-        The search goes on from instructions without a name only, for `_MAX_DISTANCE` steps. A place
-        outside of modules is a place, too.
+        The search goes on only from instructions without a place, for `_MAX_DISTANCE` steps. A
+        place outside of modules is a place, too, so it ends the search there.
         """
         within = self._module.within[value.computation]
         users = self._module.users[value.computation]
@@ -228,7 +244,7 @@ class PlaceFinder:
             after = {user.instruction.name for name in after for user in users.get(name, ())}
             after -= seen
             seen |= after
-            # In the order of names, so that results do not depend on the order of sets.
+            # Names are sorted, so that results do not depend on the order of sets.
             places = {name: self._place_by_names(within[name]) for name in sorted(before | after)}
             yield _Nearest(
                 before=[x for name, x in places.items() if x is not None and name in before],
@@ -240,12 +256,13 @@ class PlaceFinder:
     def _modules_of_parameters(self, value: Value) -> list[str]:
         """Lists the modules of the parameters that the instruction of a value takes.
 
-        Also of those that only copies, slices or transposes are between, by the user or not.
+        A parameter counts as taken even if copies, slices or transposes lie between, whether the
+        user wrote them or the compiler.
         """
         paths = []
         for operand in self._module.operands(value):
             source = computing_value(self._module, operand, past_user_moves=True)
-            number = self._module.argument(source)  # None for what is computed
+            number = self._module.argument(source)  # None if the source is no argument
             if number is not None and number in self._parameter_modules:
                 paths.append(self._parameter_modules[number])
         return paths
