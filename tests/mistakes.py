@@ -37,6 +37,7 @@ from nnx_sharding.errors import (
     UnshardedWarning,
     UnusedFilterWarning,
 )
+from nnx_sharding.filters import PathRegex
 from nnx_sharding.partition import pipeline
 
 Library = Any
@@ -158,6 +159,32 @@ def unmatched_new(lib: Library) -> Any:
 def unused(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("upp"): named(None, "model"), ...: named()})
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
+
+
+@mistake(
+    "unused-filter",
+    "filters for the model, used for a module of it",
+    UnusedFilterWarning,
+    r"PathRegex('blocks/[01]/up'), for block; paths start at this argument, where PathRegex('up')",
+    "all paths there: ",
+)
+def unused_outer(lib: Library) -> Any:
+    block = Model().blocks[0]
+    specs = lib.StateSharding({PathRegex(r"blocks/[01]/up"): named(None, "model"), ...: named()})
+    return lib.jit(lambda block: block.up[...], in_shardings=(specs,))(block)
+
+
+@mistake(
+    "no-filter-matches",
+    "filters for the model, used for a module of it",
+    ValueError,
+    "block.up: Param of shape (4, 16)",
+    "Paths start at this argument, where PathRegex('up') would match.",
+)
+def unmatched_outer(lib: Library) -> Any:
+    block = Model().blocks[0]
+    specs = lib.StateSharding({PathRegex(r"blocks/[01]/up"): named(None, "model")})
+    return lib.jit(lambda block: block.up[...], in_shardings=(specs,))(block)
 
 
 @mistake(

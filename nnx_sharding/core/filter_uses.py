@@ -16,6 +16,7 @@ A :class:`FilterUse` notes the decisions of the rules of one argument. From othe
     is_opaque      whether nothing is known of a filter, such as a function of the user
     names_paths    whether a filter looks at paths
     spelling_hint  a suggestion if a filter names a key that is nearly one of some others, or ""
+    without_first_keys  a filter as text without its first keys, if it then matches, or ""
     filter_remedy  the end of the error for subjects that no filter matches: what to do
 """
 
@@ -26,9 +27,17 @@ from typing import Any
 
 from flax import nnx
 
-from ..errors import UnusedFilterWarning, message, raise_listed, warn_or_raise
-from ..specs.filters import Paths, is_opaque, names_paths, spelling_hint, subject_text, to_predicate
-from ..specs.paths import Path
+from ..errors import UnusedFilterWarning, message, raise_listed, shortened, warn_or_raise
+from ..specs.filters import (
+    Paths,
+    is_opaque,
+    names_paths,
+    spelling_hint,
+    subject_text,
+    to_predicate,
+    without_first_keys,
+)
+from ..specs.paths import Path, path_string
 from ..specs.state_sharding import FilterMatch, StateSharding, filter_remedy, filters_text
 from .locations import NamedLocation
 from .problems import join_paths
@@ -61,9 +70,10 @@ class FilterUse:
         # The numbers of filters that match a subject about which an earlier filter decided. Such a
         # filter may also decide about other subjects.
         self._shadowed: set[int] = set()
-        # Two dicts serve as sets that keep their order. The keys of all paths are needed to correct
-        # a misspelt key.
+        # Three dicts serve as sets that keep their order. The keys of all paths are needed to correct
+        # a misspelt key, the paths to find filters for a module around the argument.
         self._keys: dict[Any, None] = {}  # all keys in paths
+        self._paths: dict[Path, None] = {}  # from the part that they are in
         self._arguments: dict[str, None] = {}  # the names of the arguments
 
     def find(self, named: NamedLocation, subject: object) -> list[FilterMatch]:
@@ -88,6 +98,7 @@ class FilterUse:
             self._record(match, subject, named.argument.name)
             match = match._replace(path=path)  # the path from the part, as the user sees it
             matches.append(match)
+            self._paths[path] = None
             if self._depends_on_path(match.number):
                 matches_by_path.append(match)
         return matches_by_path or matches[:1]
@@ -138,17 +149,20 @@ class FilterUse:
             merged._matched |= use._matched
             merged._shadowed |= use._shadowed
             merged._keys |= use._keys
+            merged._paths |= use._paths
             merged._arguments |= use._arguments
         return merged
 
     def unused(self, *, strict: bool) -> Iterator[str]:
         """Yields a line for each filter that decided nothing, and is likely a mistake.
 
-        A filter is likely a mistake if it looks misspelt, or if it matches only subjects about
-        which earlier filters decided. Any other filter may be meant for another argument or
-        function. With ``strict``, filters that name paths are mistakes as well. A filter for a type
-        alone, such as ``nnx.BatchStat``, is none, because it fits any model.
+        A filter is likely a mistake if it looks misspelt, if it is for a module around the argument
+        (`_outer`), or if it matches only subjects about which earlier filters decided. Any other
+        filter may be meant for another argument or function. With ``strict``, filters that name
+        paths are mistakes as well. A filter for a type alone, such as ``nnx.BatchStat``, is none,
+        because it fits any model.
         """
+        outer = self._outer()
         for index, filter_ in enumerate(self.rules.filters):
             if index in self._matched:
                 continue
@@ -158,9 +172,33 @@ class FilterUse:
             predicate = to_predicate(filter_)
             if isinstance(filter_, Paths) or is_for_the_rest or is_opaque(predicate):
                 continue
-            hint = spelling_hint(filter_, self._keys)
+            if index in outer:
+                hint = f"; paths start at this argument, where {outer[index]} would match"
+            else:
+                hint = spelling_hint(filter_, self._keys)
             if hint or index in self._shadowed or (strict and names_paths(predicate)):
                 yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{hint}"
+        if outer:
+            yield f"  all paths there: {', '.join(shortened(map(path_string, self._paths)))}"
+
+    def _outer(self) -> dict[int, str]:
+        """Returns the filters that are for a module around the argument, by their number.
+
+        They would match without their first keys (the text is such a filter), and no filter for
+        paths decided anything. If one did, the others may be for other models, and are left out.
+        """
+        if any(map(self._depends_on_path, self._matched)):
+            return {}
+        ends = {
+            number: without_first_keys(filter_, self._paths)
+            for number, filter_ in enumerate(self.rules.filters)
+        }
+        return {number: end for number, end in ends.items() if end}
+
+    def outer_hint(self) -> str:
+        """Returns a sentence if filters are for a module around the argument, else nothing."""
+        end = next(iter(self._outer().values()), "")
+        return f"Paths start at this argument, where {end} would match." if end else ""
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
@@ -204,6 +242,8 @@ def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
     subjects = [subject for use in uses for _, subject in use.unmatched]
     filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
     remedy = filter_remedy(uses[0].rules, subjects, uses[0].added)
+    if outer_hint := uses[0].outer_hint():
+        remedy = outer_hint  # a last filter for the rest would hide the mistake
     if is_inside:  # the filters are right for a tuple or dict, and the argument is a part of it
         remedy = (
             "Their paths begin with another key, as in a tuple or dict of modules: pass that as "

@@ -11,9 +11,10 @@ a word is close to one of some names, and "" otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +89,47 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     if isinstance(filter_, str) and (first_suggestion or not set(names).isdisjoint(words)):
         return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
     return first_suggestion
+
+
+def without_first_keys(filter_: object, paths: Iterable[Path]) -> str:
+    """Returns a filter for paths, as text, without the first keys, if it then matches a path.
+
+    Filters for a whole model match nothing in a module of it, whose paths start at the module: of
+    ``PathRegex("blocks/0/up/kernel")`` and the path ``up/kernel``, it returns
+    ``PathRegex('up/kernel')``; for ``down/kernel``, nothing. Of filters in a tuple, the first
+    counts; filters other than patterns and paths have no keys to leave out.
+
+    Args:
+      filter_: the filter.
+      paths: those of the Variables that it is for.
+    """
+    if isinstance(filter_, tuple):
+        return next(filter(None, (without_first_keys(part, paths) for part in filter_)), "")
+    if type(filter_) is nnx.filterlib.PathIn:  # a strategy makes `Paths`, which nobody rewrites
+        ends = {path[start:] for path in filter_.paths for start in range(1, len(path))}
+        found = next((path for path in paths if path in ends), None)
+        return repr(nnx.filterlib.PathIn(found)) if found else ""
+    if not isinstance(filter_, PathPattern):
+        return ""
+    texts = [*map(path_string, paths)]
+    flags = getattr(filter_.pattern, "flags", 0)
+    for slash in _slashes(filter_.text):
+        end = filter_.text[slash + 1 :]
+        with contextlib.suppress(TypeError, ValueError, re.error):  # what is left may be invalid
+            pattern = type(filter_)(end)
+            # From the start of the path: the keys before are what was left out.
+            if any(map(re.compile(pattern._regex(), flags).match, texts)):
+                return repr(pattern)
+    return ""
+
+
+def _slashes(pattern: str) -> Iterator[int]:
+    """Yields the positions of slashes in a pattern that are outside of brackets."""
+    depth = 0
+    for match in re.finditer(r"\\.|\[[^\]]*\]|[(/)]", pattern):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if match[0] == "/" and not depth:
+            yield match.start()
 
 
 def _words(filter_: object) -> list[str]:
