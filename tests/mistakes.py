@@ -411,7 +411,8 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
     "too few specs, in `jit`",
     ValueError,
     "2 entries",
-    "4 positional parameters: model, x, flag, more[0]",
+    "4 positional parameters of many: model, x, flag, more[0]",
+    "x: None",
     "flag: static, needs no entry, or None",
     "more[0]: no entry",
 )
@@ -424,7 +425,7 @@ def few_specs(lib: Library) -> Any:
     "too many specs",
     ValueError,
     "4 entries",
-    "2 positional parameters: model, x",
+    "2 positional parameters of forward: model, x",
 )
 def many_specs(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, None, named(), named()))(Model(), X)
@@ -445,7 +446,14 @@ def static_spec(lib: Library) -> Any:
     return f(Model(), X, True)
 
 
-@mistake("number-of-specs", "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
+@mistake(
+    "number-of-specs",
+    "too few specs, in `shard_map`",
+    ValueError,
+    "1 entry",
+    "model: P()",
+    "x: no entry",
+)
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 

@@ -104,7 +104,7 @@ def two_sizes(lib: Library) -> Any:
     return lib.vmap(lambda x, y: x + y)(X, X[:3])
 
 
-@mistake("too few `in_axes`", ValueError, "1 entry for 2 positional parameters: model, x", "x: no")
+@mistake("too few `in_axes`", ValueError, "1 entry for 2 positional parameters of apply", "x: no")
 def few_axes(lib: Library) -> Any:
     return lib.vmap(apply, in_axes=(0,))(linear(), X)
 

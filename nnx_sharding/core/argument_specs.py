@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import message, see
+from ..specs.fitting import show
+from ..specs.state_sharding import StateSharding
 from .signature import ArgTree, Parameters, Signature
 
 
@@ -105,8 +107,16 @@ def _specs_by_name(
     has_surplus = len(by_position) < len(entries) and parameters.var_positional is None
     if missing or len(entries) > len(names) or has_surplus:
         static_names = [names[position] for position in sorted(static) if position < len(names)]
+        # The entry of each parameter: the user may have left out another one than the last.
+        taken = {names[i]: by_position[i] for i in sorted(by_position) if i < len(names)}
         raise _wrong_number(
-            option, len(specs), names[parameters.bound :], static=static_names, missing=missing
+            option,
+            specs,
+            parameters.fun_name,
+            names[parameters.bound :],
+            static=static_names,
+            missing=missing,
+            taken=taken,
         )
     return {names[position]: spec for position, spec in by_position.items()}
 
@@ -131,25 +141,43 @@ def _static_positions(parameters: Parameters, signature: Signature) -> set[int]:
 
 
 def _wrong_number(
-    option: str, count: int, names: Sequence[str], *, static: Sequence[str], missing: Sequence[str]
+    option: str,
+    specs: Sequence[Any],
+    fun_name: str,
+    names: Sequence[str],
+    *,
+    static: Sequence[str],
+    missing: Sequence[str],
+    taken: Mapping[str, Any],
 ) -> ValueError:
     """Returns the error for a wrong number of specs.
 
     Args:
       option: the name of the specs in messages.
-      count: the number of specs that the user gave.
+      specs: the user's tuple of specs.
+      fun_name: the name of the function.
       names: the names of positional parameters.
       static: the names of parameters that need no spec.
       missing: the names of parameters that need a spec, but have none.
+      taken: the spec of each parameter that has one, by name.
     """
     expected = ", ".join(name for name in names if name not in static)
+    count = len(specs)
     lines = [
         f"{count} {'entry' if count == 1 else 'entries'} for {len(names)} positional "
-        f"parameters: {', '.join(names)}",
-        *(f"{name}: static, needs no entry, or None" for name in static),
-        *(f"{name}: no entry" for name in missing),
-        f"Give one entry for each of ({expected}), or a mapping from parameter names.",
+        f"parameters of {fun_name}: {', '.join(names)}"
     ]
+    for name in names:
+        if name in static:
+            lines.append(f"{name}: static, needs no entry, or None")
+        elif name in missing:
+            lines.append(f"{name}: no entry")
+        elif name in taken and missing:
+            # Filters may be many: the class is enough to see which entry this is.
+            entry = taken[name]
+            text = type(entry).__name__ if isinstance(entry, StateSharding) else show(entry)
+            lines.append(f"{name}: {text}")
+    lines.append(f"Give one entry for each of ({expected}), or a mapping from parameter names.")
     head = f"{option}: the number of entries does not match the parameters:"
     return see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
 
@@ -191,7 +219,8 @@ def _spec_of_positional(
     count = len(signature.names) - len(parameters.positional)
     text = (
         f"{option}: {len(var_specs)} {'entry' if len(var_specs) == 1 else 'entries'} for {count} "
-        f"arguments in *{parameters.var_positional}. Give one for each, or one spec for all."
+        f"arguments in *{parameters.var_positional} of {parameters.fun_name}. "
+        "Give one for each, or one spec for all."
     )
     raise see(ValueError(text), anchor="number-of-specs")
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import message, raise_listed, see
 from ..specs.fitting import suggestion
+from .functions import name_of
 
 ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keyword arguments
 ArgKey: TypeAlias = int | str
@@ -97,6 +98,7 @@ class Parameters:
         not from the end of the signature.
 
     Attributes:
+      fun_name: the name of the function, in messages.
       positional, keyword_only, by_keyword: the names of parameters that can be passed so.
       var_positional, var_keyword: the names of ``*args`` and ``**kwargs``; None without these.
       static, donated: the parameters with these roles.
@@ -116,6 +118,7 @@ class Parameters:
     ):
         """Reads the signature of the function."""
         self.bound = bound
+        self.fun_name = name_of(fun)
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (ValueError, TypeError):  # some functions written in C
