@@ -478,6 +478,10 @@ class ToleranceTest(parameterized.TestCase):
             with pytest.raises(TypeError, match="pass it without jit"):
                 assert_same(wrapped, Block(), X, shardings=None, mesh=MESH)
 
+    def test_abstract(self):
+        with pytest.raises(TypeError, match=r"runs the step, but some .* abstract.*sharded_init"):
+            assert_same(forward, nnx.eval_shape(Block), X, shardings=None, mesh=MESH)
+
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("is_inside", [True, False])

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _compat
+from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import raise_listed
 from ..partition.mesh import make_mesh
@@ -81,7 +82,7 @@ def assert_same(
 
     Raises:
       AssertionError: something differs.
-      TypeError: the step is jitted.
+      TypeError: the step is jitted, or an argument is abstract.
       ValueError: there are no calls or no runs, or the mesh has not as many devices as asked for.
 
     Example:
@@ -100,6 +101,11 @@ def assert_same(
     """
     if hasattr(step, "lower"):
         raise TypeError("assert_same compiles the step for two meshes: pass it without jit.")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in flatten(args).leaves):
+        raise TypeError(
+            "assert_same runs the step, but some of its arguments are abstract, without data: pass "
+            "a model with arrays, such as that of sharded_init, in a small size."
+        )
     if min(steps, runs) < 1:  # nothing would be compared
         raise ValueError(f"assert_same: expected at least one of each, got {steps=}, {runs=}.")
     if devices is not None:
