@@ -650,7 +650,8 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
             "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
             [f"  {name}" for name, rows in may_have_rows.items() if rows == batch_rows],
             "The gradients of all microbatches are added up, which those of other rows cannot be. "
-            "If these are parameters, name the arguments that have the rows with batch=...",
+            "If these are parameters, whose first dimension is as long by chance, pass "
+            f"batch={(names[0] if len(names) == 1 else tuple(names))!r}.",
         )
     return names
 
