@@ -21,6 +21,7 @@ from flax import nnx
 
 from nnx_sharding.checkpoint import Checkpoints, ModelRestore, ModelSave, restore, save
 from nnx_sharding.errors import CheckpointError
+from nnx_sharding.placement import shard_batches
 from test_checkpoints import contents_of, flip
 
 WORKER = Path(__file__).parent / "processes" / "killed.py"
@@ -173,6 +174,14 @@ def test_going_back_and_damage(tmp_path):
         with pytest.raises(CheckpointError, match=r"only process_0-of-2.json"):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 9}
+        loader = shard_batches([], None)  # not its iterator
+        use_iterator = r"get_state.* got shard_batches\(.*batches = iter\(...\).*data=batches"
+        with pytest.raises(TypeError, match=use_iterator):
+            checkpoints.save(6, tree, data=loader)
+        with pytest.raises(TypeError, match=use_iterator):
+            checkpoints.resume(other, data=loader)
+        with pytest.raises(TypeError, match=r"set_state, got <list_iterator object>"):
+            checkpoints.resume(other, data=iter([]))
         with pytest.raises(TypeError, match=r"JSON values, got .*object"):
             checkpoints.save(6, tree, data={"x": object()})
         state = {0: 5, "0": 6, "files": [{"a": 1}, {"b": {2.5: (), None: 3}}]}

@@ -347,6 +347,23 @@ class PartTest(FolderTest):
         restore(self.path, part(two), only=...)
         self.assertEqual(contents_of(two), contents_of(one))
 
+    def test_fewer_layers(self):
+        def layers(count):
+            rngs = nnx.Rngs(0)
+            blocks = nnx.List([nnx.Linear(2, 2, use_bias=False, rngs=rngs) for _ in range(count)])
+            return nnx.Dict(blocks=blocks, head=nnx.Linear(2, 3, rngs=rngs))
+
+        save(self.path, (layers(4), layers(2)))
+        with self.assertLogs("nnx_sharding", "WARNING") as logs:
+            restore(self.path, (layers(2),), only=nnx.Param)
+        [line] = logs.output
+        self.assertIn("more of a list than the model; these were not read:", line)
+        self.assertEqual(line.split()[-2:], ["0/blocks/2/kernel", "0/blocks/3/kernel"])
+        with self.assertNoLogs("nnx_sharding", "WARNING"):  # parts of the model, and of the tuple
+            restore(self.path, (layers(4),), only=nnx.PathContains(1))
+            restore(self.path, (layers(4),), only=...)
+            restore(self.path, {0: {"head": layers(1).head}}, only=...)
+
     def test_cast(self):
         one = MLP()
         save(self.path, {"model": one, "n": jnp.arange(3), "flag": jnp.array(True)})

@@ -144,8 +144,9 @@ def restore(
       mesh: the mesh of partition specs; without ``sharding``, the mesh for the specs of the arrays
         in ``tree``.
       only: an NNX filter for what to restore, such as ``nnx.Param``, or ``...`` for all of
-        ``tree``. The rest of ``tree`` is not changed, and the rest of the checkpoint is ignored.
-        With None, an array that only one of the two has is an error.
+        ``tree``. The rest of ``tree`` is not changed, and the rest of the checkpoint is ignored;
+        the log names further layers of a list of which ``tree`` has fewer. With None, an array that
+        only one of the two has is an error.
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
 

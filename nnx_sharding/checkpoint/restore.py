@@ -19,6 +19,7 @@ hold it, and an empty text otherwise. `raise_listed` raises an error only if the
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -33,7 +34,7 @@ from ..core.memory import is_keys, other_memory
 from ..core.place import finish_on_cpu, place_arrays
 from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
-from ..errors import CheckpointError, by_kind, raise_listed
+from ..errors import CheckpointError, by_kind, message, raise_listed
 from ..specs.fitting import fit_sharding, without_reductions
 from . import names
 from .names import Name, NamedArray
@@ -41,6 +42,8 @@ from .stored import KEY_KINDS, Entry, FilePath, Stored, digest, key_words, load,
 
 if TYPE_CHECKING:
     from .files import ModelRestore
+
+_LOGGER = logging.getLogger("nnx_sharding")
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -74,6 +77,9 @@ def restore_into(folder: FilePath, args: ModelRestore) -> Any:
         operation.agree(arrays=lambda: names.digest(arrays), checkpoint=lambda: digest(stored))
         values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
+    if args.only is not None and (further := _further(stored, targets, flat)):
+        head = f"restore: {folder} has more of a list than the model; these were not read:"
+        _LOGGER.warning("%s", message(head, [f"  {path}" for path in further]))
     return names.filled(flat, converted, "restore")  # safe because no process has failed
 
 
@@ -245,6 +251,28 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."
+
+
+def _further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> list[str]:
+    """Returns the paths of arrays that ``only`` would have selected, if the model had them.
+
+    These are such as those of layers 6 to 11, where the model has six. Their paths differ from that
+    of an array that was read only in numbers. The first key does not count: where a tuple of models
+    was saved, any of them may be restored alone.
+    """
+
+    def pattern(name: Name) -> Name:
+        first, *rest = name or ("",)
+        return (first, *("0" if key.isdecimal() else key for key in rest))
+
+    read = {target.name for target in targets}
+    patterns = set(map(pattern, read))
+    in_model = {array.plain_name for array in names.named_arrays(flat)}  # `only` may leave them out
+    return [
+        entry.array.path
+        for name, entry in stored.entries.items()
+        if name not in read and pattern(name) in patterns and entry.plain_name not in in_model
+    ]
 
 
 def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> bool:

@@ -27,7 +27,7 @@ from ..core.agreement import Operation
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
-from ..specs.fitting import suggestion
+from ..specs.fitting import show, suggestion
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
 from .stored import DATA, MODEL, FilePath, as_folder
@@ -93,9 +93,9 @@ class Checkpoints:
           step: its number, larger than those of all saved steps.
           tree: a model, an optimizer, metrics, or any pytree of them, as for
             :class:`~nnx_sharding.checkpoint.ModelSave`. It may change as soon as this returns.
-          data: a data iterator with ``get_state`` and ``set_state``, such as one of Grain, or its
-            state: bytes or JSON values, with strings as keys. Each process saves its own, in the
-            format of Grain's handler.
+          data: the data iterator of the loop, with ``get_state`` and ``set_state``, such as one of
+            Grain, or ``batches = iter(shard_batches(...))``; or its state: bytes or JSON values,
+            with strings as keys. Each process saves its own, in the format of Grain's handler.
           metrics: numbers by name, for ``best_fn`` of the manager.
           force: whether to save regardless of what the manager decides.
 
@@ -105,6 +105,7 @@ class Checkpoints:
         Raises:
           ValueError: the step does not come after all saved steps, also those that another job has
             saved here.
+          TypeError: ``data`` is neither an iterator with ``get_state`` nor a state.
           Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
             before, cannot be written.
         """
@@ -171,11 +172,13 @@ class Checkpoints:
     ) -> Any:
         """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
 
-        ``step`` is its number, or None for the last one, and ``data`` is a data iterator to set to
-        the state that was saved with the step. All other arguments are those of that function.
+        ``step`` is its number, or None for the last one, and ``data`` is the data iterator, to be
+        set to the state that was saved with the step. All other arguments are those of that
+        function.
 
         Raises:
           NoCheckpointError: no step is stored, or not this one.
+          TypeError: ``data`` has no ``get_state`` or ``set_state``.
           CheckpointError: as for ``restore``, or the step has no data state for this process.
             Neither ``tree`` nor ``data`` is changed.
         """
@@ -250,6 +253,8 @@ class Checkpoints:
           CheckpointError: the step cannot be read; the message names earlier steps.
         """
         with self._operation("restore") as operation:
+            if data is not None and not (hasattr(data, "get_state") and hasattr(data, "set_state")):
+                raise _no_iterator(data)
             self.manager.wait_until_finished()
             self.manager.reload()  # finds the steps of other jobs
             steps = sorted(self.manager.all_steps())
@@ -359,12 +364,36 @@ def _file_name() -> str:
     return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
 
 
+# What `json` and bytes can hold.
+_STATES = (bytes, str, int, float, list, tuple, dict)
+
+
+def _no_iterator(data: object, or_state: str = "") -> TypeError:
+    """Returns the error for data without a state, such as a loader in place of its iterator.
+
+    Args:
+      data: what the user passed.
+      or_state: what else may be passed, for the text.
+    """
+    text = (
+        f"Checkpoints: data must be an iterator with get_state and set_state, {or_state}"
+        f"got {show(data)}."
+    )
+    if isinstance(data, Iterable) and not isinstance(data, Iterator):
+        # `data=iter(loader)` in each call would save the state of an iterator that has not begun.
+        text += " Make one iterator, batches = iter(...), for the loop and for data=batches."
+    return TypeError(text)
+
+
 def _encoded(iterator: Any) -> bytes:
     """Returns the bytes to write for a data iterator or a state.
 
     Raises:
-      TypeError: the state is neither bytes nor JSON values, or it has keys that are no strings.
+      TypeError: it is neither an iterator with ``get_state`` nor a state, the state is neither
+        bytes nor JSON values, or it has keys that are no strings.
     """
+    if not isinstance(iterator, _STATES) and not hasattr(iterator, "get_state"):
+        raise _no_iterator(iterator, "or its state of bytes or JSON values, ")
     state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
     if isinstance(state, bytes):
         return state
