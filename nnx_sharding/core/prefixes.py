@@ -209,6 +209,9 @@ def check_specs(name: str, types: type | tuple[type, ...] = object, **options: S
         for spec in specs.written:
             if spec is not None and not isinstance(spec, types):
                 lines.append(f"  {option}: {show(spec)}; write its PartitionSpec")
-    remedy = "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None."
+    remedy = (
+        "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None. "
+        "P() replicates; None declares nothing."
+    )
     head = f"{name}: expected a sharding spec, got:"
     raise_listed(TypeError, head, lines, remedy, anchor="not-a-spec")

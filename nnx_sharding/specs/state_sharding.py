@@ -55,7 +55,8 @@ class StateSharding:
       filter_sharding: a mapping from NNX filters to shardings, an iterable of such pairs, or an
         ``nnx.State`` or nested dicts with a sharding at each path. A sharding is a
         ``PartitionSpec``, any ``jax.sharding.Sharding``, a ``jax.experimental.layout.Format``, or
-        None to leave the choice to JAX.
+        None, which declares nothing: the array stays as it is, or the compiler chooses. ``P()``
+        replicates it; in a ``shard_map``, None does, too.
       on_indivisible: what to do if a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
         Replicating and dropping warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None
@@ -109,7 +110,10 @@ class StateSharding:
             if not is_single_spec(sharding)
         ]
         head = "StateSharding: expected shardings, got:"
-        remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
+        remedy = (
+            "Use a PartitionSpec such as P('data', None), a Sharding, or None. P() replicates; "
+            "None declares nothing."
+        )
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
         # `find` calls the predicate of each filter. For a pattern it calls `search` with the text

@@ -237,7 +237,8 @@ def jit(
         :class:`~nnx_sharding.StateSharding` or an ``nnx.State`` of specs for a module, or None
         to keep the sharding of the argument. Uncommitted Variables are placed as declared at
         the first call, and keep that sharding.
-      out_shardings: the shardings of the result, in the same form. A new module is created sharded.
+      out_shardings: the shardings of the result, in the same form, where None leaves the choice to
+        the compiler. A new module is created sharded.
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does. While the
         function is traced, a mesh of Auto axes is in context, so that constraints to a
         ``PartitionSpec`` work. Without any sharding, the program runs on the default device.

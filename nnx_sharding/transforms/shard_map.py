@@ -485,7 +485,7 @@ def shard_map(
     Args:
       f: the function.
       out_specs: how the shards of the result are concatenated: a pytree prefix of
-        ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
+        ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`. None is ``P()``.
       in_specs: how the arguments are sharded, in the form of ``in_shardings`` of
         :func:`~nnx_sharding.jit`. Updated Variables leave with the same specs. A spec None makes
         a Python value static: an argument, or a part of one if None is in a pytree. An array
