@@ -284,6 +284,27 @@ class StrictTest(parameterized.TestCase):
         with pytest.warns(UnusedFilterWarning, match=f"for m; did you mean '{meant}'"):
             jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())
 
+    @parameterized.parameters(
+        (PathRegex(r"layers/\d+/mlp/up/kernel"), "PathRegex('up/kernel')"),
+        (PathRegex("^(a/b|[/c])/up/kernel$"), "PathRegex('up/kernel$')"),
+        (PathGlob("layers/*/up/*"), "PathGlob('up/*')"),
+        (nnx.filterlib.PathIn(("mlp", "up", "kernel")), "PathIn(('up', 'kernel'))"),
+        (("tag", PathRegex("mlp/up/kernel")), "PathRegex('up/kernel')"),
+    )
+    def test_filters_for_a_module_around_the_argument(self, filter_, end):
+        rules = StateSharding({filter_: P(), ...: P()})
+        with pytest.warns(UnusedFilterWarning) as caught:
+            jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())
+        self.assertIn(f"paths start at this argument, where {end} would", str(caught[0].message))
+
+    def test_filters_for_another_model(self):
+        for patterns in (
+            ["encoder/up/kernel", "down/kernel"],  # one of them matches
+            ["encoder/attention/kernel", "encoder/kernel"],
+        ):
+            rules = StateSharding([*((PathRegex(x), P()) for x in patterns), (..., P())])
+            jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())
+
     def test_a_filter_behind_another(self):
         rules = StateSharding({nnx.Param: P(), nnx.PathContains("up"): P(None, "a"), ...: P()})
         with pytest.warns(UnusedFilterWarning, match=r"PathContains\('up'"):
