@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     return first_suggestion
 
 
-def without_first_keys(filter_: object, paths: Iterable[Path]) -> str:
+def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
     """Returns a filter for paths, as text, without the first keys, if it then matches a path.
 
     Filters for a whole model match nothing in a module of it, whose paths start at the module: of
