@@ -301,6 +301,7 @@ class StrictTest(parameterized.TestCase):
         for patterns in (
             ["encoder/up/kernel", "down/kernel"],  # one of them matches
             ["encoder/attention/kernel", "encoder/kernel"],
+            ["^encoder/", "encoder/.*", "encoder/.*kernel", "encoder/[^/]+/kernel$"],
         ):
             rules = StateSharding([*((PathRegex(x), P()) for x in patterns), (..., P())])
             jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())

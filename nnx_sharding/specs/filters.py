@@ -118,9 +118,19 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
         with contextlib.suppress(TypeError, ValueError, re.error):  # what is left may be invalid
             pattern = type(filter_)(end)
             # From the start of the path: the keys before are what was left out.
-            if any(map(re.compile(pattern._regex(), flags).match, texts)):
+            match = re.compile(pattern._regex(), flags).match
+            if any(match(text) and not _starts_with_any(match, text) for text in texts):
                 return repr(pattern)
     return ""
+
+
+def _starts_with_any(match: Callable[[str], Any], text: str) -> bool:
+    """Whether a pattern that matches a path would match with other keys at its start, too.
+
+    So do ``.*kernel``, ``[^/]+/kernel`` and an empty pattern, which show nothing about the path.
+    """
+    _, slash, rest = text.partition("/")
+    return any(map(match, (f"\0/{text}", f"\0{slash}{rest}")))  # no key contains a null
 
 
 def _slashes(pattern: str) -> Iterator[int]:
