@@ -70,8 +70,8 @@ class FilterUse:
         # The numbers of filters that match a subject about which an earlier filter decided. Such a
         # filter may also decide about other subjects.
         self._shadowed: set[int] = set()
-        # Three dicts serve as sets that keep their order. The keys of all paths are needed to correct
-        # a misspelt key, the paths to find filters for a module around the argument.
+        # Three dicts serve as sets that keep their order. The keys of all paths are needed to
+        # correct a misspelt key, the paths to find filters for a module around the argument.
         self._keys: dict[Any, None] = {}  # all keys in paths
         self._paths: dict[Path, None] = {}  # from the part that they are in
         self._arguments: dict[str, None] = {}  # the names of the arguments
