@@ -1,19 +1,20 @@
-"""The traces of each function, limits on them, and why it was traced and compiled again.
+"""Records and limits the traces of each function, and explains traces and compilations.
 
-The core tells the `Observer` of a call when JAX traces its function, and when it compiles. Both are
-recorded in the `TraceLog` of the function, without arrays and without the user's objects. Only when
-someone asks are they compared: each trace with the most similar earlier one, which is the one with
-the fewest differences (`nearest`). A limit on traces refuses before JAX traces, so that the error
-can say what differs.
+The core tells the `Observer` of a call when JAX traces its function, and when it compiles. Traces
+and compilations are recorded in the `TraceLog` of the function, without arrays and without the
+user's objects. They are compared only when someone asks: each trace with the most similar earlier
+one, which is the trace with the fewest differences (`nearest`). A limit refuses a trace before JAX
+traces, so that the error can say what differs.
 
-A trace depends on its *plan* (the options of the transform; the *structure* of the arguments, which
-is all but their arrays; a spec and a name for each array), the types of the arrays (avals), the
-configuration of JAX, and what the function *captures*: closures and globals. What a call depends on
-is compared as *facts*, which are texts by the expression for each part of the arguments
+A trace depends on its *plan*, the types of the arrays (avals), the configuration of JAX, and the
+closures and globals that the function *captures*. The plan has the options of the transform, the
+*structure* of the arguments (the arguments without their arrays), and a spec and a name for each
+array. Calls are compared by *facts*, texts by the expression for each part of the arguments
 (`differences.py`): `facts_of` makes them, `compare` writes a line for each difference.
 
-A *compilation* has the number of the latest trace before it: trace 3 is followed by a compilation
-with this number, and by another one if a call with other shardings uses the trace again.
+A *compilation* has the number of the latest trace before it. For example, a compilation with number
+3 follows trace 3, and another compilation with number 3 follows if a call with other shardings uses
+the trace again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Trace(NamedTuple):
     context: dict[str, Any]  # the part of JAX's configuration on which the trace depends
     key: tuple[Any, ...]  # everything on which the trace depends, except what is captured
     nested: bool  # whether it was part of another trace
-    captured: Facts | None = None  # None if a change of it causes no trace
+    captured: Facts | None = None  # None if a change of captured values causes no trace
     # Why each call traces again; looked for only if an earlier trace has the same `key`.
     unlisted: tuple[str, ...] = ()
 
@@ -68,17 +69,17 @@ class Trace(NamedTuple):
 class Compilation(NamedTuple):
     """A compilation in a call of a function."""
 
-    number: int  # of the latest trace until then
+    number: int  # the number of the latest trace before the compilation
     plan: Plan
     avals: tuple[Any, ...]  # the types of the arrays, by slot as ``plan.names``
-    shardings: tuple[jax.sharding.Sharding | str, ...]  # of each array, or "not committed"
+    shardings: tuple[jax.sharding.Sharding | str, ...]  # "not committed" for uncommitted arrays
 
 
 class _Closest(NamedTuple):
     """The earlier trace that is most similar to a new one."""
 
     trace: Trace
-    differences: list[str]  # a line for each
+    differences: list[str]  # a line for each difference
 
 
 # Why there may be no visible difference, by the kind of a `Retrace`.
@@ -174,8 +175,8 @@ def explain_retraces(fun: object) -> Retraces:
     entries: list[Retrace] = []
     lines: list[str] = []
     for name, log in _logs(fun):
-        # A compilation has the number of the trace before it. As `sorted` is stable and traces come
-        # first in the list, they stay in that order.
+        # A compilation has the number of the trace before it. It stays behind this trace, because
+        # `sorted` is stable and traces come first in the list.
         events = sorted(
             [*_traces(log, name), *_compilations(log, name)], key=operator.attrgetter("number")
         )
@@ -189,16 +190,16 @@ def explain_retraces(fun: object) -> Retraces:
 
 
 def _logs(fun: object) -> list[tuple[str, TraceLog]]:
-    """Returns the name and the log of a transformed function, or of each method of a class.
+    """Returns (name, log) of a transformed function, or of each transformed method of a class.
 
-    For another object, those of the methods of its class.
+    For another object, the methods of its class are returned.
 
     Raises:
       TypeError: there is no transformed function.
     """
 
     def has_log(value: object) -> bool:
-        # Asked of the class, so that no `__getattr__` of the user's runs.
+        # The class is asked, so that no `__getattr__` of the user runs.
         return hasattr(type(value), "trace_log")
 
     values = [fun]
@@ -206,7 +207,7 @@ def _logs(fun: object) -> list[tuple[str, TraceLog]]:
         owner = fun if isinstance(fun, type) else type(fun)
         members = (member for _, member in inspect.getmembers_static(owner))
         # While a module is traced, its methods are replaced by descriptors that intercept their
-        # calls (`activations/intercept.py`); these have the user's method as ``original``.
+        # calls (`activations/intercept.py`). A descriptor has the user's method as ``original``.
         values = [getattr(member, "original", member) for member in members]
     lifted = [value for value in map(_unwrapped, values) if has_log(value)]
     if not lifted:
@@ -235,7 +236,7 @@ def fun_name(fun: object) -> str:
 def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
     """Yields the traces of a function, each compared with the most similar one before it.
 
-    ``name`` is that of the function.
+    ``name`` is the name of the function.
     """
     traces = log.traces()
     cache: dict[Side, Facts] = {}  # the facts of arguments, which several traces may share
@@ -252,10 +253,10 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
 
 
 def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
-    """Yields the compilations that follow no trace, as JAX had already compiled the same trace.
+    """Yields the compilations of traces that JAX had already compiled before.
 
-    Each says which arrays have other shardings than in the most similar one before. ``name`` is
-    that of the function.
+    Each entry says which arrays have other shardings than in the most similar earlier compilation.
+    ``name`` is the name of the function.
     """
     traces = log.traces()
     compilations = list(log.compilations)
@@ -273,7 +274,8 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         traces_since = (trace for trace in traces if last < trace.number <= new.number)
         if any(trace.plan.structure == new.plan.structure for trace in traces_since):
             continue
-        # Of equally similar ones the latest: `min` returns the first of equal ones.
+        # The latest of equally similar compilations is taken, because `min` returns the first of
+        # equals.
         latest_first = reversed(same_trace)
         changes = min((_reshardings(old, new) for old in latest_first), key=len)
         yield Retrace(
@@ -311,13 +313,13 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     Returns:
       The trace and a line for each difference. None if there is no earlier trace.
     """
-    # The latest first: training loops change one thing at a time.
+    # The latest traces come first, because training loops change one thing at a time.
     candidates = [*reversed(earlier[-MAX_COMPARED:])]
-    # To compare the keys of large models takes long. Structures keep their hash, so the keys are
-    # compared only where that is equal.
+    # The keys are compared only if the hashes of the structures are equal, because to compare the
+    # keys of large models takes long. A structure keeps its hash.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     with_same_key = [old for old in alike if old.key == new.key]
-    if with_same_key:  # a key is all but what the function captures, so only that can differ
+    if with_same_key:  # equal keys: only captured values can differ
         closest = [_Closest(old, _captured(old, new)) for old in with_same_key]
         return min(closest, key=lambda pair: len(pair.differences))
     best: _Closest | None = None
@@ -325,7 +327,7 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
         lines = list[str]()
         if old.plan.structure != new.plan.structure:
             lines += compare(_facts(old, cache), _facts(new, cache))
-        # How the function was called: ``(model, x)`` → ``(model, x, train=)``.
+        # The texts say how the function was called: ``(model, x)`` → ``(model, x, train=)``.
         before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
         if before != after:
             lines.append(f"arguments {before} → {after}")
@@ -333,7 +335,7 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
         lines = lines or ["the structure of the arguments, in a part without a name"]
         if best is None or len(lines) < len(best.differences):
             best = _Closest(old, lines)
-        if len(best.differences) == 1:  # no other trace is more similar
+        if len(best.differences) == 1:  # no other trace can be more similar
             break
     return best
 
@@ -345,21 +347,25 @@ def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
 
 
 def _captured(old: Trace, new: Trace) -> list[str]:
-    """Lists how what the function captures differs; without a difference, what is never listed."""
+    """Lists how the captured values of two traces differ.
+
+    If no difference is visible, the result says which captured values make each call trace. It is
+    empty if a change of captured values causes no trace.
+    """
     if old.captured is None or new.captured is None:
         return []
     return compare(old.captured, new.captured) or list(new.unlisted)
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
-    """Yields a line for each array of both whose shape, dtype or sharding differs.
+    """Yields a line for each array of both traces whose shape, dtype or sharding differs.
 
-    ``x: shape (32,) → (31,), dtype float32 → int32``. An array that only one of them has is a
-    difference of their structures, which facts describe.
+    A line is ``x: shape (32,) → (31,), dtype float32 → int32``. An array that only one trace has is
+    left out, because facts describe the difference of the structures.
     """
     before = dict(zip(old.plan.names, old.avals, strict=True))
     shape = "shape of each shard" if new.plan.transform.name == "shard_map" else "shape"
-    # Attribute of a type → its name in the line.
+    # The attributes of a type, with their names in the line.
     labels = {"shape": shape, "dtype": "dtype", "weak_type": "weak_type"}
     for name, aval in zip(new.plan.names, new.avals, strict=True):
         old_aval = before.get(name, aval)
@@ -370,8 +376,8 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
             a, b = getattr(old_aval, attribute, None), getattr(aval, attribute, None)
             if a != b:
                 parts.append(f"{label} {a} → {b}")
-        # The sharding of a type names axes of each dimension, so it changes with the shape, too,
-        # and is listed only where nothing else explains the difference.
+        # The sharding of a type is listed only if nothing else explains the difference, because it
+        # names axes for each dimension and so changes with the shape.
         if not parts:
             a, b = getattr(old_aval, "sharding", None), getattr(aval, "sharding", None)
             parts = [f"type {old_aval} → {aval}" if a == b else f"sharding {_both(a, b)}"]
@@ -379,7 +385,7 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _options(old: Trace, new: Trace) -> Iterator[str]:
-    """Lists options of the transform, and of JAX, that differ."""
+    """Yields a line for each option of the transform or of JAX that differs."""
     yield from _transforms(old.plan.transform, new.plan.transform)
     before = _conditions(old)
     for label, value in _conditions(new).items():
@@ -388,10 +394,10 @@ def _options(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _transforms(old: Transform, new: Transform) -> Iterator[str]:
-    """Lists fields of the transform that differ and on which its traces depend.
+    """Yields a line for each field of the transform that differs and on which traces depend.
 
-    The ``trace_key`` of a transform is computed from its fields. Its parts have no names, so each
-    field is changed alone, to see whether the key changes with it.
+    The ``trace_key`` of a transform is computed from its fields. The parts of the key have no
+    names, so each field is changed alone, to see whether the key changes with it.
     """
     if old.name != new.name:
         yield f"{old.name} → {new.name}"
@@ -401,7 +407,7 @@ def _transforms(old: Transform, new: Transform) -> Iterator[str]:
             changed: Any = dataclasses.replace(old, **{field.name: after})
             if changed.trace_key != old.trace_key:
                 is_of_jit = new.name == "jit" and field.name == "out_specs"
-                option = "out_shardings" if is_of_jit else field.name  # as the user wrote it
+                option = "out_shardings" if is_of_jit else field.name  # the user's name for it
                 yield f"{option}: {_both(before, after)}"
 
 
@@ -412,7 +418,7 @@ def _conditions(trace: Trace) -> dict[str, Any]:
     """
     plan, names, signature = trace.plan, trace.plan.names, trace.plan.signature
     arguments = (*signature.names, *signature.keywords)  # passed by position, and by name
-    # Which arrays are donated is not among these: it follows from the transform, and the names and
+    # Donated arrays are not listed, because they follow from the transform and from the names and
     # the structure of the arguments, which are compared already.
     return {
         **{f"argument {name}: static": name in signature.static_names for name in arguments},
@@ -427,8 +433,9 @@ def _both(old: Any, new: Any) -> str:
     """Writes two different values in the shortest form that shows the difference."""
     if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
         return " → ".join(describe_both(old, new))
+    # None is the mesh of a transform that has none.
     are_meshes = all(value is None or hasattr(value, "axis_types") for value in (old, new))
-    if are_meshes:  # or the mesh of a transform that has none
+    if are_meshes:
         before, after = describe_mesh(old), describe_mesh(new)
         if before != after:
             return f"{before} → {after}"
@@ -441,14 +448,14 @@ MAX_TRACES = 256  # recorded for each function
 class TraceLog:
     """The latest traces and compilations of one function."""
 
-    # Without a lock, because finalizers may call the function at any point: every change is a
-    # single operation of a dict or deque.
+    # There is no lock, because finalizers may call the function at any point. It is safe without,
+    # because every change is a single operation of a dict or deque.
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Drops all of them; numbers start from 1 again."""
+        """Drops all traces and compilations; numbers start from 1 again."""
         self.by_number: dict[int, Trace] = {}
         self.compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
 
@@ -500,7 +507,7 @@ class Observer(NamedTuple):
         Raises:
           RetraceError: a limit on traces forbids it.
         """
-        # An operation of JAX that runs at once is not a trace.
+        # Eager tracers belong to an operation of JAX that runs at once, which is no trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         earlier = self.log.traces()
@@ -509,11 +516,11 @@ class Observer(NamedTuple):
         key = context, plan.trace_key, avals
         is_known = any(key == trace.key for trace in earlier)
         captured, unlisted = None, tuple[str, ...]()
-        # A transform that keeps captures uses those of the first trace in all calls, so that a
-        # change of them causes no trace, unless the trace is part of another one.
+        # A transform that keeps captures uses the captured values of the first trace in all calls.
+        # Their changes then cause no trace, unless the trace is part of another one.
         if nested or not plan.transform.keeps_captures:
             captured = facts_of_captured(fun)
-            if is_known:  # it was traced again for equal arguments: the captures may be the reason
+            if is_known:  # a new trace for equal arguments: captured values may be the reason
                 unlisted = tuple(unlisted_captures(fun))
         new = Trace(
             number=self.log.count + 1,
@@ -525,15 +532,17 @@ class Observer(NamedTuple):
             captured=captured,
             unlisted=unlisted,
         )
-        # To trace again for the same arguments, as after `jax.clear_caches()`, does not count for
-        # the function's own limit.
+        # A new trace for the same arguments, as after `jax.clear_caches()`, does not count for the
+        # function's own limit.
         own_limits = () if self.limit is None or is_known else (self.limit,)
         limits = (*own_limits, *LIMITS.get())
-        refused_by = _take_all(limits)  # a limit without a trace left; None if each gave one
+        refused_by = _take_all(limits)  # a limit without a trace left; None: all gave one
         if refused_by is not None:
             raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
-        number = self.log.add(new)  # another one if another thread has added a trace since
-        # Writes the texts of static objects now: when someone asks, they may be gone.
+        # The number is not `new.number` if another thread has added a trace in the meantime.
+        number = self.log.add(new)
+        # The texts of static objects are written now, because the objects may be gone when someone
+        # asks.
         note_identities(plan.structure)
 
         def forget() -> None:
@@ -547,13 +556,14 @@ class Observer(NamedTuple):
         """Records that JAX compiled the program of ``plan`` in a call with these arrays."""
         shardings = tuple(x.sharding if is_committed(x) else "not committed" for x in leaves)
         avals = tuple(map(jax.typeof, leaves))
-        # Not its programs: they are to go when the plan is dropped, and the log stays.
+        # The plan is recorded without its programs, because these have to go when the plan is
+        # dropped, and the log stays.
         plan = dataclasses.replace(plan, programs={}, reported={})
         self.log.compilations.append(Compilation(self.log.count, plan, avals, shardings))
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
-    """Returns the text of the error for a trace that a limit forbids: what it differs in."""
+    """Returns the text of the error for a refused trace, with its differences from the nearest."""
     option = f"{limit.option}={limit.limit}"
     closest = nearest(new, earlier, cache={})
     if closest is None:
@@ -586,12 +596,12 @@ class TraceLimit:
         if self.limit < least or isinstance(limit, bool):
             raise ValueError(f"{option} must be a number of traces >= {least}, got {limit!r}.")
         self.option = option
-        # An item for each trace. Threads share a limit, and no thread can run in the middle of
-        # ``append``, as it can between reading and writing a number.
+        # The list has an item for each trace. It is no number, because threads share a limit:
+        # another thread can run between reading and writing a number, but not within ``append``.
         self._used: list[None] = []
 
     def take(self) -> bool:
-        """Uses one trace, if there is one left."""
+        """Uses one trace and returns True; returns False if no trace is left."""
         self._used.append(None)
         if len(self._used) <= self.limit:
             return True
@@ -600,7 +610,7 @@ class TraceLimit:
 
     def give_back(self) -> None:
         """Makes one trace available again."""
-        del self._used[-1:]  # may be empty after a reset
+        del self._used[-1:]  # a slice, because the list may be empty after a reset
 
     def reset(self) -> None:
         """Makes all traces available again."""
@@ -608,7 +618,10 @@ class TraceLimit:
 
 
 def _take_all(limits: Sequence[TraceLimit]) -> TraceLimit | None:
-    """Takes a trace of each limit; if one has none left, takes none and returns that one."""
+    """Takes a trace of each limit, and returns None.
+
+    If a limit has no trace left, none is taken, and that limit is returned.
+    """
     for index, limit in enumerate(limits):
         if not limit.take():
             for taken_before in limits[:index]:
@@ -657,10 +670,11 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     return _limited(TraceLimit(limit, "limit_traces", least=0))
 
 
-# Apart, so that `limit_traces` raises errors about its argument before `with` enters the block.
+# This is a function of its own, so that `limit_traces` raises errors about its argument before
+# `with` enters the block.
 @contextlib.contextmanager
 def _limited(limit: TraceLimit) -> Iterator[None]:
-    """Adds a limit to those of the current thread for the time of a block."""
+    """Adds a limit to the limits of the current thread for the time of a block."""
     token = LIMITS.set((*LIMITS.get(), limit))
     try:
         yield
