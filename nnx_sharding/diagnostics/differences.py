@@ -1,18 +1,23 @@
 """Describes how two calls differ: ``model.dropout.rate: 0.1 → 0.2``.
 
-What a call depends on is described by *facts*, one for each part of the arguments, or of what the
-function captures, by the expression for the part, its *label* (``model.dropout.rate``; empty for
-all arguments together). Facts are texts, so that they outlive the user's objects. Two calls differ
-in the facts that differ; of these, the outermost are shown.
+A call is described by *facts*: one fact for each part of the arguments, and of the values that the
+function captures. A fact has a *label*, the expression for the part (``model.dropout.rate``; empty
+for all arguments together). Facts are texts, so that they outlive the user's objects. Two calls
+differ in the facts that differ. Only the outermost of these facts are shown.
 
-The parts of arguments are those of their `Structure` (`core/structure.py`), a table of *entries*
-for the objects. A *child*, which is a part of an entry, is the index of an entry, ``LEAF`` for an
-array, a `Container` for lists, dicts and tuples, or a `Static` or `StaticObject`, which are values
+The arguments are described by their `Structure` (`core/structure.py`), a table of *entries* for the
+objects. An entry has *children*. A child is the index of an entry, ``LEAF`` for an array, a
+`Container` for lists, dicts and tuples, or a `Static` or `StaticObject`. The last two are values
 that are not traced but compared, by equality or by identity. `parts_of` returns the children of an
 entry or a container by path.
 
-What a function captures has no structure: a static value is opened by `_walk`, which follows its
-attributes and items. `show` writes a value by its ``repr``, `_show_safely` without calling it.
+Captured values have no structure: `_walk` opens a static value by following its attributes and
+items. `show` writes a value by its ``repr``, `_show_safely` writes it without calling ``repr``.
+
+From other modules: `holds_values` tells whether a value is an array or an object of JAX or Flax
+that holds arrays; `is_constant` whether code reaches nothing through a value that may change, as
+for the functions and classes of libraries; `fingerprint_of` returns None if a value may change
+without a sign.
 """
 
 from __future__ import annotations
@@ -57,18 +62,20 @@ class Fact(NamedTuple):
     """A description of one part of the arguments, without references to the user's objects.
 
     A part is *replaced* if its origin or its content differs. It is *altered* if only its rest
-    does: then the change may be in a part of the part.
+    differs: then the change may be in a part of the part.
     """
 
     text: str  # the part in a message: ``0.1``, ``a Linear``, ``float32[3]``
-    origin: str = ""  # where its class or its code is defined: ``flax.nnx.Linear``
-    content: Any = None  # what else is compared first, such as the text of a number
-    rest: Any = None  # what is compared last, such as the keys of a dict, or an identity
+    origin: str = ""  # the definition of the part's class or code: ``flax.nnx.Linear``
+    content: Any = None  # a value that is compared first, such as the text of a number
+    rest: Any = None  # a value that is compared last: the keys of a dict, or an identity
     by_identity: str = ""  # why `rest` compares identities: ``Schedule defines no __eq__``
 
 
-_MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
-_MAX_CAPTURED = 200  # about all that a function captures: about a millisecond of each trace
+# The facts about one static value are limited, because it may refer to any number of objects.
+_MAX_FACTS = 1000
+# The facts about all captured values of a function; they take about a millisecond of each trace.
+_MAX_CAPTURED = 200
 
 
 class Facts(NamedTuple):
@@ -79,11 +86,11 @@ class Facts(NamedTuple):
 
 
 class _StaticPart(NamedTuple):
-    """A static value, or something in it: ``.layers[0]`` of an object."""
+    """A static value, or a part of it: ``.layers[0]`` of an object."""
 
-    suffix: str  # the expression for it, after that for the value; empty for the value itself
+    suffix: str  # follows the expression for the whole value; empty for the value itself
     value: Any
-    parts: dict[str, Any]  # what is in it, by what follows its suffix: ``{".rate": 0.1}``
+    parts: dict[str, Any]  # the part's own parts; keys follow `suffix`: ``{".rate": 0.1}``
 
 
 def differences(old: Side, new: Side) -> list[str]:
@@ -103,20 +110,22 @@ def facts_of(signature: Signature, structure: Structure) -> Facts:
 def facts_of_captured(fun: object) -> Facts:
     """Describes what a function captures: closures and globals, also of captured functions.
 
-    Classes and functions of libraries, and Python modules, are left out: they do not change. Arrays
-    and objects that hold arrays, such as an ``nnx.Linear``, are not opened: a trace has the arrays
-    as constants, which are never compared.
+    Classes and functions of libraries, and Python modules, are left out because they do not change.
+    Arrays and objects that hold arrays, such as an ``nnx.Linear``, are not opened, because a trace
+    has the arrays as constants, which are never compared. At most about `_MAX_CAPTURED` facts are
+    made.
     """
     facts: dict[str, Fact] = {}
     seen: set[int] = set()
     pending = [(f"captured {name}", value) for name, value in _captured_by(fun)]
     while pending and len(facts) < _MAX_CAPTURED:
-        label, value = pending.pop(0)  # breadth first: the limit keeps what is near the function
+        # The search is breadth first, so that the limit keeps the values near the function.
+        label, value = pending.pop(0)
         is_of_library = callable(value) and is_constant(value)
         if id(value) in seen or is_of_library or isinstance(value, types.ModuleType):
             continue
         seen.add(id(value))
-        if holds_values(value):  # it is or has arrays: only that it is there is compared
+        if holds_values(value):  # only the presence of a value with arrays is compared
             facts[label] = Fact(_show_safely(value))
             continue
         facts |= {label + key: fact for key, fact in _facts_of_value(value, _show_safely).items()}
@@ -127,10 +136,10 @@ def facts_of_captured(fun: object) -> Facts:
 
 
 def unlisted_captures(fun: object) -> list[str]:
-    """Says which of the things that a function captures make each call trace it anew.
+    """Lists the captured values that make each call of a function trace it anew.
 
-    They are those without a fingerprint, which is a key that is equal as long as a value has the
-    same content: without one, nothing tells whether they have changed since the last call.
+    A fingerprint is a key that stays equal as long as a value has the same content. Values without
+    a fingerprint are listed, because nothing tells whether they have changed since the last call.
     """
     return [
         f"captured {_why_unlisted(name, value)}, so each call traces; pass it as an argument"
@@ -142,8 +151,9 @@ def unlisted_captures(fun: object) -> list[str]:
 def _why_unlisted(name: str, value: object) -> str:
     """Says why a captured value has no fingerprint: ``cfg.w: float32[3], which is a constant …``.
 
-    ``name`` is that of the variable, such as ``cfg``. It is the fault of an array in the value; if
-    there is none, of an object whose content Python does not show, such as one written in C.
+    ``name`` is the name of the variable, such as ``cfg``. The reason is an array in the value. If
+    the value has no array, the reason is an object whose content Python does not show, such as an
+    object of a class written in C.
     """
     if isinstance(value, types.ModuleType):
         return f"{name}: the module {value.__name__}, which has state"
@@ -155,32 +165,34 @@ def _why_unlisted(name: str, value: object) -> str:
 
 
 def _captured_by(fun: object) -> Iterator[NamedValue]:
-    """Yields what a function captures; of a bound method the object, too."""
+    """Yields each value that a function captures; for a bound method, its object first."""
     if isinstance(fun, types.MethodType):
         yield NamedValue("__self__", fun.__self__)
     yield from captured_values(fun)
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
-    """Returns a line for each difference between two calls that no other one explains, in order.
+    """Returns a line for each difference between two calls that no other difference explains.
 
-    Of a part that was *replaced* (`Fact`), the parts are not listed. One that was *altered* is only
-    listed if none of its parts is. For example::
+    If a part was *replaced* (`Fact`), its own parts are not listed. If it was *altered*, it is only
+    listed if none of its own parts is. For example::
 
-        model             altered     not listed, as parts of it are
-        model.act         replaced    listed: it is of another class
-        model.act.slope   replaced    not listed, as model.act is
+        model             altered     not listed, because parts of it are
+        model.act         replaced    listed: its class is another one
+        model.act.slope   replaced    not listed, because model.act is
         model.heads       altered     listed: it compares unequal, but none of its parts does
 
-    Arguments that only one call has get no line: the caller writes how both functions were called,
-    ``(model, x) → (model, x, train=)``.
+    Arguments that only one call has get no line, because the caller writes how both functions were
+    called: ``(model, x) → (model, x, train=)``.
     """
     before, after = old.facts, new.facts
-    # The order of the new call, a whole before its parts; what only the old one had comes last.
+    # The labels are in the order of the new call, a whole before its parts. Labels that only the
+    # old call has come last.
     different = [label for label in after | before if before.get(label) != after.get(label)]
-    unshared = old.arguments ^ new.arguments  # those of one call only
+    unshared = old.arguments ^ new.arguments  # the arguments that only one call has
     explained = {*unshared}  # labels whose parts need no line
-    starts = [start for label in unshared for start in _below(label)]  # of the labels of the parts
+    # The beginnings of the labels of those parts.
+    starts = [start for label in unshared for start in _below(label)]
     altered: list[str] = []
     for label in different:
         if label in explained or label.startswith(tuple(starts)):
@@ -202,7 +214,7 @@ def compare(old: Facts, new: Facts) -> list[str]:
 
 
 def _is_replaced(old: Fact | None, new: Fact | None) -> bool:
-    """Tells whether a part is another one, not the same with changes; None for no such part."""
+    """Tells whether a part was replaced (`Fact`), or only one call has it (None)."""
     if old is None or new is None:
         return True
     return old.origin != new.origin or old.content != new.content
@@ -211,16 +223,16 @@ def _is_replaced(old: Fact | None, new: Fact | None) -> bool:
 def _below(label: str) -> tuple[str, ...]:
     """Returns how the labels of parts begin: ``model.``, ``model[`` and ``model,`` for ``model``.
 
-    (The last is of ``model, captured x``.) With an empty label, that of all arguments together, it
-    is how every label begins.
+    The beginning with a comma is for ``model, captured x``. For the empty label of all arguments
+    together, the result is the empty text, with which every label begins.
     """
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 
 
 def _change(a: Fact | None, b: Fact | None) -> str:
-    """Returns the text for how fact ``a`` became fact ``b``, to follow their label.
+    """Returns the text after a label that says how fact ``a`` became fact ``b``.
 
-    A fact is None if a call has no such part.
+    A fact is None if the call has no such part.
     """
     if a is None or b is None or a.text != b.text:
         before, after = ("missing" if fact is None else fact.text for fact in (a, b))
@@ -233,7 +245,7 @@ def _change(a: Fact | None, b: Fact | None) -> str:
             "create it once, outside of the loop or of the function that makes the model"
         )
     old, new = _array_of(a), _array_of(b)
-    # Their texts are equal, so they have one dtype and one shape.
+    # The texts of the facts are equal, so the arrays have the same dtype and shape.
     if old is not None and new is not None and (difference := _first_difference(old, new)):
         return difference
     return f": {a.text} → {b.text} (they look the same, but compare unequal)"
@@ -242,9 +254,9 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 def _array_of(fact: Fact) -> np.ndarray[Any, Any] | None:
     """Returns the NumPy array that a fact is about; None for other facts.
 
-    The array itself may be gone, but its kind, which is compared, is kept in ``Fact.rest``: the
-    detail of an array's kind is its dtype, its shape and its bytes, which are None if its elements
-    are Python objects.
+    The array itself may be gone, but ``Fact.rest`` keeps its kind, because kinds are compared. The
+    detail of an array's kind is (dtype, shape, bytes). The bytes are None if the elements are
+    Python objects.
     """
     kind = fact.rest
     if not isinstance(kind, StaticKind) or not issubclass(kind.type, np.ndarray):
@@ -258,7 +270,8 @@ def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> s
 
     The text follows a label: ``[1, 0]: 2.0 → 3.0, and 4 other elements``.
     """
-    # As bytes, (elements, bytes of one), since NaNs are equal if their bits are.
+    # The bytes are compared, because NaNs count as equal if their bits are. (elements, bytes of an
+    # element)
     old_bytes, new_bytes = (
         np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (old, new)
     )
@@ -274,14 +287,14 @@ def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> s
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     """Returns a fact for each part of the arguments, by label, from the outside to the inside.
 
-    An object that is met again has a fact that it is shared with the first place, and no more: the
-    facts of its parts have the labels that begin with the first place.
+    An object that is met again gets one fact, that it is shared with the first place. The labels of
+    its parts begin with the label of the first place.
     """
     facts: dict[str, Fact] = {}
-    first_labels: dict[int, str] = {}  # of objects that were met, by the index of the entry
+    first_labels: dict[int, str] = {}  # the first label of each object, by the index of its entry
     statics = zip(signature.static_names, structure.statics, strict=True)
-    # The label and the child of what is still to be described: a stack and no recursion, because
-    # models may be nested deeply.
+    # The stack has the label and the child of each part that is still to be described. There is no
+    # recursion, because models may be nested deeply.
     stack = [*((f"static argument {name}", child) for name, child in statics), ("", structure.root)]
     while stack:
         label, child = stack.pop()
@@ -289,12 +302,15 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
             facts |= _facts_of_static(label, child)
             continue
         text = show_child(structure, child)
-        part: Any = child  # an array or a container; or of an object its entry, whose index it is
+        part: Any = child  # an array or a container; replaced below by the entry of an object
         if isinstance(child, int):
             if child in first_labels:
-                first = first_labels[child]
-                # If it is shared with another place in the next call, that is a difference.
-                facts[label] = Fact(f"{text}, shared with {shorten(first)}", content=first)
+                first_label = first_labels[child]
+                # The content is the first label, because an object that is shared with another
+                # place in the next call is a difference.
+                facts[label] = Fact(
+                    f"{text}, shared with {shorten(first_label)}", content=first_label
+                )
                 continue
             first_labels[child] = label
             part = structure.entries[child]
@@ -302,7 +318,8 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         inner = [
             (_label_of_part(label, part, path, signature), below)
             for path, below in parts_of(part).items()
-            # Flax's record of which attributes are data: the attributes themselves show it.
+            # Flax's record of which attributes are data gets no fact, because the attributes
+            # themselves show the same.
             if path != (_compat.STATUSES,)
         ]
         stack += reversed(inner)  # the first one is popped first
@@ -320,15 +337,15 @@ def _label_of_part(label: str, whole: object, path: Path, signature: Signature) 
       signature: the names of the arguments.
     """
     # All arguments together are the pair (args, kwargs). For a function of ``(model, x)``, the path
-    # (0, 1, "image") is ``x['image']``, and (1, "train") is ``train``. A path of one key is that
-    # of ``args`` or ``kwargs`` as a whole.
+    # (0, 1, "image") is ``x['image']``, and (1, "train") is ``train``. A path of one key names
+    # ``args`` or ``kwargs`` as a whole.
     if label == "" and isinstance(whole, Container) and len(path) > 1:
         is_keyword, argument, *rest = path
         if is_keyword:
             return accessor(argument, tuple(rest))
-        names = [signature.names[index] for index in signature.dynamic]  # of traced arguments
+        traced_names = [signature.names[index] for index in signature.dynamic]
         # A function of ``(x, *args)`` may have more arguments than names.
-        name = names[argument] if argument < len(names) else "args"
+        name = traced_names[argument] if argument < len(traced_names) else "args"
         return accessor(name, tuple(rest))
     return accessor(label, path) if path else f"{label}[...]"
 
@@ -336,39 +353,42 @@ def _label_of_part(label: str, whole: object, path: Path, signature: Signature) 
 def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:
     """Returns the facts about a value that is not traced, and about its parts, by label."""
     if static.note is None:
-        # What is compared by identity is of a user's class, whose `__repr__` may do anything.
+        # A value that is compared by identity may be of a user's class, whose `__repr__` may do
+        # anything, so it is not called.
         to_text = _show_safely if static.by_identity else show
-        # Kept with the value, whose object may be gone when it is compared with a later call.
+        # The facts are kept with the value, because its object may be gone when it is compared with
+        # a later call.
         static.note = _facts_of_value(static.value, to_text)
     facts: dict[str, Fact] = {label + suffix: fact for suffix, fact in static.note.items()}
-    # The parts are compared by their texts; the value, whose suffix is empty, also as a trace does.
-    whole = facts[label]
-    reason = whole.by_identity if static.by_identity else ""
-    facts[label] = whole._replace(rest=_identity(static), by_identity=reason)
+    # The parts are compared by their texts. The value as a whole has an empty suffix. It is also
+    # compared as a trace does, by `rest`.
+    fact_of_value = facts[label]
+    reason = fact_of_value.by_identity if static.by_identity else ""
+    facts[label] = fact_of_value._replace(rest=_identity(static), by_identity=reason)
     return facts
 
 
 def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
     """Describes a part, other than a single static value, without its own parts.
 
-    What a change of a part's parts changes as well is compared last (``rest``). If an item of a
-    list becomes a dict, for example, the treedef of the list changes, but the item is what to list.
+    Properties that change with the parts of a part are compared last (``rest``). If an item of a
+    list becomes a dict, for example, the treedef of the list changes too, but the item is listed.
 
     Args:
       text: the part in a message.
       part: ``LEAF`` for an array, a container, or the entry of an object.
     """
-    # The content says what it is, so that an array that becomes a list has changed.
+    # The content is the kind of the part, so that an array that becomes a list counts as replaced.
     if isinstance(part, Leaf):
         return Fact(text, content=Leaf)
     if isinstance(part, Container):
         return Fact(text, content=Container, rest=part.treedef)
     origin = _origin(part.type)  # such as ``flax.nnx.Linear``
-    if isinstance(part, RefEntry):  # a `jax.Ref`, of which a trace knows no more
+    if isinstance(part, RefEntry):  # a `jax.Ref`; a trace knows nothing else about it
         return Fact(text, origin)
     if not isinstance(part, StaticObject):  # a module or a Variable
         return Fact(text, origin, rest=part.metadata)
-    if part.identity is None:  # it is compared by its parts
+    if part.identity is None:  # the static object is compared by its parts
         return Fact(text, origin, rest=part.kind)
     return Fact(
         text,
@@ -379,9 +399,9 @@ def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
 
 
 def _identity(static: Static) -> Any:
-    """Returns what a static value is compared by: its identity, or itself by its ``__eq__``.
+    """Returns the key by which a static value is compared: its identity, or the value itself.
 
-    The identity outlives an object that is gone.
+    The value compares by its ``__eq__``. The identity stays valid when the object is gone.
     """
     return static.identity if static.by_identity else static
 
@@ -394,8 +414,8 @@ def arguments_of(signature: Signature) -> str:
 def show_child(structure: Structure, child: object, depth: int = 3) -> str:
     """Writes a child of an entry, or the root of a structure, as messages show it.
 
-    ``[0.5, an array, {'rate': 0.1}]``, ``float32[3]`` for an array of NumPy, ``a Linear`` for an
-    object. Lists, tuples and dicts are opened up to ``depth`` levels.
+    A list becomes ``[0.5, an array, {'rate': 0.1}]``, an array of NumPy ``float32[3]``, and an
+    object ``a Linear``. Lists, tuples and dicts are opened up to ``depth`` levels.
     """
     if child is LEAF:
         return "an array"
@@ -403,15 +423,16 @@ def show_child(structure: Structure, child: object, depth: int = 3) -> str:
         return show(child.value)
     if isinstance(child, Container):
         return shorten(str(child.treedef))
-    # An index stands for the entry of an object; a static object that cannot change is itself one.
+    # An index stands for the entry of an object. A static object that cannot change is an entry
+    # itself.
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     cls = entry.type
     if issubclass(cls, np.ndarray):
-        dtype, shape, *_ = entry.kind.detail  # then its bytes
+        dtype, shape, *_ = entry.kind.detail  # (dtype, shape, bytes)
         return _array_text(dtype, shape)
     if cls in _BRACKETS and depth:  # a list, tuple, dict or set
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
-        if cls is dict:  # whose children are key, value, key, value, …
+        if cls is dict:  # the children of a dict are key, value, key, value, …
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
         brackets = _BRACKETS[cls]
         return shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
@@ -460,13 +481,13 @@ def _show_safely(value: Any) -> str:
 def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, Fact]:
     """Describes a static value and its parts, by suffix (``.layers[0]``; empty for the value).
 
-    ``show`` writes a value as text, which is what is compared of a number or a string.
+    ``show`` writes a value as text. Numbers and strings are compared by this text.
     """
     facts: dict[str, Fact] = {}
     for part in itertools.islice(_walk(value), _MAX_FACTS):
         text = show(part.value)
-        # Why the value, if it is compared by identity, is. One that defines ``__eq__`` is only as a
-        # part of another object that does not.
+        # This text says why the value is compared by identity, if it is. A value whose class
+        # defines ``__eq__`` is compared by identity only as a part of an object without ``__eq__``.
         cls = type(part.value)
         why = f"{cls.__name__} defines no __eq__"
         if cast(Any, cls).__eq__ is not object.__eq__:
@@ -474,7 +495,8 @@ def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, F
         facts[part.suffix] = Fact(
             text,
             _origin(part.value),
-            # The text of a list repeats those of its items, which have facts of their own.
+            # The text of a list repeats the texts of its items. It is not compared, because the
+            # items have facts of their own.
             content=None if part.parts else text,
             by_identity=why,
         )
@@ -482,7 +504,7 @@ def _facts_of_value(value: object, show: Callable[[object], str]) -> dict[str, F
 
 
 def _walk(value: object) -> Iterator[_StaticPart]:
-    """Yields a value and what is in it, depth first. An object that is met again has no parts."""
+    """Yields a value and its parts, depth first. An object that is met again has no parts."""
     stack = [("", value)]
     seen: set[int] = set()  # ids, which stay valid as long as ``value`` holds the objects
     while stack:
@@ -502,11 +524,12 @@ def _origin(x: object) -> str:
 
 
 def _parts_of_value(value: object) -> dict[str, Any]:
-    """Returns what a static value consists of, by what follows the expression for the value.
+    """Returns the parts of a static value by the text that follows the value's expression.
 
-    ``{"[0]": 1, "[1]": 2}`` for ``(1, 2)``, ``{", captured rate": 0.1}`` for a closure. Nothing for
-    classes, arrays, modules, and objects of a class that defines ``__eq__``, whose attributes need
-    not be what they compare. A dataclass compares its attributes, so it is opened.
+    For ``(1, 2)`` the result is ``{"[0]": 1, "[1]": 2}``, for a closure ``{", captured rate": 0.1,
+    ", its defaults": …}``. It is empty for classes, arrays, modules and meshes. It is empty for
+    objects of a class that defines ``__eq__``, too, because ``__eq__`` need not compare the
+    attributes. A dataclass compares its attributes, so it is opened.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}

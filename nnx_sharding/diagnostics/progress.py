@@ -1,7 +1,7 @@
-"""Progress of long work: a bar on terminals, and in notebooks with ipywidgets; else a few lines.
+"""Shows the progress of long work: a bar on terminals, and in notebooks with ipywidgets.
 
-Where a bar cannot be drawn, such as in the log of a job, work that takes minutes prints a line each
-half minute, so that it is not taken for a program that hangs.
+If a bar cannot be drawn, as in the log of a job, a line is printed each half minute, so that work
+of minutes is not taken for a program that hangs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .. import _compat
 
-# Shorter work needs no bar.
+# The seconds before a bar is shown; shorter work needs no bar.
 DELAY_S = 2.0
-LINE_S = 30.0  # between lines in a log
+LINE_S = 30.0  # seconds between the lines in a log
 QUIET = "NNX_SHARDING_QUIET"
 
-# Held while there is a bar: nested work shows none of its own.
+# This lock is held while a bar or lines are shown, so that nested work shows no other ones.
 _BAR = threading.Lock()
 
 
@@ -30,7 +30,7 @@ def progress(
     title: str,
     total: int | Callable[[], int] | None = None,
     *,
-    running: Callable[[], Sequence[str]] = list,  # which returns an empty list
+    running: Callable[[], Sequence[str]] = list,  # `list()` is empty: no names
     quiet: bool = False,
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, or lines in a log.
@@ -46,7 +46,7 @@ def progress(
     Yields:
       A function to call after each step, with its name.
     """
-    if quiet or _is_quiet() or not _BAR.acquire(blocking=False):  # one bar at a time
+    if quiet or _is_quiet() or not _BAR.acquire(blocking=False):  # False: another bar is shown
         yield lambda _: None
         return
     try:
@@ -66,7 +66,7 @@ def _constant(number: int) -> Callable[[], int]:
 @contextlib.contextmanager
 def _bar(title: str, total: Callable[[], int] | None) -> Iterator[Callable[[str], None]]:
     """Draws a bar from `DELAY_S` on, and removes it in the end; yields what `progress` yields."""
-    # Here, as importing it takes time that short work need not wait for.
+    # rich is imported here, because this takes time, and work without a bar need not wait for it.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -80,14 +80,14 @@ def _bar(title: str, total: Callable[[], int] | None) -> Iterator[Callable[[str]
     timer.start()
 
     def advance(name: str) -> None:
-        now = None if total is None else total()  # None leaves it as it is
+        now = None if total is None else total()  # None leaves the total as it is
         bar.update(task, total=now, advance=1, description=f"{title}: {name}" if name else title)
 
     try:
         yield advance
     finally:
         timer.cancel()
-        timer.join()  # it may be starting the bar
+        timer.join()  # the timer may be starting the bar, which has to be stopped afterwards
         bar.stop()
 
 
@@ -99,7 +99,7 @@ def _lines(
 
     ``running`` returns the names of the steps that run at the time of a call.
     """
-    names: list[str] = []  # of the steps that were done
+    names: list[str] = []  # the names of the steps that were done
     start, is_done = time.monotonic(), threading.Event()
 
     def print_lines() -> None:
@@ -111,7 +111,7 @@ def _lines(
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
-        yield names.append  # to call after each step, with its name
+        yield names.append  # the caller calls it after each step, with the step's name
     finally:
         is_done.set()
         thread.join()
@@ -120,12 +120,12 @@ def _lines(
 def _steps_text(done: Sequence[str], total: int | None, running: Sequence[str]) -> str:
     """Writes the part of a line about steps: ``1 of 3 done, the last: fsdp; now: replicated; ``.
 
-    What follows in the line is the time, so the text ends with a semicolon, unless it is empty.
+    The time follows in the line, so the text ends with a semicolon, unless it is empty.
 
     Args:
       done: the names of the steps that were done.
-      total: the number of all; None if it is unknown.
-      running: the names of those that run now.
+      total: the number of all steps; None if it is unknown.
+      running: the names of the steps that run now.
     """
     text = ""
     if done or total is not None:
@@ -136,25 +136,28 @@ def _steps_text(done: Sequence[str], total: int | None, running: Sequence[str]) 
     return text
 
 
-_WITHOUT_CURSOR = ("dumb", "unknown")  # as rich knows them, which then writes empty lines
+# The values of TERM for which rich moves no cursor, and would write empty lines.
+_WITHOUT_CURSOR = ("dumb", "unknown")
 
 
 def _is_quiet() -> bool:
-    """Whether the user wants no progress, or another process shows it."""
+    """Whether progress is not shown: on request, in a process other than 0, or without stderr."""
     is_off = os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0
     return is_off or sys.stderr is None
 
 
 def _has_bar() -> bool:
     """Whether a bar can be drawn on stderr."""
-    # In a notebook the shell is that of a Jupyter kernel, which rich asks for, too. That the module
-    # of kernels is imported says less: a program that starts kernels imports it as well.
+    # In a notebook the shell is the shell of a Jupyter kernel; rich looks for it, too. It is no
+    # proof that the module of kernels is imported, because a program that starts kernels imports it
+    # as well.
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     is_notebook = type(shell).__name__ == "ZMQInteractiveShell"
-    if is_notebook:  # no terminal; rich draws by ipywidgets, and warns without
+    if is_notebook:  # rich draws with ipywidgets here, and warns if they are missing
         return importlib.util.find_spec("ipywidgets") is not None
-    # Programs replace it by objects that only write, as to a log, and may close it.
+    # Errors mean False, because programs may close stderr, or replace it by an object that only
+    # writes to a log.
     with contextlib.suppress(AttributeError, ValueError):
         return sys.stderr.isatty() and os.environ.get("TERM") not in _WITHOUT_CURSOR
     return False
