@@ -1,8 +1,8 @@
-"""What a planner chooses from: meshes of named axes, chains of strategies, and their recipes.
+"""Lists what a planner chooses from: meshes of named axes, chains of strategies, their recipes.
 
 A chain is one strategy for the rows of the batch (`OVER_DATA`) and any number of styles for layers,
-each over an axis of its own (`STYLES`). Its functions are called one after another, each with the
-sharding of the one before as `base`:
+each over an axis of its own (`STYLES`). The functions of a chain are called one after
+another, each with the sharding that the previous one returned as `base`:
 
     "fsdp + tensor" on data 4 × model 2
     sharding = tensor_parallel(model, mesh=mesh, axis="model")
@@ -10,14 +10,19 @@ sharding of the one before as `base`:
 
 Shardings have no mesh, so that the recipe that is printed works on any mesh of these axes.
 
-Each mesh axis has a *role*, what it is for, and a name that the user may choose (`Axes`):
+Each mesh axis has a name that the user may choose, and a *role* (`Axes`), which says what the axis
+divides:
 
     data, replica   rows of the batch; replicas are on different slices of TPUs
     model           features, for ``tensor`` and ``sequence``
-    expert          experts, and rows of the batch outside of them
+    expert          experts, and rows of the batch outside of the experts
     stage           layers, for ``pipeline``
-    context, ring   positions in sequences, for ``context``: heads are exchanged along the first,
-                    keys and values go around the second
+    context, ring   positions in sequences, for ``context``: heads are exchanged along ``context``,
+                    keys and values go around ``ring``
+
+From other modules: `layers_of` returns the outermost `Stack` objects of a model by path, or without
+them its lists of equal blocks. `axes_of` returns the axes of one entry of a spec as a tuple.
+`axes_across_slices` returns no axes for virtual devices.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ from ..training import offload
 from ..transforms.stack import Stack
 
 OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
-# Style for layers → the role of its axis (a field of `Axes`), in the order of a chain's name.
+# Style for layers → the role of its axis (a field of `Axes`). The name of a chain has this order.
 STYLES = {
     "expert": "expert",
     "tensor": "model",
@@ -57,7 +62,7 @@ STYLES = {
     "context": "context",
     "pipeline": "stage",
 }
-# One strategy of a chain, with its options.
+# A call of a chain: the strategy and its options.
 Call: TypeAlias = tuple[Callable[..., Any], dict[str, Any]]
 
 
@@ -77,19 +82,23 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str] | Mapping[str, Any]) -> Axes:
-        """Reads what a user names: axes by role, or (data, model), or (replica, data, model)."""
+        """Reads axes by role, or the tuples (data, model) or (replica, data, model), of the user.
+
+        Raises:
+          ValueError: a role is unknown, a name is used twice, or the number of names is wrong.
+        """
         if not isinstance(names, Mapping):
             roles_by_count = {2: ("data", "model"), 3: ("replica", "data", "model")}
-            listed = () if isinstance(names, str) else tuple(names)
-            roles = roles_by_count.get(len(listed))
-            # Other than two or three names get the role "", so that the error below refuses them.
-            names = {"": names} if roles is None else dict(zip(roles, listed, strict=True))
-        by_role = {role: axes_of(name) for role, name in names.items()}  # tuples, also of one name
+            names_in_order = () if isinstance(names, str) else tuple(names)
+            roles = roles_by_count.get(len(names_in_order))
+            # The role "" does not exist, so the error below refuses a wrong number of names.
+            names = {"": names} if roles is None else dict(zip(roles, names_in_order, strict=True))
+        by_role = {role: axes_of(name) for role, name in names.items()}
         are_right = all(
-            role in cls._fields and (len(x) == 1 or (role == "model" and x))
-            for role, x in by_role.items()
+            role in cls._fields and (len(axes) == 1 or (role == "model" and axes))
+            for role, axes in by_role.items()
         )
-        axes = Axes(**{role: x for role, x in by_role.items() if role in cls._fields})
+        axes = Axes(**{role: axes for role, axes in by_role.items() if role in cls._fields})
         every_name = [*itertools.chain(*axes)]
         if not are_right or len({*every_name}) < len(every_name):
             raise ValueError(
@@ -100,10 +109,10 @@ class Axes(NamedTuple):
         return axes
 
     def in_mesh(self, sizes: Mapping[str, int], *roles: str, least: int = 1) -> tuple[str, ...]:
-        """Returns the names of the axes of some roles, as far as a mesh has them.
+        """Returns the names of the axes of a mesh that have one of these roles.
 
         Args:
-          sizes: the sizes of the axes of the mesh, by name.
+          sizes: name of an axis of the mesh → its size.
           *roles: fields of this class, such as ``"data"``.
           least: the smallest size that counts: 2 leaves out axes that shard nothing.
         """
@@ -113,18 +122,19 @@ class Axes(NamedTuple):
     def between_slices(self, mesh: Mesh | AbstractMesh, num_slices: int) -> set[str]:
         """Finds the axes of a mesh along which there are different slices of TPUs.
 
-        Virtual devices have no slices. They are taken to be divided into ``num_slices`` along the
-        first axes: four slices of replica 2 × stage 4 are two along each.
+        Virtual devices have no slices. This function takes them to be divided into ``num_slices``
+        along the first axes of the mesh: if a mesh replica 2 × stage 4 is on four slices, there are
+        two slices along ``replica``, and two along ``stage``.
         """
         crossing = axes_across_slices(mesh)
         if crossing:
             return crossing
-        remaining = num_slices  # how many slices each block along the axes so far still has
+        slices_left = num_slices  # the number of slices that later axes have to divide
         for name, size in mesh.shape.items():
-            along = math.gcd(size, remaining)  # how many of them are along this axis
-            if along > 1:
+            slices_along = math.gcd(size, slices_left)  # the number of slices along this axis
+            if slices_along > 1:
                 crossing.add(name)
-            remaining //= along
+            slices_left //= slices_along
         return crossing
 
 
@@ -136,15 +146,17 @@ class Candidate:
       strategy: the names of the strategies, such as ``fsdp + tensor``.
       sizes: the sizes of the axes of the mesh by name, major first.
       variant: the options of the strategies and the variant of the step; empty if there are none.
-      in_shardings: the sharding of each argument, for :func:`~nnx_sharding.jit`. It has no mesh, so
-        it can be used for every mesh with these axes; only what is offloaded names this mesh.
-      mesh: the mesh for which the step is compiled, perhaps of devices that this machine does not
-        have. To run it, make one of the same ``sizes``.
-      step: the function that was planned, for :func:`~nnx_sharding.jit`: yours, with the keyword
-        arguments and the ``remat`` of the variant, which your models need not have.
+      in_shardings: the sharding of each argument, for :func:`~nnx_sharding.jit`. Shardings have no
+        mesh, so you can use them for every mesh with these axes. Only shardings of an offloaded
+        state name this mesh.
+      mesh: the mesh for which the step is compiled. It may be of devices that this machine does not
+        have: to run the step, make a mesh of the same ``sizes``.
+      step: the function that was planned, for :func:`~nnx_sharding.jit`: your function with the
+        keyword arguments and the ``remat`` of the variant. Your models need not have this
+        ``remat``.
       recipe: Python code that makes the mesh and ``step``, from the arguments under the names that
-        they have in the step. It compiles to the program that was planned. Empty for a function
-        of the user's.
+        they have in the step. The code compiles to the program that was planned. Empty if the
+        strategy is a function of the user.
       rows: the number of rows of the batch; 0 without a batch.
     """
 
@@ -159,31 +171,33 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Strategy, mesh and variant, as in ``fsdp + tensor, data 4 × model 2, remat``."""
+        """The strategy, mesh and variant: ``fsdp + tensor, data 4 × model 2, remat=True``."""
         sizes = " × ".join(f"{axis} {size}" for axis, size in self.sizes.items())
         return ", ".join(part for part in (self.strategy, sizes, self.variant) if part)
 
 
 class Arguments:
-    """The arguments of a step: its models, their optimizers, and the batch.
+    """Holds the arguments of a step: its models, their optimizers, and the batch.
 
-    The batch are the arrays with the most frequent first dimension. Its largest array says how many
-    tokens a step has: all elements of integers, all feature vectors of floats.
+    The batch consists of the arrays with the most frequent first dimension. The largest array of
+    the batch says how many tokens a step has: if it has integers, each element is a token; if it
+    has floats, each feature vector is a token.
 
     Args:
       args: the arguments, abstract.
-      names: the name of each in the step.
+      names: the name of each argument in the step.
 
     Attributes:
       args: the arguments, abstract.
-      parts: modules and other leaves, by the expressions that name them: ``batch['x']``. They are
-        in the order of the leaves of ``args`` as a pytree, in which modules are leaves.
-      rows: the first dimension of the batch; 0 without one.
-      length: the second dimension of its largest array; 1 without one.
-      tokens: how many there are in that.
-      layers: the numbers of layers of stacks, in increasing order.
-      stages: the same, and those of lists of blocks: what a pipeline divides.
-      experts: the number of experts; 0 without any.
+      parts: modules and other leaves, by the expressions that name them: ``batch['x']``. The parts
+        are in the order of the leaves of ``args`` as a pytree, in which modules are leaves.
+      rows: the first dimension of the batch; 0 without a batch.
+      length: the second dimension of the largest array of the batch; 1 if there is none.
+      tokens: the number of tokens in the largest array of the batch.
+      layers: the different numbers of layers of stacks, in increasing order.
+      stages: the different numbers of layers of stacks and of lists of blocks, in increasing order:
+        a pipeline divides these numbers.
+      experts: the number of experts; 0 without experts.
     """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
@@ -195,10 +209,10 @@ class Arguments:
         for (index, *keys), part in leaves:  # the first key is the position among the arguments
             self.parts[f"{names[index.idx]}{jax.tree_util.keystr(tuple(keys))}"] = part
 
-        # The batch. Arrays that are not of it are replicated.
+        # Find the batch. All other arrays are replicated.
         arrays = [part for part in self.parts.values() if not _compat.is_graph_object(part)]
         counts = Counter(filter(None, map(_rows, arrays)))
-        # Of several first dimensions that are as frequent, the largest is that of the batch.
+        # If several first dimensions are equally frequent, the largest one is that of the batch.
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
         batch = [array for array in arrays if self.rows and _rows(array) == self.rows]
         largest: Any = max(batch, key=lambda array: math.prod(array.shape), default=None)
@@ -207,7 +221,7 @@ class Arguments:
         is_vectors = len(shape) > 1 and jax.numpy.issubdtype(largest.dtype, jax.numpy.inexact)
         self.tokens = math.prod(shape[:-1] if is_vectors else shape)
 
-        # The models: their layers are stacks, or else lists of equal blocks.
+        # Find the layers of the models: stacks, or else lists of equal blocks.
         models = self._models().values()
         layered: list[Any] = []
         for model in models:
@@ -216,36 +230,47 @@ class Arguments:
         self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
         self.stages = sorted({len(layers) for layers in layered})
         self.experts = next(filter(None, map(_experts, models)), 0)
-        # What `_Recipe` has made for these models: many chains begin with the same calls.
+        # `_Recipe` keeps its shardings here, because many chains begin with the same calls.
         self._shardings: dict[Any, StateSharding] = {}
 
     def _models(self) -> dict[str, nnx.Module]:
-        """Returns the modules that are no optimizers, by their names in ``parts``."""
+        """Returns the modules that are not optimizers, by their names in ``parts``."""
         modules = {name: x for name, x in self.parts.items() if _compat.is_graph_object(x)}
         return {name: x for name, x in modules.items() if not isinstance(x, nnx.Optimizer)}
 
     @functools.cached_property
     def _model_of_optimizer(self) -> dict[str, str]:
-        """The name of each optimizer → that of its model."""
+        """The name of each optimizer → the name of its model."""
         optimizers = (name for name, x in self.parts.items() if isinstance(x, nnx.Optimizer))
         return {name: self._find_model(name) for name in optimizers}
 
     def _find_model(self, name: str) -> str:
-        """Finds the model whose arrays the state of an optimizer has, or else the nearest one."""
+        """Returns the name of an optimizer's model: the one with the most arrays like its state's.
+
+        Of several such models, the one that is nearest among the arguments is chosen, first among
+        the models before the optimizer.
+
+        Args:
+          name: the name of the optimizer in ``parts``.
+
+        Raises:
+          ValueError: no argument is a model.
+        """
         optimizer, order = self.parts[name], [*self.parts]
         if hasattr(optimizer, "model"):  # nnx.ModelAndOptimizer
             return f"{name}.model"
         models = self._models()
         if not models:
             raise ValueError("expected the model of its optimizer among the arguments, got none")
-        # The moments of Adam have paths such as opt_state/0/mu/up/kernel, which end in that of the
-        # parameter, up/kernel. How many keys come before it is not known, so all ends are compared.
+        # The moments of Adam have paths such as opt_state/0/mu/up/kernel, which end in the path of
+        # the parameter, up/kernel. The number of keys before that path differs between optimizers,
+        # so all ends of a path are compared.
         ends = {(x.path[i:], x.shape) for x in variables(optimizer) for i in range(len(x.path))}
 
         def rank(model: str) -> tuple[int, bool, int]:
-            """Ranks by the number of equal arrays; then one before the optimizer, the nearest."""
+            """Returns the sort key of a model; the largest wins."""
             arrays = {(x.path, x.shape) for x in variables(models[model])}
-            distance = order.index(name) - order.index(model)  # in the order of the arguments
+            distance = order.index(name) - order.index(model)  # > 0: before the optimizer
             return len(arrays & ends), distance > 0, -abs(distance)
 
         return max(models, key=rank)
@@ -258,17 +283,19 @@ class Arguments:
         *,
         offloaded: bool = False,
     ) -> ShardedArguments:
-        """Applies a chain of strategies to each model, with its optimizer.
+        """Applies a chain of strategies to each model and its optimizer, and shards the batch.
 
         Args:
-          calls: the chain; ``zero1`` is left out for models without an optimizer.
+          calls: the chain. For models without an optimizer, ``zero1`` is left out, because it only
+            shards the state of an optimizer.
           mesh: the mesh.
           batch: the spec of the batch.
           offloaded: whether the state of optimizers is on the host.
         """
         recipe = _Recipe(mesh, self._shardings)
-        # A sharding is made for each optimizer, with its model, and for each model without one.
-        pairs: list[tuple[str, str | None]] = []  # (model, optimizer)
+        # The recipe makes a sharding for each optimizer, with its model, and for each model without
+        # an optimizer.
+        pairs: list[tuple[str, str | None]] = []  # (name of a model, name of its optimizer)
         pairs += [(model, optimizer) for optimizer, model in self._model_of_optimizer.items()]
         with_optimizer = {*self._model_of_optimizer.values()}
         pairs += [(name, None) for name in self._models() if name not in with_optimizer]
@@ -280,16 +307,17 @@ class Arguments:
                 chain = [call for call in calls if call[0] is not zero1]
             else:
                 optimizer = _NamedArgument(optimizer_name, self.parts[optimizer_name])
-            # The model of an `nnx.ModelAndOptimizer` is in that, and no argument of its own.
+            # The model of an `nnx.ModelAndOptimizer` is a part of the optimizer, not of `parts`.
             model = self.parts.get(model_name)
             if model is None and optimizer is not None:
                 model = optimizer.value.model
             name = recipe.apply(chain, _NamedArgument(model_name, model), optimizer)
-            names.setdefault(model_name, name)  # of several optimizers, the first
+            # If a model has several optimizers, the sharding with its first one is used.
+            names.setdefault(model_name, name)
             if optimizer is not None:
                 names[optimizer.text] = recipe.offload(name, optimizer) if offloaded else name
 
-        # In the order of the parts, which is that of the leaves of the arguments.
+        # `parts` has the order of the leaves of the arguments, so these lists can be unflattened.
         shardings: list[Any] = []
         expressions = []
         for name, part in self.parts.items():
@@ -307,11 +335,12 @@ class Arguments:
         )
 
     def _spec_of_array(self, array: Any, batch: PartitionSpec) -> PartitionSpec | None:
-        """Returns the spec of an array outside of modules: None, to replicate, if not of the batch.
+        """Returns the spec of an array outside of modules; None replicates it.
 
-        ``batch`` is the spec of the batch's largest array, whose second dimension are positions in
-        sequences if it names axes for that. An array of another length, such as that of labels for
-        rows, has no such positions, so only its rows are sharded.
+        Arrays that do not belong to the batch are replicated. ``batch`` is the spec of the largest
+        array of the batch. If ``batch`` names axes for the second dimension, this dimension has the
+        positions in sequences. An array with another second dimension, for example labels of rows,
+        has no such positions, so only its rows are sharded.
         """
         if not self.rows or _rows(array) != self.rows:
             return None
@@ -331,10 +360,10 @@ class Arguments:
 
 
 class ShardedArguments(NamedTuple):
-    """What a chain of strategies makes of arguments."""
+    """The shardings of arguments by a chain of strategies, and the code that makes them."""
 
-    shardings: tuple[Any, ...]  # of each argument
-    lines: list[str]  # of a recipe, which make them
+    shardings: tuple[Any, ...]  # the sharding of each argument
+    lines: list[str]  # the statements of a recipe that make the shardings
     text: str  # the tuple of shardings in the recipe: ``(sharding, P('data'))``
 
 
@@ -346,39 +375,41 @@ class _NamedArgument(NamedTuple):
 
 
 class _Recipe:
-    """Makes shardings, and writes the lines that make them.
+    """Makes shardings, and writes the statements that make them.
 
     Args:
       mesh: the mesh.
-      known: what strategies returned before, for the same models. Each is kept under the mesh, the
-        model and all calls up to it, since chains that begin alike share their first shardings.
+      cache: the shardings that strategies returned before, for the same models. The key is the
+        mesh, the model and all calls that led to the sharding, so that chains that begin alike
+        share their first shardings. This adds to the dict.
 
     Attributes:
       made: the shardings so far, by their names in the lines.
-      lines: the statements that make them.
+      lines: the statements that make these shardings.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, known: dict[Any, StateSharding]):
-        self._mesh, self._known = mesh, known
+    def __init__(self, mesh: Mesh | AbstractMesh, cache: dict[Any, StateSharding]):
+        self._mesh, self._cache = mesh, cache
         self.made: dict[str, Any] = {}
         self.lines: list[str] = []
 
     def apply(
         self, chain: Sequence[Call], model: _NamedArgument, optimizer: _NamedArgument | None
     ) -> str:
-        """Applies a chain to a model; returns the name of the sharding, in ``made``.
+        """Applies a chain to a model; returns the name that the sharding has in ``made``.
 
         Args:
-          chain: strategies; the last one is given the optimizer, as its state follows all of them.
+          chain: the calls; empty replicates the model. Only the last call gets the optimizer,
+            because the sharding of its state follows from all calls.
           model: the model.
-          optimizer: its optimizer, if it has one.
+          optimizer: the optimizer of the model; None without one.
         """
         name = f"sharding{len(self.made) + 1}" if self.made else "sharding"
         chain = chain or [(replicated, {})]
-        key: tuple[Any, ...] = (self._mesh, model.text)  # and then all calls so far
+        key: tuple[Any, ...] = (self._mesh, model.text)  # the loop appends the calls so far
         for i, (strategy, options) in enumerate(chain):
             keywords, texts = dict[str, Any](), [model.text, "mesh=mesh"]
-            if i > 0:  # the lines, too, give the same name to each sharding of a chain
+            if i > 0:  # each statement of a chain assigns to the same name, as `made` does
                 keywords["base"] = self.made[name]
                 texts.append(f"base={name}")
             if optimizer is not None and i == len(chain) - 1:
@@ -387,14 +418,14 @@ class _Recipe:
                 key = (*key, optimizer.text)
             texts += [f"{option}={value!r}" for option, value in options.items()]
             key = (*key, strategy, *options.items())
-            if key not in self._known:
-                self._known[key] = strategy(model.value, mesh=self._mesh, **keywords, **options)
-            self.made[name] = self._known[key]
+            if key not in self._cache:
+                self._cache[key] = strategy(model.value, mesh=self._mesh, **keywords, **options)
+            self.made[name] = self._cache[key]
             self.lines.append(f"{name} = {strategy.__name__}({', '.join(texts)})")
         return name
 
     def offload(self, sharding: str, optimizer: _NamedArgument) -> str:
-        """Moves the state of an optimizer to the host; returns the name of the sharding."""
+        """Makes a sharding with the optimizer state on the host; returns its name in ``made``."""
         name = f"{sharding}_on_host"
         self.made[name] = offload(self.made[sharding], optimizer.value, mesh=self._mesh)
         self.lines.append(f"{name} = offload({sharding}, {optimizer.text}, mesh=mesh)")
@@ -402,7 +433,7 @@ class _Recipe:
 
 
 class _Expression(str):
-    """An expression, which is its own representation: a tree of them is printed as code."""
+    """An expression that is its own ``repr``, so that a tree of expressions is printed as code."""
 
     __repr__ = str.__str__
 
@@ -414,19 +445,20 @@ def _rows(part: Any) -> int:
 
 
 def _experts(model: nnx.Module) -> int:
-    """Finds the number of experts of a model; 0 if it has none.
+    """Finds the number of experts of a model; 0 without experts.
 
-    It is the number of matrices in a parameter of shape (experts, in, out), and a router, a matrix
-    of shape (features, experts), has as many outputs.
+    A model has n experts if it has a parameter of n matrices, (experts, in, out), and a router with
+    n outputs, which is a matrix (features, experts), and `expert_parallel` accepts n.
     """
     shapes = [variable.layer_shape for variable in variables(model)]  # without stacked layers
     outputs = {shape[1] for shape in shapes if len(shape) == 2}
     stacked = [shape[0] for shape in shapes if len(shape) == 3 and shape[0] in outputs]
     for number, _ in Counter(stacked).most_common():
-        # Whether the strategy takes them for experts is tried; its shardings are not used.
+        # This call only tests whether the strategy takes the matrices for experts, so its result is
+        # not used.
         try:
             expert_parallel(model, experts=number, mesh=AbstractMesh((1,), ("expert",)))
-        except ValueError:  # they are matrices of other layers, such as heads
+        except ValueError:  # the matrices belong to other layers, for example to heads
             continue
         return number
     return 0
@@ -447,8 +479,8 @@ def _chain_name(data: str, styles: Collection[str]) -> str:
 
 
 def strategies_of(arguments: Arguments, devices: int) -> list[str]:
-    """Lists the names of all chains for some arguments, those with the fewest styles first."""
-    # A chain has one entry of each tuple, and "" is no style.
+    """Lists the names of all chains that suit the arguments, those with the fewest styles first."""
+    # A chain has one entry of each tuple; "" stands for no style.
     choices: list[tuple[str, ...]] = [("", "tensor", "sequence")]
     if arguments.experts:
         choices.append(("", "expert"))
@@ -463,8 +495,12 @@ def strategies_of(arguments: Arguments, devices: int) -> list[str]:
 
 
 def checked_strategies(names: Sequence[str]) -> list[str]:
-    """Returns the names of chains with their parts in our order; raises for unknown ones."""
-    wrong, checked = [], []
+    """Returns the names of chains with their styles in the order of `STYLES`.
+
+    Raises:
+      ValueError: a strategy or a style is unknown, or two styles use the same axis.
+    """
+    wrong, checked = [], []  # lines of the error; the names in order
     for name in names:
         data, styles = split_name(name)  # "fsdp" and ("tensor", "expert")
         parts: list[tuple[str, Collection[str]]] = [(data, OVER_DATA)]
@@ -473,7 +509,7 @@ def checked_strategies(names: Sequence[str]) -> list[str]:
             if part not in choices:
                 hint = suggestion(part, choices)
                 wrong.append(f"  {name!r}: {part!r}{hint}; expected one of {', '.join(choices)}")
-        # Tensor and sequence have the axis "model" both; no style can come twice.
+        # "tensor" and "sequence" both use the axis "model". A repeated style is an error, too.
         roles = [STYLES[style] for style in styles if style in STYLES]
         if len({*roles}) < len(roles):
             wrong.append(f"  {name!r}: two styles over one axis")
@@ -485,18 +521,22 @@ def checked_strategies(names: Sequence[str]) -> list[str]:
 def mesh_sizes(
     count: int, num_slices: int, axes: Axes, strategy: str, arguments: Arguments
 ) -> Iterator[dict[str, int]]:
-    """Yields the sizes of all meshes of so many devices that have a strategy's axes.
+    """Yields the sizes of all meshes of ``count`` devices that have the axes of a strategy.
 
-    Of 8 devices for ``fsdp + tensor``: ``{"data": 1, "model": 8}``, ``{"data": 2, "model": 4}``, ….
-    Slices are along the axis for replicas; or for stages, as a pipeline sends least. Positions in
-    sequences are sharded over the axis ``context``, or over ``ring`` and ``context``.
+    The meshes of 8 devices for ``fsdp + tensor`` are ``{"data": 1, "model": 8}``, ``{"data": 2,
+    "model": 4}``, …. Slices are along the axis for replicas, or along the axis for stages, because
+    a pipeline sends least. Positions in sequences are sharded over the axis ``context``, or over
+    ``ring`` and ``context``.
 
     Args:
       count: the number of devices.
-      num_slices: the number of TPU slices that they are on.
+      num_slices: the number of TPU slices that the devices are on.
       axes: the names of axes by their roles.
       strategy: the name of the chain.
-      arguments: those of the step, whose shapes the sizes of some axes have to divide.
+      arguments: the arguments of the step. The sizes of some axes have to divide their shapes.
+
+    Raises:
+      ValueError: the devices cannot be divided into so many slices.
     """
     if count % num_slices:
         raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
@@ -507,49 +547,52 @@ def mesh_sizes(
     if "context" in roles:
         roles.add("ring")
     ranges = _axis_ranges(roles, axes, arguments)
-    # All of these roles have one axis.
+    # `Axes.of` has checked that each of these roles has exactly one axis.
     [replica], [stage], [expert], [ring] = axes.replica, axes.stage, axes.expert, axes.ring
-    # Slices are replicas, or without replicas, they follow each other in a pipeline.
+    # Each slice is a replica; or there are no replicas, and each slice has some stages.
     choices = (num_slices, 1) if num_slices > 1 and "stage" in roles else (num_slices,)
     for replicas in choices:
         for sizes in _factorizations(count // replicas, ranges):
             contexts = math.prod(sizes[axis] for axis in axes.in_mesh(sizes, "ring", "context"))
             if arguments.length % contexts:
                 continue
-            if replicas < num_slices and sizes[stage] % num_slices:  # a stage on two slices
+            # Without replicas, no stage may be on two slices.
+            if replicas < num_slices and sizes[stage] % num_slices:
                 continue
-            every = dict(sizes)
-            if every.get(ring) == 1:  # contexts over one axis: the mesh does not need the other
-                del every[ring]
+            all_sizes = dict(sizes)
+            if all_sizes.get(ring) == 1:  # the positions are over `context` alone
+                del all_sizes[ring]
             if replicas > 1:
-                every[replica] = replicas
-            if arguments.experts:  # the model may name this axis, also in chains without experts
-                every.setdefault(expert, 1)
-            yield {name: every[name] for name in itertools.chain(*axes) if name in every}
+                all_sizes[replica] = replicas
+            if arguments.experts:  # the model may name this axis even in chains without experts
+                all_sizes.setdefault(expert, 1)
+            yield {name: all_sizes[name] for name in itertools.chain(*axes) if name in all_sizes}
 
 
 class _AxisRange(NamedTuple):
-    """A mesh axis, and which sizes it may have."""
+    """The name of a mesh axis, and the sizes that it may have."""
 
     name: str
-    least: int
-    dividend: int  # the size has to divide this; all sizes divide 0
+    least: int  # the smallest size
+    dividend: int  # a number that the size has to divide; all sizes divide 0
 
 
 def _axis_ranges(roles: Collection[str], axes: Axes, arguments: Arguments) -> list[_AxisRange]:
-    """Lists the mesh axes of some roles, and which sizes each may have.
+    """Lists the mesh axes of some roles, and the sizes that each axis may have.
 
-    An axis has at least two devices, since the chain without its style is another candidate. But
-    ``data`` may have one, as every chain has it, and so may ``ring`` and the second axis for
-    ``model``, as the first one may do alone.
+    An axis has at least two devices, because the chain without the style of the axis is another
+    candidate. But ``data`` may have one device, because every chain has this axis. The axis
+    ``ring`` and the second axis for ``model`` may have one device, too, because the first axis of
+    the style may be enough.
 
     Args:
-      roles: what the axes are for.
+      roles: the roles of the axes.
       axes: the names of axes by their roles.
-      arguments: those of the step, whose shapes the sizes of some axes have to divide.
+      arguments: the arguments of the step. The sizes of some axes have to divide their shapes.
     """
-    dividends = {  # what the size of an axis has to divide, by role
-        "stage": math.gcd(*arguments.stages),  # of all numbers of layers; 0 without layers
+    # Role → the number that the size of its axis has to divide.
+    dividends = {
+        "stage": math.gcd(*arguments.stages),  # 0 without layers
         "expert": arguments.experts,
         "context": arguments.length,
         "ring": arguments.length,
@@ -570,10 +613,10 @@ def _factorizations(count: int, axes: Sequence[_AxisRange]) -> Iterator[dict[str
         if count == 1:
             yield {}
         return
-    axis, *others = axes
+    axis, *inner_axes = axes
     for size in range(axis.least, count + 1):
         if count % size == 0 and axis.dividend % size == 0:
-            for sizes in _factorizations(count // size, others):
+            for sizes in _factorizations(count // size, inner_axes):
                 yield {axis.name: size} | sizes
 
 
@@ -583,11 +626,11 @@ def check_meshes(
     """Raises a ValueError for meshes of the user with unknown axes or another number of devices.
 
     Args:
-      meshes: the sizes of the axes of each, by name.
-      devices: how many each must have; None for any number.
+      meshes: for each mesh, name of an axis → its size.
+      devices: the number of devices that each mesh must have; None for any number.
       axes: the names that strategies of this library use.
-      has_chains: whether some strategies are of this library. A function of the user may use axes
-        of any name.
+      has_chains: whether some strategies are chains of this library. A function of the user may
+        use axes of any name.
     """
     wrong = [] if meshes else ["  meshes=[] has none"]
     names = [*itertools.chain(*axes)]
@@ -605,42 +648,42 @@ def check_meshes(
 
 
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
-    """Tells whether a mesh has devices along the axes that a strategy uses, and along no others.
+    """Tells whether a mesh has several devices along the axes of a strategy, and no other axes.
 
-    Otherwise the strategy does the same as another one: ``fsdp`` without devices to shard over is
-    ``dp``, for example.
+    If this is False, the strategy does the same as another strategy, or devices repeat work.
+    For example, ``fsdp`` without devices to shard over is ``dp``.
     """
     data, styles = split_name(strategy)
 
     def has_devices(*roles: str) -> bool:
-        """Whether an axis of one of these roles has several devices."""
+        """Tells whether an axis of one of these roles has several devices."""
         return bool(axes.in_mesh(sizes, *roles, least=2))
 
-    used = {STYLES[style] for style in styles}
-    if any(has_devices(role) != (role in used) for role in STYLES.values()):
+    used_roles = {STYLES[style] for style in styles}
+    if any(has_devices(role) != (role in used_roles) for role in STYLES.values()):
         return False
-    if has_devices("ring") and "context" not in used:  # rings are an option of "context"
+    if has_devices("ring") and "context" not in used_roles:  # a ring is an option of "context"
         return False
-    if data == "dp":  # which shards no parameters
+    if data == "dp":  # dp shards no parameters, so it needs no axis
         return True
-    if data == "hsdp":  # which shards within replicas
+    if data == "hsdp":  # hsdp shards within replicas, so it needs an axis for each
         return has_devices("replica") and has_devices(*SHARDING)
     return has_devices("replica", *SHARDING)
 
 
 ROWS = ("replica", "data", "expert")  # the roles of axes that shard the rows of the batch
-# The roles of axes along which devices have different tokens of the batch, within a replica; so
-# parameters may be sharded over them, and are gathered.
+# The roles of axes along which the devices of a replica have different tokens of the batch.
+# Strategies may shard parameters over these axes; devices then gather the parameters.
 SHARDING = ("data", "expert", "ring", "context")
 
 
 def batch_spec(sizes: Mapping[str, int], axes: Axes, arguments: Arguments) -> PartitionSpec:
     """Returns the spec of the batch: ``P("data")``, or with contexts ``P("data", "context")``.
 
-    The first dimension are rows, and the second one are positions in sequences.
+    The first dimension has the rows, and the second dimension the positions in sequences.
 
     Raises:
-      ValueError: the axes for rows do not divide them.
+      ValueError: the number of rows is not a multiple of the devices along the axes for rows.
     """
     over_rows = axes.in_mesh(sizes, *ROWS)
     count = math.prod(sizes[axis] for axis in over_rows)
@@ -659,44 +702,45 @@ def chains(
 ) -> dict[str, list[Call]]:
     """Lists the calls of a chain, once for each choice of its options.
 
-    What varies is the method of attention over sharded sequences, and the number of microbatches of
-    a pipeline: one, two, four or eight for each stage, or else a smaller number that divides the
+    The options are the method of attention over sharded sequences, and the number of microbatches
+    of a pipeline: one, two, four or eight for each stage, or else a smaller number that divides the
     rows of a device.
 
     Returns:
-      The calls, by the text that names the choice in a candidate's variant: for example
-      ``{"8 microbatches": [(pipeline, …), (fsdp, …)], "16 microbatches": …}``. If nothing varies,
-      the only text is empty.
+      The calls, by the text that names the choice in the variant of a candidate: for example
+      ``{"8 microbatches": [(pipeline, …), (fsdp, …)], "16 microbatches": …}``. If there is no
+      choice, the only text is empty.
 
     Args:
       strategy: the name of the chain.
       sizes: the sizes of the mesh axes.
       axes: the names of axes by their roles.
-      arguments: those of the step.
+      arguments: the arguments of the step.
       prefetch: how many layers ``fsdp`` gathers ahead.
     """
     data, styles = split_name(strategy)
-    over_data = _calls_over_data(data, sizes, axes, prefetch)
-    over_layers = _calls_over_layers(styles, sizes, axes, arguments)  # by the method of attention
+    data_calls = _calls_over_data(data, sizes, axes, prefetch)
+    layer_calls = _calls_over_layers(styles, sizes, axes, arguments)  # by the method of attention
     if "pipeline" not in styles:
-        return {method: calls + over_data for method, calls in over_layers.items()}
+        return {method: calls + data_calls for method, calls in layer_calls.items()}
     [stage] = axes.stage
     rows_of_device = arguments.rows // math.prod(sizes[axis] for axis in axes.in_mesh(sizes, *ROWS))
-    # A number of microbatches has to divide these rows. If 8 do not, as with 12 rows, 4 do.
+    # The number of microbatches has to divide these rows, so it is a greatest common divisor: if
+    # 8 microbatches are wanted for 12 rows, it is 4.
     counts = sorted({math.gcd(times * sizes[stage], rows_of_device) for times in (1, 2, 4, 8)})
     result: dict[str, list[Call]] = {}
-    for method, calls in over_layers.items():
+    for method, calls in layer_calls.items():
         for count in counts:
             choice = ", ".join(filter(None, [method, f"{count} microbatches"]))
-            over_stages: Call = (pipeline, {"axis": stage, "microbatches": count})
-            result[choice] = [*calls, over_stages, *over_data]
+            pipeline_call: Call = (pipeline, {"axis": stage, "microbatches": count})
+            result[choice] = [*calls, pipeline_call, *data_calls]
     return result
 
 
 def _calls_over_layers(
     styles: Collection[str], sizes: Mapping[str, int], axes: Axes, arguments: Arguments
 ) -> dict[str, list[Call]]:
-    """Lists the calls of the styles for layers, but of a pipeline, for each method of attention.
+    """Lists the calls of all styles but ``pipeline``, for each method of attention.
 
     Returns:
       The calls, by the name of the method: ``{"ring": …, "all_to_all": …}``. If sequences are not
@@ -715,8 +759,8 @@ def _calls_over_layers(
         return {"": calls}
     rings = axes.in_mesh(sizes, "ring", least=2)
     if rings:
-        # Only all-to-all can use two axes: heads are exchanged along the first, and keys and values
-        # go around the second.
+        # Only the method all_to_all can use two axes: devices exchange heads along the first axis,
+        # and keys and values go around the second axis.
         options = {"axis": (context, *rings), "method": "all_to_all"}
         return {"all_to_all": [*calls, (context_parallel, options)]}
     return {
@@ -726,20 +770,21 @@ def _calls_over_layers(
 
 
 def _calls_over_data(data: str, sizes: Mapping[str, int], axes: Axes, prefetch: int) -> list[Call]:
-    """Lists the call of the strategy for the batch, which is one of `OVER_DATA`.
+    """Returns the calls of the strategy ``data``, one of `OVER_DATA`: one call, or none for dp.
 
-    ``dp`` needs no call, since parameters are replicated anyway.
+    ``dp`` needs no call, because parameters without a call are replicated.
     """
     if data == "dp":
         return []
-    # The axes to shard over. ``hsdp`` is ``fsdp`` within each replica, so not over replicas.
+    # ``hsdp`` is ``fsdp`` within each replica, so it does not shard over replicas.
     roles = SHARDING if data == "hsdp" else ("replica", *SHARDING)
-    over = axes.in_mesh(sizes, *roles, least=2)
-    options: dict[str, Any] = {"axis": _one_or_all(over)}
+    sharding_axes = axes.in_mesh(sizes, *roles, least=2)
+    options: dict[str, Any] = {"axis": _one_or_all(sharding_axes)}
     if data == "zero1":
         return [(zero1, options)]
     [replica] = axes.replica
-    if replica in over:  # on different slices, which `fsdp` refuses unless it is told
+    # Replicas are on different slices. `fsdp` refuses to shard over slices without this option.
+    if replica in sharding_axes:
         options["across_slices"] = True
     if prefetch:
         options["prefetch"] = prefetch
@@ -747,5 +792,5 @@ def _calls_over_data(data: str, sizes: Mapping[str, int], axes: Axes, prefetch: 
 
 
 def _one_or_all(names: Sequence[str]) -> str | tuple[str, ...]:
-    """Returns a single name alone, and several as a tuple."""
+    """Returns the name itself if there is one name, and a tuple of several names."""
     return names[0] if len(names) == 1 else tuple(names)

@@ -1,20 +1,23 @@
-"""Which candidate of a plan is compiled next, and which never.
+"""Chooses which candidate of a plan is compiled next, and rules out candidates.
 
 `Search.add` makes the candidates of a strategy on a mesh, and predicts what each needs;
 `Search.pick` chooses among them, given the reports of those that were compiled so far. `plan.py`
 describes the whole search.
 
 A *candidate* is a chain of strategies on a mesh, for a *variant* of the step and perhaps with some
-option of the chain, such as a number of microbatches. A *family* are candidates that only differ in
-such options and in the rows of the batch.
+option of the chain, such as a number of microbatches. A *family* is the set of candidates that only
+differ in such options and in the rows of the batch.
 
-A `Comparison` has the reports of what was compiled: ``fitting`` are the names of those that fit
-into memory, best first, and ``figures`` their times, of which ``roofline`` is the estimate.
+`Products` are the matrix products of a step, which are the same for all candidates of a variant.
+The time that the products take at the peak rate of all devices is a lower bound of the time of the
+step (``least``). A *resource* limits a step: ``compute``, ``memory`` or ``interconnect``.
+Communication that compute does not hide is *exposed*.
 
-`Products` are the matrix products of a step, which are the same for all candidates of a variant. At
-the peak rate of all devices, they take a time that bounds that of the step (``least``). A
-*resource* is what limits a step: ``compute``, ``memory`` and ``interconnect``. Communication that
-compute does not hide is *exposed*.
+From other modules: a `Comparison` has the reports of the programs that were compiled. ``fitting``
+lists the names of the programs that fit into memory, best first. ``figures`` has the figures of
+each program by column, and the column ``roofline`` is the estimated time of a step.
+`Arguments.with_rows` returns the arguments with another batch. `memory_of` returns None if the
+memory of a program is unknown. Candidates with an equal `Prediction.key` shard everything alike.
 """
 
 from __future__ import annotations
@@ -52,15 +55,18 @@ class PredictedCandidate(NamedTuple):
     candidate: Candidate
     variant: Variant
     prediction: Prediction
-    args: tuple[Any, ...]  # those of the variant, or with another number of rows
-    seconds: dict[str, float]  # predicted, of each resource alone
+    args: tuple[Any, ...]  # the arguments of the step, with the rows of this candidate
+    seconds: dict[str, float]  # resource → predicted seconds that it alone takes
     exposed: float  # the share of the interconnect's time that compute may not hide
-    least: float | None  # a lower bound of its time, if known
-    lower: Lower  # traces and lowers the step
+    least: float | None  # a lower bound of the seconds of a step; None if unknown
+    lower: Lower  # the function that traces and lowers the step
 
     @property
     def variant_and_strategy(self) -> tuple[str, str]:
-        """The names that candidates share whose predictions are about as far off."""
+        """The names of the variant and the strategy.
+
+        The predictions of candidates with equal names are about equally far off.
+        """
         return self.variant.name, self.candidate.strategy
 
 
@@ -69,26 +75,27 @@ class Needs(NamedTuple):
 
     candidate: Candidate
     variant: Variant
-    memory: Memory  # whose rest is unknown if it was not compiled
+    memory: Memory  # predicted bytes, with ``rest`` None, if the candidate was not compiled
 
 
 @dataclasses.dataclass
 class Search:
-    """The candidates, and which of them is compiled next.
+    """Holds all candidates, and chooses which of them is compiled next.
 
     Attributes:
-      variants: those of the user; the search adds others.
+      variants: the variants that the user asks for; the search adds others.
       functions: strategies by name: a function of the user, or None for a chain of this library.
       axes: the names of mesh axes by their roles.
       hardware: the rates for predictions; None if they are unknown.
       limit: the bytes of a device; None if they are unknown.
-      most: how many candidates are compiled at most; None for all.
-      maximize: whether the largest batch is sought, rather than the shortest step.
+      most: the maximum number of candidates to compile; None for all.
+      maximize: whether the search is for the largest batch instead of the shortest step.
       num_slices: the number of slices of TPUs that the devices are on.
-      entries: by name, all candidates that may be compiled, or were.
-      programs: of these, what lowers those that are still to be compiled.
-      ruled_out: by name, why a candidate is not compiled.
-      smallest: what the candidate with the smallest arguments needs, whether it fits or not.
+      entries: name → candidate, for all candidates that may be compiled or were compiled.
+      programs: name → the function that lowers the step, for all entries still to be compiled.
+      ruled_out: name → the reason why the candidate is not compiled.
+      smallest: the candidate with the smallest arguments and the bytes of these, whether they fit
+        or not. None until a candidate was predicted.
     """
 
     variants: Sequence[Variant]
@@ -104,32 +111,35 @@ class Search:
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # What the search notes for itself, so no arguments.
+        # The attributes below are notes of the search itself, so they are no fields.
         self.smallest: Needs | None = None
-        self._added: dict[str, Variant] = {}  # the variants that are not the user's, by name
-        self._varied = set[str]()  # the names of candidates that `_claim_variation` has returned
+        self._added: dict[str, Variant] = {}  # name → variant that the search has added
+        self._varied = set[str]()  # the names of candidates that `_claim_variation` was called for
         # The statements, the shardings and the rows of a program → the first candidate with these.
         self._first_of: dict[tuple[Any, ...], str] = {}
         # (strategy, mesh, variant) → rows of the batch → the names of candidates.
         self._families: dict[tuple[str, Mesh, Variant], dict[int, list[str]]] = {}
-        self._products: dict[Variant, Products | None] = {}  # None if they are unknown
+        # Variant → its products; None if the step cannot be traced for one device.
+        self._products: dict[Variant, Products | None] = {}
 
     def add(self, strategy: str, mesh: Mesh, variant: Variant, rows: int = 0) -> None:
-        """Adds the candidates of a strategy for a variant, or says why they are ruled out.
+        """Adds the candidates of a strategy for a variant, or sets why they are ruled out.
 
         Args:
-          strategy: its name.
+          strategy: the name of the strategy.
           mesh: the mesh.
           variant: the variant of the step.
-          rows: the number of rows of the batch if the largest is sought; 0 for those given.
+          rows: the number of rows of the batch if the search is for the largest batch; 0 for the
+            rows of the batch that the user has given.
         """
         arguments, growth, batch_text = variant.arguments, 1.0, ""
         if self.maximize and arguments.rows:
             rows = rows or arguments.rows
             batch_text = f"batch {rows}"
-            growth = rows / arguments.rows  # products grow with the batch
+            growth = rows / arguments.rows  # the products grow with the batch
             arguments = arguments.with_rows(rows)
-        start = Candidate(  # which gets its shardings below, and the options of the chain
+        # `_sharded` adds the shardings to this candidate, and the loop below its full variant.
+        start = Candidate(
             strategy=strategy,
             sizes=dict(mesh.shape),
             variant=variant.name,
@@ -139,14 +149,15 @@ class Search:
             rows=arguments.rows,
         )
         family = self._families.setdefault((strategy, mesh, variant), {})
-        family[start.rows] = []  # also if nothing is added, so that it is not tried again
+        # The entry stays empty if no candidate is added, so that these rows are not tried again.
+        family[start.rows] = []
         try:
             candidates = [*self._sharded(start, arguments, variant, mesh)]
-        except Exception as error:  # of a strategy, which may be the user's
+        except Exception as error:  # the strategy may be a function of the user, so any error
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
         for options, candidate in candidates:
-            # Such as "8 microbatches, remat=True, batch 64".
+            # The text of the variant has the form "8 microbatches, remat=True, batch 64".
             texts = (options, variant.name, batch_text)
             candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
             try:
@@ -154,18 +165,19 @@ class Search:
             except Exception as error:
                 self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
                 continue
-            # Also of those that do not fit: `remedies` starts from the one that needs least.
+            # A candidate that does not fit counts, too, because `remedies` starts from the one that
+            # needs least.
             if self.smallest is None or prediction.arguments < self.smallest.memory.arguments:
                 self.smallest = Needs(candidate, variant, Memory(prediction.arguments))
             # Equal shardings of equal steps compile to equal programs.
             program = (variant.text, candidate.rows, prediction.key)
-            first = self._first_of.setdefault(program, candidate.name)
-            if first != candidate.name:
-                self.ruled_out[candidate.name] = f"shards everything like {first}"
+            first_name = self._first_of.setdefault(program, candidate.name)
+            if first_name != candidate.name:
+                self.ruled_out[candidate.name] = f"shards everything like {first_name}"
                 continue
-            held = prediction.arguments
-            if self.limit is not None and held > self.limit:
-                why = f"the arguments take {bytes_text(held)} on each device"
+            argument_bytes = prediction.arguments
+            if self.limit is not None and argument_bytes > self.limit:
+                why = f"the arguments take {bytes_text(argument_bytes)} on each device"
                 self.ruled_out[candidate.name] = why
                 continue
             products = self._products_of(variant)
@@ -186,13 +198,13 @@ class Search:
 
         Args:
           candidate: the candidate.
-          variant: its variant of the step.
+          variant: the variant of the step.
           args: the arguments of the step.
-          prediction: what it needs.
-          products: those of the step; None if they are unknown.
+          prediction: the predicted bytes and traffic of the candidate.
+          products: the products of the step; None if they are unknown.
         """
         num_devices = candidate.mesh.size
-        # On unknown hardware, those of some accelerator give times in about the right order.
+        # If the hardware is unknown, the rates of some accelerator order candidates about right.
         hardware = self.hardware or HARDWARE["TPU v5e"]
         seconds = prediction.seconds(products, num_devices, hardware)
         # Compute hides what is sent within slices, but hardly what is sent between them. Without
@@ -218,7 +230,10 @@ class Search:
         self.programs[candidate.name] = entry.lower
 
     def _products_of(self, variant: Variant) -> Products | None:
-        """Returns the products of a variant, which is traced once; None if they are unknown."""
+        """Returns the products of a variant; None if they are unknown.
+
+        Tracing a step takes long, so each variant is traced once.
+        """
         if variant not in self._products:
             self._products[variant] = products_of(
                 variant.fun, variant.args, variant.options, self.axes
@@ -228,15 +243,19 @@ class Search:
     def arguments_of(
         self, candidate: Candidate, variant: Variant, *, rows: int = 0, offload: bool = False
     ) -> float:
-        """Predicts the bytes of a candidate's arguments on each device; infinity if it fails.
+        """Predicts the bytes of a candidate's arguments on each device.
+
+        Returns infinity if the strategy refuses the mesh or a spec does not fit.
 
         Args:
-          candidate: its strategy, and the sizes of its mesh, of which there may be no devices.
-          variant: its variant of the step.
-          rows: the number of rows of the batch; 0 for those given.
+          candidate: the candidate. Only its strategy, and the sizes of its mesh are used, so there
+            may be no devices for these sizes, unless ``offload`` is set.
+          variant: the variant of the step.
+          rows: the number of rows of the batch; 0 for the batch that the user has given.
           offload: whether the state of the optimizer is on the host.
         """
-        # Shardings on the host name the devices of their mesh. All others follow from shapes.
+        # Shardings on the host name the devices of their mesh, so they need a mesh of devices. All
+        # other shardings follow from shapes.
         mesh: Mesh | AbstractMesh = candidate.mesh
         if not offload:
             mesh = AbstractMesh(tuple(candidate.sizes.values()), tuple(candidate.sizes))
@@ -244,8 +263,8 @@ class Search:
         if offload != variant.offload:
             variant = dataclasses.replace(variant, offload=offload)
         try:
-            # The options of a chain, such as microbatches, do not change its arguments: the first
-            # of them will do.
+            # The options of a chain, such as microbatches, do not change the bytes of the
+            # arguments, so the first candidate is enough.
             _, sharded = next(self._sharded(candidate, arguments, variant, mesh))
             return predict(sharded, arguments, self.axes).arguments
         except ValueError:
@@ -258,20 +277,27 @@ class Search:
         variant: Variant,
         mesh: Mesh | AbstractMesh,
     ) -> Iterator[tuple[str, Candidate]]:
-        """Yields candidates with shardings and recipes, each after the text of its options.
+        """Yields pairs: the text of a choice of options, and a candidate with shardings and recipe.
 
         A chain has one candidate for each choice of options, such as ``"8 microbatches"``, and the
-        text is empty if there is nothing to choose.
+        text is empty if there is nothing to choose. A function of the user has one candidate, which
+        has no recipe.
 
         Args:
           start: a candidate without shardings.
-          arguments: those of its step.
-          variant: its variant of the step.
-          mesh: its mesh, or one of the same sizes without devices, which is enough to predict what
-            chains of this library need.
+          arguments: the arguments of the step.
+          variant: the variant of the step.
+          mesh: the mesh of the candidate, or a mesh of the same sizes without devices, which is
+            enough to predict what chains of this library need.
+
+        Raises:
+          TypeError: a function of the user returns something else than a tuple of shardings, one
+            for each argument.
+          ValueError: the batch cannot be divided over the mesh, or a strategy refuses the mesh.
         """
         function = self.functions.get(start.strategy)
-        if function is not None:  # the user's, which gets the mesh by the context
+        # A function of the user finds the mesh in the context.
+        if function is not None:
             with jax.set_mesh(start.mesh):
                 shardings = function(*arguments.args)
             count = len(arguments.args)
@@ -291,50 +317,53 @@ class Search:
             yield options, dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
 
     def pick(self, reports: Mapping[str, ProgramReport | Failure]) -> str | None:
-        """Chooses the next program: the one with the shortest estimated time that may fit.
+        """Chooses the next program to compile: the fastest by estimate of those that may fit.
 
-        Before that, it rules out candidates and adds some, by what the reports show.
+        First, this rules out some candidates and adds others, by what the reports show.
 
         Args:
-          reports: of what was compiled so far.
+          reports: the reports of the programs that were compiled so far, by name.
 
         Returns:
-          Its name; None if there is none, at least until more is compiled.
+          The name of the program; None if no program is left, unless a later call adds some by the
+          reports of programs that are still being compiled.
         """
-        # 1. Rule out, and add.
+        # 1. Rule out candidates, and add others.
         self.rule_out_failing(reports)
-        found = Comparison(reports, self.limit) if reports else None
-        fitting = () if found is None else found.fitting
-        if found is not None and self.maximize:
-            self._add_batches(found)
-        elif found is not None:
-            self._rule_out_slow(found)
+        comparison = Comparison(reports, self.limit) if reports else None
+        fitting = () if comparison is None else comparison.fitting
+        if comparison is not None and self.maximize:
+            self._add_batches(comparison)
+        elif comparison is not None:
+            self._rule_out_slow(comparison)
             if fitting:
-                self._add_prefetch(found)
+                self._add_prefetch(comparison)
             else:
-                self._add_less_memory(found)
+                self._add_less_memory(comparison)
         if not self.programs:
             return None
-        # 2. Choose. If nothing has fitted once half of the programs that may be compiled were
-        # started, times no longer matter, and those with the smallest arguments are next.
+        # 2. Choose. If nothing fits although half of the programs that may be compiled were
+        # started, the candidate with the smallest arguments is next, whatever its time.
         corrections = _Corrections(self.entries, reports)
         by_memory = not fitting and self._has_started_half
 
         def order(name: str) -> tuple[float, ...]:
-            """Sorts by batch, then those that may fit, then by time, then by memory.
+            """Returns the sort key of a candidate; the smallest is compiled first.
 
-            The smallest tuple is compiled first.
+            Large batches come first, then candidates that may fit, then short times, then small
+            arguments.
             """
             entry = self.entries[name]
-            held = entry.prediction.arguments
+            argument_bytes = entry.prediction.arguments
             rows = entry.candidate.rows if self.maximize else 0
             if by_memory:
-                return -rows, held
-            exceeds = self.limit is not None and held + corrections.bytes(entry) > self.limit
+                return -rows, argument_bytes
+            least_bytes = argument_bytes + corrections.bytes(entry)
+            is_too_large = self.limit is not None and least_bytes > self.limit
             time_of_step, time_of_all_resources = corrections.seconds(entry)
-            return -rows, exceeds, time_of_step, time_of_all_resources, held
+            return -rows, is_too_large, time_of_step, time_of_all_resources, argument_bytes
 
-        # The first of those that are equal, as they were added.
+        # `min` returns the candidate that was added first if several are equal.
         return min(self.programs, key=order)
 
     @property
@@ -343,77 +372,83 @@ class Search:
         started = len(self.entries) - len(self.programs)
         return self.most is not None and 2 * started >= self.most
 
-    def _add_less_memory(self, found: Comparison) -> None:
-        """Adds variants that need less memory, as nothing fits so far.
+    def _add_less_memory(self, comparison: Comparison) -> None:
+        """Adds variants that need less memory, because nothing fits so far.
 
-        Before that, the candidates that the user named are compiled: half of the programs that may
-        be, or all candidates.
+        The candidates that the user asked for come first. This adds nothing until half of the
+        programs that may be compiled were started, or until no program is left to compile.
         """
         if self.programs and not self._has_started_half:
             return
-        for name in found.reports:
-            # Only arguments that fit are compiled (`add`), so it is the activations that do not.
-            if self.memory_of(name, found.reports) and self._claim_variation(name):
+        for name in comparison.reports:
+            # `add` rules out candidates whose arguments do not fit, so here the activations do not
+            # fit, and a variant with fewer activations may.
+            if self.memory_of(name, comparison.reports) and self._claim_variation(name):
                 entry = self.entries[name]
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
 
     def memory_of(self, name: str, reports: Mapping[str, ProgramReport | Failure]) -> Memory | None:
-        """Returns what a candidate needs by its report, or by the compiler that refused it.
+        """Returns the memory of a candidate by its report, or by the error of the compiler.
 
-        None if that is unknown, also if it was not compiled or failed for another reason.
+        Returns None if the memory is unknown, if the candidate was not compiled, or if it failed
+        for another reason than memory.
         """
         if name not in reports:
             return None
         return memory_of(reports[name], self.entries[name].prediction.arguments)
 
-    def _add_prefetch(self, found: Comparison) -> None:
-        """Adds the best that fits with ``prefetch``, if its step waits for communication.
+    def _add_prefetch(self, comparison: Comparison) -> None:
+        """Adds the best candidate that fits with ``prefetch``, if its step waits for communication.
 
-        Only ``fsdp`` can gather layers ahead. Its gathers are most of what it sends, so all
-        communication that compute does not hide is taken for them.
+        Only ``fsdp`` and ``hsdp`` can gather layers ahead. Most of what they send are gathers, so
+        this takes all communication that compute does not hide for gathers.
         """
-        times = found.figures
-        best = min(found.fitting, key=lambda name: times[name]["roofline"] or math.inf)
-        entry, roofline = self.entries[best], found.compiled[best].roofline
+        figures = comparison.figures
+        best = min(comparison.fitting, key=lambda name: figures[name]["roofline"] or math.inf)
+        entry, roofline = self.entries[best], comparison.compiled[best].roofline
         if not roofline or not roofline.estimate:
             return
-        waits = roofline.exposed_s or 0.0  # seconds of communication that no compute hides
+        exposed_seconds = roofline.exposed_s or 0.0  # communication that compute does not hide
         data, _ = split_name(entry.candidate.strategy)
-        # Compiling takes one of the few programs: less than a twentieth of a step is not worth it.
-        is_worth = waits > roofline.estimate / 20 and data in ("fsdp", "hsdp")
-        if is_worth and self._claim_variation(best):
-            ahead = with_prefetch(entry.variant)  # None without a Stack, whose layers are gathered
-            if ahead is not None:
-                self._add_variants(entry, [ahead])
+        # The variant would be one of the few programs that may be compiled, so a gain of less than
+        # a twentieth of the step is not worth it.
+        waits_long = exposed_seconds > roofline.estimate / 20
+        can_prefetch = data in ("fsdp", "hsdp")
+        if waits_long and can_prefetch and self._claim_variation(best):
+            prefetching = with_prefetch(entry.variant)
+            if prefetching is not None:  # None: no Stack to gather layers of, or the user chose
+                self._add_variants(entry, [prefetching])
 
     def _claim_variation(self, name: str) -> bool:
-        """Returns True once for each candidate of a variant of the user, and False after that.
+        """Returns True in the first call for a candidate with a variant of the user, else False.
 
-        So the search adds variants of a candidate only once, and none of those that it added.
+        The search asks this before it adds variants of a candidate, so it adds them only once, and
+        adds no variants of the variants that it has added itself.
         """
         is_new = self.entries[name].variant in self.variants and name not in self._varied
         self._varied.add(name)
         return is_new
 
     def _add_variants(self, entry: PredictedCandidate, variants: Iterable[Variant]) -> None:
-        """Adds candidates like this one, for these variants of the step, unless they are known."""
+        """Adds candidates with the strategy and mesh of ``entry``, for variants that have none."""
         strategy, mesh = entry.candidate.strategy, entry.candidate.mesh
-        given = {variant.name: variant for variant in self.variants}
+        user_variants = {variant.name: variant for variant in self.variants}
         for new in variants:
-            # Variants are equal only if they are one object, so of each name one is used: it is
-            # traced once, and is found in `_families`.
-            variant = given.get(new.name) or self._added.setdefault(new.name, new)
+            # Variants are equal only if they are the same object, so the first object with a name
+            # replaces later ones. Then it is traced once, and `_families` has it as a key.
+            variant = user_variants.get(new.name) or self._added.setdefault(new.name, new)
             if (strategy, mesh, variant) not in self._families:
                 self.add(strategy, mesh, variant)
 
     def _rule_out(self, name: str, why: str) -> None:
+        """Moves a candidate from the programs to compile to the ones that are ruled out."""
         del self.programs[name]
         self.ruled_out[name] = why
 
-    def _rule_out_slow(self, found: Comparison) -> None:
-        """Rules out candidates whose products alone take as long as the best that fits."""
-        times = (found.figures[name]["roofline"] for name in found.fitting)
+    def _rule_out_slow(self, comparison: Comparison) -> None:
+        """Rules out candidates whose products alone take as long as the best step that fits."""
+        times = (comparison.figures[name]["roofline"] for name in comparison.fitting)
         best = min((time for time in times if time is not None), default=math.inf)
         for name in [*self.programs]:
             least = self.entries[name].least
@@ -423,11 +458,12 @@ class Search:
     def rule_out_failing(self, reports: Mapping[str, ProgramReport | Failure]) -> None:
         """Rules out candidates whose strategy and variant failed alike on two meshes.
 
-        The step could not be traced, with the same error, which then does not depend on the mesh.
-        Errors of the compiler often do, such as those for memory.
+        If a step cannot be traced on two meshes, with the same error, then the error does not
+        depend on the mesh. Errors of the compiler do not count, because they often depend on the
+        mesh: a step that lacks memory on one mesh may fit on another.
         """
-        # (variant, strategy) and the error → the meshes. On one mesh, a chain may have failed with
-        # several options.
+        # ((variant, strategy), error) → the meshes. This is a set because a chain may have failed
+        # with several options on one mesh.
         meshes_of: defaultdict[tuple[tuple[str, str], str], set[str]] = defaultdict(set)
         for name, failure in reports.items():
             if isinstance(failure, Failure) and not is_of_compiler(failure):
@@ -443,26 +479,30 @@ class Search:
             if self.entries[name].variant_and_strategy in failing:
                 self._rule_out(name, FAILS_ALIKE)
 
-    def _add_batches(self, found: Comparison) -> None:
-        """Adds larger batches for families that fit one, and smaller ones while none does.
+    def _add_batches(self, comparison: Comparison) -> None:
+        """Adds larger batches to families of which one fits, and smaller ones while nothing fits.
 
         Candidates with a smaller batch than the largest that fits are ruled out, because the
         largest batch is sought.
         """
-        fitting = {*found.fitting}
+        fitting = {*comparison.fitting}
         best = max((self.entries[name].candidate.rows for name in fitting), default=0)
         for (strategy, mesh, variant), names_by_rows in [*self._families.items()]:
             if not variant.arguments.rows:  # the arguments of this step have no batch
                 continue
             while True:
-                rows = self._next_rows(names_by_rows, found=found, fitting=fitting, best=best)
+                rows = self._next_rows(
+                    names_by_rows, comparison=comparison, fitting=fitting, best=best
+                )
                 if not rows or rows in names_by_rows:
                     break
-                self.add(strategy, mesh, variant, rows)  # to the families: this goes over a copy
-                # None are left if the arguments alone exceed the memory: then fewer rows are tried.
+                # `add` changes `_families`, so the loop goes over a copy.
+                self.add(strategy, mesh, variant, rows)
+                # `add` leaves an empty list if it has ruled out all candidates, for example because
+                # their arguments alone exceed the memory. Then `_next_rows` may return fewer rows.
                 if names_by_rows.get(rows) != []:
                     break
-        for name in [*self.programs]:  # a copy, too
+        for name in [*self.programs]:  # a copy, because `_rule_out` changes `programs`
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")
 
@@ -470,45 +510,50 @@ class Search:
         self,
         names_by_rows: Mapping[int, list[str]],
         *,
-        found: Comparison,
+        comparison: Comparison,
         fitting: set[str],
         best: int,
     ) -> int:
         """Returns the batch that a family of candidates tries next; 0 if it has no chance.
 
         While nothing fits, the batch is halved: 64, 32, 16. Once a batch of this family fits, the
-        next one is predicted to just fill the memory. A family that did not fit yet, while others
-        fit ``best``, tries that.
+        next batch is the one that is predicted to just fill the memory. If only other families fit,
+        this family tries ``best``, the largest batch of the others.
 
         Args:
-          names_by_rows: the names of the candidates by their rows.
-          found: what was compiled.
-          fitting: the names of what fits.
-          best: the rows of the largest batch that fits any family; 0 while none does.
+          names_by_rows: rows → the names of the candidates of this family with so many rows.
+          comparison: the reports of the programs that were compiled.
+          fitting: the names of the programs that fit.
+          best: the rows of the largest batch that fits in any family; 0 while nothing fits.
         """
         largest_fitting, smallest_failing = 0, math.inf
         fitting_name = ""
         for rows, names in names_by_rows.items():
-            # Those that are ruled out are the same program as one of another family.
-            tried = {*names} - self.ruled_out.keys()
-            fits = sorted({*names} & fitting)
-            if fits and rows > largest_fitting:
-                largest_fitting, fitting_name = rows, fits[0]
-            elif not fits and tried and found.reports.keys() >= tried:  # all options were compiled
+            # A candidate that is ruled out is the same program as a candidate of another family.
+            eligible = {*names} - self.ruled_out.keys()
+            fitting_names = sorted({*names} & fitting)
+            is_compiled = (
+                bool(eligible) and comparison.reports.keys() >= eligible
+            )  # with all options
+            if fitting_names and rows > largest_fitting:
+                largest_fitting, fitting_name = rows, fitting_names[0]
+            elif not fitting_names and is_compiled:
                 smallest_failing = min(smallest_failing, rows)
         next_rows: float
         if not best:
             next_rows = smallest_failing // 2 if smallest_failing % 2 == 0 else 0
         elif largest_fitting and self.limit is not None:
-            # All memory but the arguments is taken to grow with the batch. The next batch is the
-            # largest power of two times this one that then fits. As this is an estimate, twice the
-            # rows are tried even if they seem not to fit.
-            memory: Any = found.compiled[fitting_name].memory  # of one that fits, so known
-            held = memory.arguments or 0
-            available, growing = self.limit - held, memory.peak - held
+            # All memory but the arguments is taken to grow with the batch. The next batch is this
+            # one times the largest power of two with which the estimate fits. Twice the rows are
+            # tried even if they seem not to fit, because this is an estimate.
+            memory: Any = comparison.compiled[
+                fitting_name
+            ].memory  # not None, because the program fits
+            argument_bytes = memory.arguments or 0
+            available, growing = self.limit - argument_bytes, memory.peak - argument_bytes
             growth = max(available, 1) / max(growing, 1)
             next_rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
-            # No candidate has rows with which the arguments alone exceed the memory.
+            # Rows with an empty list are skipped: `add` has ruled out their candidates.
             while next_rows >= smallest_failing or names_by_rows.get(int(next_rows)) == []:
                 next_rows //= 2
         else:
@@ -520,11 +565,11 @@ class Search:
 def _recipe(
     mesh: Mesh | AbstractMesh, variant: Variant, *, lines: Sequence[str], shardings: str
 ) -> str:
-    """Writes the code that makes the mesh, the shardings and the step.
+    """Returns the Python code that makes the mesh, the shardings and the step.
 
     Args:
       mesh: the mesh.
-      variant: the step and its options.
+      variant: the variant, which has the text of the step and the options of ``jit``.
       lines: the statements that make the shardings.
       shardings: the expression for ``in_shardings``.
     """
@@ -532,11 +577,11 @@ def _recipe(
     if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh
         kinds = ", ".join(f"AxisType.{kind.name}" for kind in mesh.axis_types)
         types = f", axis_types=({kinds},)"
-    given = inspect.signature(jit).parameters
+    jit_parameters = inspect.signature(jit).parameters
     options = "".join(
         f", {key}={value!r}"
         for key, value in variant.options.items()
-        if key not in given or value != given[key].default
+        if key not in jit_parameters or value != jit_parameters[key].default
     )
     head = f"mesh = make_mesh({dict(mesh.shape)}{types})"
     last = f"step = jit({variant.text}, in_shardings={shardings}, mesh=mesh{options})"
@@ -544,19 +589,20 @@ def _recipe(
 
 
 def is_of_compiler(failure: Failure) -> bool:
-    """Reports whether the compiler failed, not the step or a strategy."""
+    """Reports whether the compiler failed, and not the step or a strategy."""
     return isinstance(failure.exception, jax.errors.JaxRuntimeError)
 
 
 class _Corrections:
-    """How far predictions were off, learned from what was compiled.
+    """Corrects predictions by how far the predictions of compiled programs were off.
 
-    The time of each resource is multiplied by the mean ratio of compiled to predicted times, over
-    candidates with the same variant and strategy; if there are none, with the same variant; else
-    over all (`_groups`). The share of communication that is exposed is the mean of these, too.
+    The predicted time of each resource is multiplied by the mean ratio of compiled to predicted
+    times. The mean is over the candidates with the same variant and strategy; if none of these was
+    compiled, over the candidates with the same variant; else over all (`_groups`). The share of
+    communication that is exposed is the mean over the same candidates.
 
-    Bytes are increased by the least that any candidate of the variant needed besides its arguments.
-    The least, since a candidate that fits must not be taken for one that does not.
+    The predicted bytes are increased by the least that any candidate of the variant needed besides
+    its arguments. A mean would take some candidates that fit for candidates that do not.
     """
 
     def __init__(
@@ -564,7 +610,8 @@ class _Corrections:
         entries: Mapping[str, PredictedCandidate],
         reports: Mapping[str, ProgramReport | Failure],
     ):
-        self._bytes: dict[str, int] = {}  # besides the arguments, by the name of the variant
+        # Name of a variant → the least bytes that a candidate needed besides its arguments.
+        self._bytes: dict[str, int] = {}
         # Group of candidates → resource → the ratios of its members.
         ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
         ratios = defaultdict(lambda: defaultdict(list))
@@ -580,6 +627,7 @@ class _Corrections:
             if roofline is None:
                 continue
             for group in _groups(entry):
+                # Resources without a time are left out, because their ratio is 0 or undefined.
                 for resource, seconds in roofline.times.items():
                     if seconds and entry.seconds[resource]:
                         ratios[group][resource].append(seconds / entry.seconds[resource])
@@ -589,7 +637,7 @@ class _Corrections:
             group: {resource: statistics.geometric_mean(x) for resource, x in by_resource.items()}
             for group, by_resource in ratios.items()
         }
-        # Shares may be 0, which a geometric mean cannot have.
+        # This is an arithmetic mean because shares may be 0, for which no geometric mean exists.
         self._mean_shares = {group: statistics.fmean(x) for group, x in shares.items()}
 
     def bytes(self, entry: PredictedCandidate) -> int:
@@ -597,20 +645,20 @@ class _Corrections:
         return self._bytes.get(entry.variant.name, 0)
 
     def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
-        """Returns the time of a step, and the sum of the times of its resources."""
-        # The closest group in which something was compiled.
-        known = self._mean_ratios.keys() | self._mean_shares.keys()
-        group = next((group for group in _groups(entry) if group in known), ())
+        """Returns the corrected seconds of a step, and the sum of the seconds of its resources."""
+        # `group` is the smallest group of this candidate in which some program was compiled.
+        compiled_groups = self._mean_ratios.keys() | self._mean_shares.keys()
+        group = next((group for group in _groups(entry) if group in compiled_groups), ())
         ratios = self._mean_ratios.get(group, {})
         times = {name: time * ratios.get(name, 1.0) for name, time in entry.seconds.items()}
         exposed = times["interconnect"] * self._mean_shares.get(group, entry.exposed)
-        # A step takes as long as its slowest resource. If that is not the interconnect, it also
-        # waits for the communication that this does not hide.
+        # A step takes as long as its slowest resource. If the slowest resource is not the
+        # interconnect, the step also waits for the exposed communication.
         step = max(times["interconnect"], max(times["compute"], times["memory"]) + exposed)
         return step, sum(times.values())
 
 
 def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
-    """Lists the groups that a candidate is in: (variant, strategy), (variant,), and () for all."""
+    """Lists the groups of a candidate, smallest first: (variant, strategy), (variant,), ()."""
     variant, strategy = entry.variant_and_strategy
     return [(variant, strategy), (variant,), ()]
