@@ -1,23 +1,25 @@
 """What the devices exchange: each collective of a compiled program, with bytes and mesh axes.
 
-HLO says which devices form the groups of a collective, by their positions in the mesh. It runs over
-those mesh axes in which the positions within each group differ (`device_groups.py`):
+HLO says which devices form the groups of a collective, by their positions in the mesh. The
+collective runs over the mesh axes along which the positions in a group differ (`device_groups.py`):
 
     mesh data 2 × model 4     replica_groups={{0,1,2,3},{4,5,6,7}}     over model
                               replica_groups={{0,4},{1,5},{2,6},{3,7}} over data
 
-How often it runs follows from the loops around it (`hlo.py`), what it is for from what it moves
-(`purposes.py`), and what hides it from the schedule (`overlap.py`). An HLO program (`Module`)
-consists of *computations*, lists of instructions that call each other. A fusion is an instruction
-that runs a computation as one kernel. JAX compiles for one *replica* of several *partitions*: a
-partition is a device.
+Three other files add to this. The loops around a collective tell how often it runs (`hlo.py`), what
+it moves tells its purpose (`purposes.py`), and the schedule tells what the device computes
+meanwhile (`overlap.py`). An HLO program (`Module`) consists of *computations*, lists of
+instructions that call each other. A fusion is an instruction that runs a computation as one kernel.
+JAX compiles for one *replica* of several *partitions*: a partition is a device.
 
 From other modules:
 
     Module         the HLO program. By the name of a computation, ``around`` are the calls around
-                   it, ``runs`` is how often it runs, ``roots`` has the instruction that it returns
-    Instruction    one instruction. ``rest`` is its text from the operands on, ``attributes`` what
-                   it says after them, by name
+                   it, ``runs`` is how often it runs, ``roots`` has the instruction whose result it
+                   returns. ``unread`` lists what is not understood; ``taken(weights)`` are the
+                   computations that run if conditionals take the branch with the most weight
+    Instruction    one instruction. ``rest`` is its text from the operands on, ``attributes`` has
+                   the texts after the operands by name
     Groups         tuples with the numbers of the devices that exchange data with each other
     Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
     Use            the purpose, the parameters and the module of a collective
@@ -25,8 +27,8 @@ From other modules:
     Located        an instruction, and the computation that it is in
     operations     the names that XLA has joined to the name of one instruction
 
-A mesh may have several *slices*, tori of TPUs. Then the program is that of one slice, and numbers
-the devices of that (`slices.py`).
+A mesh may have several *slices*, tori of TPUs. The program is then for one slice, and numbers only
+the devices of this slice (`slices.py`).
 """
 
 from __future__ import annotations
@@ -129,13 +131,13 @@ class Collective:
     @property
     def total_bytes_sent(self) -> int | None:
         """The bytes that one device sends in all runs; None in a loop of unknown length."""
-        if not self.bytes_sent:  # nothing, however often
+        if not self.bytes_sent:  # It sends nothing, however often it runs.
             return 0
         return None if self.times is None else self.bytes_sent * self.times
 
     @property
     def of(self) -> str:
-        """The parameters (the paths of the first two), or else the operation."""
+        """The paths of the first two parameters, or else the operation; empty without either."""
         more = ("…",) if len(self.parameters) > 2 else ()
         return ", ".join((*self.parameters[:2], *more)) or self.operation or ""
 
@@ -162,7 +164,10 @@ class Collectives(tuple[Collective, ...], Pictured):
 
         Args:
           kind: such as ``all-reduce``; None for all kinds.
-          *axes: exactly these axes, in any order; none for any axes.
+          *axes: exactly these axes, in any order; no axes match all axes.
+
+        Raises:
+          ValueError: ``kind`` is not a kind of collective.
         """
         if kind is not None and kind not in COLLECTIVES:
             raise ValueError(
@@ -177,7 +182,7 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     @property
     def resharded(self) -> Collectives:
-        """Those that move activations or others that are not parameters, gradients or results."""
+        """The collectives whose purpose is ``reshard``: they move activations, for example."""
         return Collectives(collective for collective in self if collective.purpose == "reshard")
 
     @property
@@ -187,7 +192,7 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     def counts(self) -> dict[CollectiveKind, int]:
         """Counts the instructions of each kind, including zeros; one in a loop counts once."""
-        # Tables of tests compare all kinds.
+        # Zeros are included because users' tests compare tables of all kinds.
         counts = Counter(collective.kind for collective in self)
         return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
@@ -210,7 +215,10 @@ class Collectives(tuple[Collective, ...], Pictured):
         return {key: (number, sent[key]) for key, number in numbers.items()}
 
     def _sums(self, key: Callable[[Collective], K]) -> dict[K, int | None]:
-        """Sums the bytes that one device sends in one call, by a key; None if one is unknown."""
+        """Sums the bytes that one device sends in one call, by a key of each collective.
+
+        A sum is None if the bytes of one of its collectives are unknown.
+        """
         sums: dict[K, int | None] = {}
         for collective in self:
             total, sent = sums.get(key(collective), 0), collective.total_bytes_sent
@@ -220,7 +228,8 @@ class Collectives(tuple[Collective, ...], Pictured):
     def _pictures(self, width: int) -> Iterable[RenderableType]:
         """Yields what ``print`` shows: a table of the collectives, and the sum of what they send.
 
-        The same collectives of the modules of a list are one row, which says how many they are.
+        Collectives with equal cells, such as those of the modules of a list, share one row, which
+        says how many they are.
         """
         if not self:
             yield text("no collectives")
@@ -228,8 +237,8 @@ class Collectives(tuple[Collective, ...], Pictured):
         row_counts = Counter(map(_row, self))
         columns = zip(_HEADER, *row_counts, strict=True)
         widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))
-        # The column "of" is cut, to at most 26 characters, so that a row fits into 100 with the two
-        # spaces after each cell.
+        # Texts in the column "of" are cut to 26 characters at most, or to fewer, so that a row fits
+        # into 100 characters with the two spaces after each cell.
         width_of_others = sum(widths.values()) - widths["of"] + 2 * len(widths)
         longest = min(26, 100 - width_of_others)
         rows = []
@@ -285,11 +294,11 @@ def _cells(collective: Collective) -> _Row:
 
 
 def _row(collective: Collective) -> _Row:
-    """Writes the cells of a collective in a table, which are equal for all modules of a list.
+    """Writes the cells of a collective in a table, so that they are equal for modules of a list.
 
-    For example, ``model.blocks[0].up.kernel`` and ``[1]`` become ``model.blocks[*].up.kernel``.
-    Without parameters, the column "of" has the operations. Of several names it has the first one
-    and the number of others: ``model.up.kernel +3``.
+    For example, ``model.blocks[0].up.kernel`` and ``model.blocks[1].up.kernel`` both become
+    ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations. If
+    there are several, it has the first one and the number of others: ``model.up.kernel +3``.
     """
     row = _cells(collective)
     of = row.of
@@ -307,7 +316,8 @@ def _end(name: str, longest: int) -> str:
     return f"…{name[1 - longest :]}" if len(name) > longest else name
 
 
-_FUNCTION = re.compile(r"^jit\([^/]*\)/")  # at the start of the name of each operation
+# The traced function, with which the name of each operation begins.
+_FUNCTION = re.compile(r"^jit\([^/]*\)/")
 
 
 def collectives_of(
@@ -321,17 +331,17 @@ def collectives_of(
     Args:
       hlo: the text of the compiled program, or the result of
         :func:`~nnx_sharding.analysis.hlo.parse`.
-      mesh: the mesh that it was compiled for, or the sizes of its axes by name; its devices are
-        counted in its order, as JAX assigns them. None leaves the axes unknown.
+      mesh: the mesh that the program was compiled for, or the sizes of its axes by name. Devices
+        are numbered in the order of the mesh, as JAX assigns them. None leaves the axes unknown.
       arguments: the rows of its arguments, from ``Compiled.parameters()``. None leaves the purposes
         unknown.
       results: the path of the Variable that each array of its result updates, or None.
 
     Returns:
-      The collectives, in the order of the text. None if a part of it is not understood.
+      The collectives, in the order of the text. None if a part of the text is not understood.
 
     Raises:
-      TypeError: ``hlo`` is neither, such as a compiled function.
+      TypeError: ``hlo`` is neither text nor a parsed program, but a compiled function, for example.
 
     Example:
       >>> from nnx_sharding.analysis import collectives_of
@@ -346,29 +356,31 @@ def collectives_of(
             "compiled.as_text()."
         )
     module = parse(hlo) if isinstance(hlo, str) else hlo
-    if module.unread:  # a part that is not understood may send
+    if module.unread:  # A part that is not understood may send.
         return None
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
-    # A program with fewer devices than the mesh is that of one of several slices.
+    # If the program and the mesh differ in the number of devices, the program is for one of several
+    # slices.
     is_of_slice = module.num_devices != math.prod(sizes.values())
     placement = _Placement(
         sizes=sizes,
         positions=positions_of(mesh) if is_of_slice else {},
         num_devices=module.num_devices,
     )
-    # The names of instructions that only carry on what others have started.
+    # The names of instructions that only carry on a collective that another one has started.
     continuations = _continuations(module)
     starts = [f"{kind}-start" for kind in COLLECTIVES]
-    found = [  # each with its computation, and named after the user's operations
+    # The collectives, each with its computation, and named after the user's operations.
+    instructions = [
         Located(computation, _with_operation(instruction, computation, module))
         for computation, instruction in module.with_opcode(*COLLECTIVES, *starts)
         if instruction.name not in continuations
     ]
     uses: Mapping[str, Use] = {}  # by the name of the instruction
-    if found and arguments is not None:
-        uses = uses_of(module, found, arguments, results)
-    # Without any start, of its own or in a fusion, the device waits for each collective.
+    if instructions and arguments is not None:
+        uses = uses_of(module, instructions, arguments, results)
+    # If no collective has a start, of its own or in a fusion, the device waits for each of them.
     has_starts = continuations or module.with_opcode(*starts, "async-start")
     overlap = Overlap(module) if has_starts else None
     collectives = [
@@ -380,7 +392,7 @@ def collectives_of(
             use=uses.get(instruction.name, Use()),
             overlap=overlap,
         )
-        for computation, instruction in found
+        for computation, instruction in instructions
     ]
     return Collectives(_without_smaller_branches(collectives, module))
 
@@ -388,16 +400,16 @@ def collectives_of(
 def _without_smaller_branches(
     collectives: Sequence[Collective], module: Module
 ) -> Sequence[Collective]:
-    """Sets ``times`` to 0 in those branches of conditionals that do not send most.
+    """Returns the collectives with ``times`` 0 in branches of conditionals that do not send most.
 
-    Of each conditional one branch is taken, so that the bytes of several do not add up.
+    Only one branch of a conditional runs, so the bytes of several branches must not add up.
     """
     if not any(collective.conditional for collective in collectives):
         return collectives
     sent: Counter[str] = Counter()  # bytes, by computation
     for collective in collectives:
         sent[collective.computation] += collective.bytes_sent
-    # The names of all computations but those in branches that send less than another one.
+    # The names of all computations, without those in branches that send less than another branch.
     taken = module.taken(sent)
     return [c if c.computation in taken else dataclasses.replace(c, times=0) for c in collectives]
 
@@ -424,7 +436,7 @@ def _collective(
     members = placement.members_of(instruction)
     size = max(map(len, members.groups), default=1)
     payload = _payload(instruction, computation, module=module, group_size=size)
-    runs = module.runs[computation.name]  # as often as the computation that it is in
+    runs = module.runs[computation.name]  # A collective runs as often as its computation.
     schedule = Scheduled()
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
@@ -454,18 +466,20 @@ def _collective(
 class _Members(NamedTuple):
     """The devices that take part in a collective, by their positions in the mesh."""
 
-    groups: Groups  # of a permutation: the devices that its pairs connect
+    groups: Groups  # for a permutation: the sets of devices that its pairs connect
     axes: MeshAxes
 
 
 class _Placement(NamedTuple):
     """Where the devices of a program are."""
 
-    sizes: Mapping[str, int]  # of the mesh axes; empty without a mesh
-    # Of a program for one of several slices, by the names that it has for devices, their positions
-    # in the mesh (`slices.positions_of`). Empty if the program is for the whole mesh.
+    sizes: Mapping[str, int]  # the sizes of the mesh axes; empty without a mesh
+    # For a program for one of several slices: a device, as the program names it → its position in
+    # the mesh (`slices.positions_of`). Empty if the program is for the whole mesh.
     positions: Mapping[Position, int]
-    num_devices: int | None  # of the program: for one of several slices, fewer than in the mesh
+    # The number of devices of the program. If it is for one of several slices, these are fewer than
+    # in the mesh.
+    num_devices: int | None
 
     def members_of(self, instruction: Instruction) -> _Members:
         """Finds the devices that take part in a collective, and the mesh axes that it runs over.
@@ -489,10 +503,10 @@ class _Placement(NamedTuple):
 
     @property
     def _num_numbered_devices(self) -> int:
-        """The number of devices that the program has numbers for, which groups may leave out.
+        """The number of devices that the program numbers; groups need not have all of them.
 
-        These are all of the mesh if the program is for it. Otherwise, without a mesh or for one
-        slice, there are as many as the text says.
+        A program for the whole mesh numbers all devices of the mesh. Without a mesh, or for one
+        slice, the text says the number; it is 1 if the text does not.
         """
         is_for_whole_mesh = self.sizes and not self.positions
         return math.prod(self.sizes.values()) if is_for_whole_mesh else self.num_devices or 1
@@ -500,27 +514,28 @@ class _Placement(NamedTuple):
     def _in_mesh(self, instruction: Instruction, groups: Groups) -> Placed:
         """Translates groups of devices, as the instruction numbers them, to positions in the mesh.
 
-        These are the same, unless the program is for one of several slices. There, devices are
-        numbered by their positions in the slice, and a collective between slices has its groups in
-        the attribute ``between_slices`` (`slices.py`).
+        Numbers and positions are the same, unless the program is for one of several slices. Such a
+        program numbers devices by their positions in the slice, and a collective between slices has
+        its groups in the attribute ``between_slices`` (`slices.py`).
         """
         if between := instruction.attributes.get("between_slices"):
             return groups_between(between, self.positions)
-        if self.positions:  # the same groups in each slice
+        if self.positions:  # Each slice has the same groups.
             return groups_within(groups, self.positions)
-        return Placed(groups, in_mesh=bool(self.sizes))  # False without a mesh
+        return Placed(groups, in_mesh=bool(self.sizes))
 
 
 def _groups_of_partitions(instruction: Instruction, num_devices: int) -> Groups:
     """Returns the groups of devices that exchange data, as the instruction numbers them.
 
-    The attribute ``replica_groups`` has groups of devices, or is empty for all of them. In one mode
-    of XLA it has groups of replicas, of which all partitions take part: a program of JAX has only
-    the replica 0, so that ``{{0}}`` stands for all of its ``num_devices`` devices, too.
+    The attribute ``replica_groups`` has groups of devices; if it is empty, all devices form one
+    group. In one mode of XLA it has groups of replicas, and all partitions of a replica take part.
+    A program of JAX has only the replica 0, so in this mode ``{{0}}`` stands for all of its
+    ``num_devices`` devices, too.
     """
     groups, attributes = instruction.replica_groups or (), instruction.attributes
-    # For these kinds, a channel without global ids stands for that mode; for others, it stands for
-    # groups of partitions: https://openxla.org/xla/operation_semantics
+    # For these three kinds, a channel without global ids means the mode with groups of replicas.
+    # For other kinds, it means groups of partitions: https://openxla.org/xla/operation_semantics
     are_replicas = (
         "channel_id" in attributes
         and "use_global_device_ids" not in attributes
@@ -536,7 +551,8 @@ class _Payload(NamedTuple):
 
     kind: CollectiveKind
     results: Sequence[Shape]
-    bytes: int  # of the larger of operand and result; of a ragged all-to-all the smaller
+    # The size of the larger of operand and result; for a ragged all-to-all, of the smaller.
+    bytes: int
 
 
 def _payload(
@@ -552,42 +568,45 @@ def _payload(
     """
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
     num_bytes = total_bytes(results)
-    if kind == "reduce-scatter":  # its operand is larger than its result
+    if kind == "reduce-scatter":
+        # The operand counts: its size is the size of the result times the number of devices.
         num_bytes *= group_size
     if kind == "ragged-all-to-all":
-        # The first operand is what is sent; the others say where parts of it begin.
+        # Only the first operand is sent; the other operands say where parts of it begin.
         operands = operands_of(instruction, module.within[computation.name])
-        operand_bytes = total_bytes(operands[0])  # 0 where damaged text lacks it
+        operand_bytes = total_bytes(operands[0])  # 0 if damaged text lacks the operand's maker
         num_bytes = min(operand_bytes or num_bytes, num_bytes)
     if kind == "all-reduce" and module.runs[computation.name].is_fused and group_size > 1:
-        # A fusion of an all-reduce and a slice of its result, the device's own part, is how some
-        # compilers write a reduce-scatter. The bytes stay those of the operand.
-        parts = tuple(arrays(module.roots[computation.name].shape))  # what the fusion returns
-        if total_bytes(parts) * group_size == num_bytes:
-            kind, results = "reduce-scatter", parts
+        # Some compilers write a reduce-scatter as a fusion: an all-reduce, then a slice of its
+        # result, the device's own part. The fusion returns these slices. The bytes are still those
+        # of the operand.
+        slices = tuple(arrays(module.roots[computation.name].shape))
+        if total_bytes(slices) * group_size == num_bytes:
+            kind, results = "reduce-scatter", slices
     return _Payload(kind, results, num_bytes)
 
 
 def _bytes_sent(kind: CollectiveKind, *, payload_bytes: int, group_size: int) -> int:
     """Returns the bytes that one device of a group sends in a ring.
 
-    ``payload_bytes`` is the size of the larger of operand and result: of what an all-gather makes,
-    and of what a reduce-scatter takes. ``Collective`` has the formulas.
+    ``payload_bytes`` is the size of the larger of operand and result: of the result of an
+    all-gather, and of the operand of a reduce-scatter. ``Collective`` has the formulas.
     """
     if group_size < 2:
         return 0
-    # Each device sends to one other.
+    # Each device sends its whole payload to one other device.
     if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
         return payload_bytes
-    passes = 2 if kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
+    # An all-reduce in a ring is a reduce-scatter, then an all-gather.
+    passes = 2 if kind == "all-reduce" else 1
     return -(-payload_bytes * passes * (group_size - 1) // group_size)  # rounded up
 
 
 def users_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
     """Returns the first frame that is not in a library, else None.
 
-    ``frames`` are (file, line), innermost first. A layer of Flax says less than the line of the
-    user's model that calls it.
+    ``frames`` are (file, line), innermost first. Frames in libraries are left out because the line
+    of the user's model that calls a layer says more than a line of that layer's code in Flax.
     """
     for file, line in frames:
         if not (is_library(file) or "site-packages" in file or "<frozen" in file):
@@ -596,17 +615,21 @@ def users_frame(frames: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
 
 
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """Writes the innermost frame that is not in a library, else the innermost: ``model.py:12``."""
+    """Writes the innermost frame outside of libraries, else the innermost: ``model.py:12``.
+
+    Returns None if there are no frames, or if the file is unknown.
+    """
     file, line = users_frame(frames) or (frames[0] if frames else ("", 0))
     return f"{file_title(file)}:{line}" if file else None
 
 
 def file_title(file: str) -> str:
-    """Returns the name of a file without its folder; of the third cell of a notebook, ``In[3]``."""
+    """Returns the name of a file without its folder; for a cell of a notebook, its title."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and (shell := ipython.get_ipython()) is not None:
-        # IPython compiles a cell under a name made from a hash, which says nothing to its author.
-        # It returns the kind of what it compiled, and its title; None for other files.
+        # IPython compiles a cell under a name made from a hash, and this name says nothing to the
+        # author of the cell. `format_code_name` returns the kind of the code, and its title, for a
+        # cell; None for other files.
         cell: tuple[str, str] | None = shell.compile.format_code_name(file)
         if cell is not None:
             return cell[1]
@@ -616,32 +639,36 @@ def file_title(file: str) -> str:
 def _with_operation(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Instruction:
-    """Returns a collective that is named after the user's operations.
+    """Returns a copy of a collective that is named after the user's operations.
 
-    TPU compilers leave out such names. They are those of the innermost instruction around it that
-    has any, such as the fusion that it is in, and if that takes several operands, of these.
+    TPU compilers may leave out the name of a collective. The innermost instruction around the
+    collective that has a name, such as the fusion that it is in, lends its name. If that
+    instruction takes several operands, the names of the operands are joined to it.
 
     Args:
       instruction: the collective.
       computation: the computation that it is in.
       module: the program.
     """
-    around = [Located(computation, instruction), *module.around(computation.name)]  # from inside
+    # The collective, then the calls around it, innermost first.
+    around = [Located(computation, instruction), *module.around(computation.name)]
     with_name = (located for located in around if located.instruction.operation is not None)
     home, named = next(with_name, around[-1])
     names, operands = [named.operation], {*named.operand_names}
-    # If the compiler has merged several collectives into one, that has the name of one of them: the
-    # instructions that make its operands have the names of all. The largest comes first, since a
-    # table shows only that one.
+    # If the compiler has merged several collectives into one, the result has the name of only one
+    # of them, but the instructions that make the operands have the names of all. The largest
+    # operand comes first, because a table shows only the first name.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:
-        made = [other for other in home.instructions if other.name in operands]
-        made.sort(key=lambda other: total_bytes(arrays(other.shape)), reverse=True)
-        names = [other.operation for other in made] + names
-    joined = ";".join(dict.fromkeys(filter(None, names)))  # as XLA joins several
+        makers = [candidate for candidate in home.instructions if candidate.name in operands]
+        makers.sort(key=lambda maker: total_bytes(arrays(maker.shape)), reverse=True)
+        names = [maker.operation for maker in makers] + names
+    # XLA joins names by semicolons, too, so that `operations` splits both.
+    joined = ";".join(dict.fromkeys(filter(None, names)))
     if joined == (instruction.operation or ""):
         return instruction
-    # The text of the instruction gets the metadata of ``named`` with the new name, in the form of
-    # XLA: ``…, metadata={op_name="…" source_line=…}``. Its own metadata, if it is ``named``, goes.
+    # The text of the collective gets the metadata of ``named`` with the new name, as XLA writes it:
+    # ``…, metadata={op_name="…" source_line=…}``. If ``named`` is the collective itself, its text
+    # has that metadata already, so the old copy is removed.
     metadata = named.attributes.get("metadata", "")
     source = OP_NAME.sub("", metadata).strip("{}")  # ``source_line=…``
     escaped = joined.replace("\\", r"\\").replace('"', r"\"")
@@ -652,15 +679,17 @@ def _with_operation(
 
 
 def _continuations(module: Module) -> set[str]:
-    """Returns the names of collectives that only carry on one that was started before.
+    """Returns the names of copies of collectives that only carry on one that was started before.
 
-    The TPU compiler writes an asynchronous collective as several fusions. Each has a copy of the
-    collective, with ``async_collective_fusion_config`` in its text. All copies have one channel;
-    the fusion that starts it also has an "AsyncCollectiveStart".
+    The TPU compiler writes an asynchronous collective as several fusions. Each fusion has a copy of
+    the collective, with ``async_collective_fusion_config`` in its text. All copies have the same
+    channel. Only the fusion that starts the collective also has an "AsyncCollectiveStart".
     """
-    started_channels: set[str | None] = set()  # None is that of all copies without a channel
-    channels_of_others: dict[str, str | None] = {}  # by the name of the copy
-    for computation in module.computations:  # a fusion is a computation
+    # Copies without a channel share the key None.
+    started_channels: set[str | None] = set()
+    # The name of a copy outside of starts → its channel.
+    channels_of_copies: dict[str, str | None] = {}
+    for computation in module.computations:  # The body of each fusion is a computation.
         is_start = any("AsyncCollectiveStart" in op.rest for op in computation.instructions)
         copies = (op for op in computation.instructions if _ASYNC_CONFIG in op.rest)
         for copy in copies:
@@ -668,8 +697,8 @@ def _continuations(module: Module) -> set[str]:
             if is_start:
                 started_channels.add(channel)
             else:
-                channels_of_others[copy.name] = channel
-    return {name for name, channel in channels_of_others.items() if channel in started_channels}
+                channels_of_copies[copy.name] = channel
+    return {name for name, channel in channels_of_copies.items() if channel in started_channels}
 
 
 _ASYNC_CONFIG = "async_collective_fusion_config"
