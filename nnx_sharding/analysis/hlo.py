@@ -45,24 +45,28 @@ from .values import Call, Value, Values, trip_counts
 class Runs(NamedTuple):
     """How often a computation runs in one call, if each branch of a conditional is taken.
 
-    By default that of the entry computation, which runs once.
+    The defaults are those of the entry computation, which runs once.
     """
 
     times: int | None = 1  # None in a loop of unknown length
     least: int = 1  # a lower bound of ``times``: loops of unknown length count as one run
     in_loop: bool = False
-    is_fused: bool = False  # part of one operation: a fusion, or the computation of a reduction
-    is_applied: bool = False  # to elements, as the computation of a reduction
-    in_branch: bool = False  # of a conditional, which may not be taken
+    # Whether the computation is a part of one operation: a fusion runs it, or an instruction
+    # applies it to elements.
+    is_fused: bool = False
+    # Whether an instruction applies the computation to elements, as a reduction does.
+    is_applied: bool = False
+    # Whether the computation is in a branch of a conditional, which may not be taken.
+    in_branch: bool = False
 
     def plus(self, other: Runs) -> Runs:
-        """Returns how often it runs if another caller runs it, too."""
+        """Returns how often the computation runs if another caller runs it, too."""
         times = None if self.times is None or other.times is None else self.times + other.times
         return Runs(
             times=times,
             least=self.least + other.least,
-            # One caller in a loop is enough that it runs in a loop. It is only a part of an
-            # operation if all callers fuse it: otherwise it also runs on its own.
+            # If one caller is in a loop, the computation runs in a loop. It is a part of an
+            # operation only if all callers fuse it, because otherwise it also runs on its own.
             in_loop=self.in_loop or other.in_loop,
             is_fused=self.is_fused and other.is_fused,
             is_applied=self.is_applied and other.is_applied,
@@ -118,7 +122,7 @@ class Module(Values):
 
     @property
     def is_for_tpu(self) -> bool:
-        """Whether the TPU compiler, whose layouts have tiles, wrote it."""
+        """Whether the TPU compiler wrote the text: only its layouts have tiles."""
         return ":T(" in self.head
 
     @functools.cached_property
@@ -127,13 +131,14 @@ class Module(Values):
         unread = [*self.skipped]
         if not self.computations or (self.name and self.entry is None):
             unread.append("no entry computation")
-        if self.callees_first is None:  # there are cycles, which HLO does not have
+        if self.callees_first is None:  # HLO has no cycles, so the text is damaged.
             unread.append("computations that call each other")
         for computation in self.computations:
             unread += map(_unread_text, (x for x in computation.instructions if not x.is_known))
             for call in self.calls[computation.name]:
-                # What a ``reduce`` applies to elements (``to_apply``) may be missing: it sends
-                # nothing. A ``call`` names what it runs by the same attribute.
+                # The computation that a ``reduce`` applies to elements (``to_apply``) may be
+                # missing, because it sends nothing. A ``call`` has the same attribute, but may run
+                # anything.
                 is_applied = call.attribute == "to_apply" and call.instruction.opcode != "call"
                 if call.callee not in self.by_name and not is_applied:
                     unread.append(f"{call.callee}, which {call.instruction.name} calls")
@@ -145,7 +150,7 @@ class Module(Values):
         callees = {name: [call.callee for call in calls] for name, calls in self.calls.items()}
         try:
             return [*graphlib.TopologicalSorter(callees).static_order()]
-        except graphlib.CycleError:  # in damaged text
+        except graphlib.CycleError:  # Only damaged text has cycles.
             return None
 
     @functools.cached_property
@@ -157,16 +162,17 @@ class Module(Values):
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs, by name, summed over its callers; once without one."""
         runs: dict[str, Runs] = {}
-        # Callers before what they call, so that all runs of a caller are known. Damaged text may
-        # have cycles: then in the order of the text, and what is called is undercounted.
+        # Callers come before their callees, so that all runs of a caller are known. In damaged text
+        # with cycles, computations come in the order of the text, and callees are undercounted.
         callers_first = reversed(self.callees_first or [*self.calls])
         for name in callers_first:
             caller = runs.setdefault(name, Runs())
             for call in self.calls.get(name, ()):
                 called = self._runs_of_callee(caller, call)
-                if call.callee in runs:  # another instruction calls it as well
+                if call.callee in runs:  # Another instruction calls it as well.
                     called = runs[call.callee].plus(called)
-                if called.times is not None and called.times > MAX_SIZE:  # the text is damaged
+                # Only damaged text has so many runs.
+                if called.times is not None and called.times > MAX_SIZE:
                     called = called._replace(times=None)
                 runs[call.callee] = called
         return runs
@@ -175,20 +181,21 @@ class Module(Values):
         """Returns how often one call runs its callee.
 
         Args:
-          caller: how often the computation runs that the calling instruction is in.
+          caller: how often the computation of the calling instruction runs.
           call: the instruction, the callee, and the attribute that names it, such as ``body``.
         """
         instruction = call.instruction
         is_loop = instruction.opcode == "while"
         times = self.trip_counts.get(instruction.name) if is_loop else 1  # None if unknown
         if times is not None and call.attribute == "condition":
-            times += 1  # the last time it is false
+            times += 1  # The condition runs once more than the body: the last time it is false.
         is_applied = instruction.opcode not in _CALLS
         return Runs(
             times=None if times is None or caller.times is None else caller.times * times,
             least=caller.least * (1 if times is None else times),
             in_loop=caller.in_loop or is_loop,
-            # What is applied to elements is a part of the instruction, as what a fusion runs is.
+            # A computation that is applied to elements is a part of the instruction, like one that
+            # a fusion runs.
             is_fused=caller.is_fused or instruction.opcode == "fusion" or is_applied,
             is_applied=caller.is_applied or is_applied,
             in_branch=caller.in_branch or instruction.opcode == "conditional",
@@ -197,22 +204,26 @@ class Module(Values):
     def taken(self, weights: Mapping[str, int]) -> set[str]:
         """Returns the computations that run if conditionals take the branch with the most weight.
 
-        All others run, too, except for those that only such a branch that is not taken calls.
+        Computations outside of conditionals run, too. Left out are branches that are not taken, and
+        computations that only such branches call.
 
         Args:
-          weights: the weight of each computation by name, without what it calls: its bytes, say.
+          weights: the weight of each computation by name, without its callees; for example the
+            bytes that it sends.
 
         Returns:
           The names of the computations. If they call each other in cycles, as in damaged text, only
-          those without a caller.
+          the names of those without a caller.
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
-        # Weigh the branches. Callees come before their callers, so that what they weigh is known.
-        sums = Counter(weights)  # by computation, with what each calls, in all runs of loops
+        # Weigh the branches. Callees come before their callers, so that their weights are known.
+        # The weight of a computation in ``sums`` includes its callees, in all runs of loops.
+        sums = Counter(weights)
         largest: dict[str, str] = {}  # name of a conditional → the branch that it takes
         for name in self.callees_first or ():
-            branches = defaultdict[str, list[str]](list)  # of the conditionals in this computation
+            # Name of a conditional in this computation → its branches.
+            branches = defaultdict[str, list[str]](list)
             for call in self.calls.get(name, ()):
                 op = call.instruction
                 if op.opcode == "conditional":
@@ -220,14 +231,15 @@ class Module(Values):
                 else:
                     sums[name] += sums[call.callee] * self.trip_counts.get(op.name, 1)
             for conditional, callees in branches.items():
-                # The last one of those with the most weight.
+                # If several branches have the most weight, the last one counts.
                 largest[conditional] = max(reversed(callees), key=sums.__getitem__)
             sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
         # Follow the calls from the entry, callers first.
-        taken = {name for name in self.calls if name not in self.callers}  # the entry
+        # Only the entry has no caller.
+        taken = {name for name in self.calls if name not in self.callers}
         for name in reversed(self.callees_first or ()):
             for call in self.calls.get(name, ()) if name in taken else ():
-                branch = largest.get(call.instruction.name)  # None if it is no conditional
+                branch = largest.get(call.instruction.name)  # None for other instructions
                 if branch is None or branch == call.callee:
                     taken.add(call.callee)
         return taken
@@ -239,9 +251,10 @@ class Module(Values):
         frames, each of which has the number of its parent: the frame that called it.
         """
         innermost = _FRAME_ID.search(instruction.attributes.get("metadata", ""))
-        number = int(innermost[1]) if innermost else 0  # no frame has the number 0
-        visited: dict[int, _Frame] = {}  # by number, innermost first
-        while number in self._frames and number not in visited:  # damaged text may have cycles
+        number = int(innermost[1]) if innermost else 0  # No frame has the number 0.
+        visited: dict[int, _Frame] = {}  # number → frame, innermost first
+        # Frames are visited once, because damaged text may have cycles.
+        while number in self._frames and number not in visited:
             visited[number] = self._frames[number]
             number = visited[number].parent
         return [(frame.file, frame.line) for frame in visited.values() if frame.file is not None]
@@ -255,7 +268,8 @@ class Module(Values):
         FileLocations       4 {file_name_id=1 … line=12 …}
         StackFrames         7 {file_location_id=4 parent_frame_id=6}
         """
-        # Names of functions look like those of files, so the text before them is read for these.
+        # The table of functions looks like that of files, so only the text before it is read for
+        # files.
         before_functions, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(before_functions)}
         locations = {  # number → (file, line)
@@ -265,8 +279,8 @@ class Module(Values):
         for n, location, parent in _FRAME.findall(tables):
             file, line = locations.get(int(location), (None, 0))
             frames[int(n)] = _Frame(file, line, parent=int(parent or 0))
-        # Up to jax 0.12 the number of a parent is one too high. Then a frame that is numbered right
-        # after its parent, as in the first chain of calls, names itself as its parent.
+        # Up to jax 0.12 the number of a parent is one too high. A frame that is numbered right
+        # after its parent, as in the first chain of calls, then names itself as its parent.
         if any(number == frame.parent for number, frame in frames.items()):
             frames = {n: frame._replace(parent=frame.parent - 1) for n, frame in frames.items()}
         return frames
@@ -280,7 +294,8 @@ class _Frame(NamedTuple):
     parent: int  # the number of the frame that called it; 0 for none
 
 
-# What runs a computation once, or as a loop; others apply it to elements.
+# Opcodes of instructions that run a computation once, or as a loop. Other instructions apply their
+# computation to elements.
 _CALLS = {"async-start", "call", "conditional", "fusion", "while"}
 
 
@@ -295,13 +310,14 @@ def parse(text: str) -> Module:
       ('all-reduce', ('x',), {'to_apply': '%add'})
     """
     head, computations, skipped = _split(text)
-    # Two forms that compilers use are rewritten here, so that nothing else has to know them.
-    # Collectives between slices: ``send`` to the host and ``recv`` from it → ``all-reduce``.
+    # Two forms that compilers use are rewritten here, so that nothing else has to know them. The
+    # first is a collective between slices: ``send`` to the host and ``recv`` from it →
+    # ``all-reduce``.
     if "xla_megascale" in text:
         for computation in computations:
             computation.instructions[:] = with_exchanges(computation.instructions)
-    # ``fusion-start(%x), calls=%f`` → ``async-start(%x), calls=%a``, and a computation ``a`` that
-    # has the fusion.
+    # The second is an abbreviation: ``fusion-start(%x), calls=%f`` → ``async-start(%x), calls=%a``,
+    # and a computation ``a`` that has the fusion.
     if any(f" {kind}-start(" in text for kind in ABBREVIATED):
         computations += [made for computation in [*computations] for made in spell_out(computation)]
     title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
@@ -319,20 +335,22 @@ class _Parts(NamedTuple):
 def _split(text: str) -> _Parts:
     """Splits a text into instructions, by computation.
 
-    A line is one of these, tried in this order: an instruction; more of the last instruction, if
-    that has open brackets; the header of a computation; its end; or else, before the first
-    computation, a part of the head, and after it, not understood.
+    The kinds of lines are tried in this order: an instruction; more of the last instruction, if
+    that has open brackets; the header of a computation; the end of a computation. Any other line
+    before the first computation is a part of the head, and any after it is not understood
+    (``skipped``).
     """
     head: list[str] = []
     computations: list[Computation] = []
     skipped: list[str] = []
     is_open = False  # whether the last computation goes on
-    # How many brackets of the last instruction are open. None if they were not counted, which takes
-    # long: nearly all instructions are followed by another one, or by the end of the computation.
+    # The number of open brackets of the last instruction; None if they were not counted. Counting
+    # takes long and is seldom needed, because another instruction, or the end of the computation,
+    # follows nearly all instructions.
     depth: int | None = None
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):
-            if not is_open:  # a part of a module, without a header
+            if not is_open:  # The text is a part of a module, without a header.
                 computations.append(Computation("", False, []))
             root, name, shape, opcode, rest = match.groups()
             instruction = Instruction(name, opcode, shape, rest, is_root=bool(root))
@@ -342,7 +360,7 @@ def _split(text: str) -> _Parts:
         if is_open and computations[-1].instructions:
             last = computations[-1].instructions[-1]
             if depth is None:
-                # ``rest`` is what follows the bracket before the operands, so one is open already.
+                # ``rest`` is the text behind the bracket before the operands, so this one is open.
                 depth = 1 + nesting(last.rest)
             if depth > 0 and len(last.rest) < _LONGEST:
                 depth += nesting(line)
@@ -359,7 +377,7 @@ def _split(text: str) -> _Parts:
             head.append(line)
         elif line.strip():
             skipped.append(line.strip())
-    if is_open and computations[-1].name:  # the text was cut off
+    if is_open and computations[-1].name:  # The text was cut off.
         skipped.append(f"the end of {computations[-1].name}")
     return _Parts("\n".join(head), computations, skipped)
 
@@ -367,7 +385,8 @@ def _split(text: str) -> _Parts:
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = ([^\s(]\S*|\S.*?)\s([a-z][a-z0-9\-]*)\((.*)")
-_LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
+# The most characters of an instruction of several lines. Only damaged text has more.
+_LONGEST = 1 << 18
 # `ENTRY %main (p: f32[8]) -> f32[8] {`
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
@@ -378,7 +397,7 @@ _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?
 
 
 def _unread_text(instruction: Instruction) -> str:
-    """Says what is not understood of an instruction: of a kernel, that it sends."""
+    """Says what is not understood: that a kernel sends, or else the text of the instruction."""
     if instruction.is_sending_kernel:
         name = f"{instruction.name} ({instruction.operation or instruction.target})"
         return f"{name} is a kernel that sends to other devices by itself"
