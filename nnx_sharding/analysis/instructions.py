@@ -3,16 +3,17 @@
     ROOT %sum = f32[8,64]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
          name   shape, with its layout  opcode     operands and attributes
 
-A tuple has a shape of shapes, `(f32[8], (s32[], f32[4]))`. ROOT is the result of a *computation*, a
-list of instructions that others call. An asynchronous operation is a pair of instructions, whose
-opcodes end in `-start` and `-done`; the first has a tuple of operands, results and a context.
+A tuple has a shape of shapes, `(f32[8], (s32[], f32[4]))`. A *computation* is a list of
+instructions that instructions of other computations call; ROOT marks the instruction whose result
+it returns. An asynchronous operation is a pair of instructions, whose opcodes end in `-start` and
+`-done`. The start returns a tuple of operands, results and a context.
 
-Large programs have megabytes of text, most of which nobody asks for. So an instruction is four
-pieces of text, and what is asked for is read by regular expressions, which are possessive or
-bounded so that damaged text cannot make them slow.
+Large programs have megabytes of text, and callers ask for little of it. An `Instruction` therefore
+keeps pieces of text, and its properties read them by regular expressions when they are asked for.
+The expressions are possessive or bounded, so that damaged text cannot make them slow.
 
-From `opcodes.py`: `OPCODES` are those that are understood, `CALLERS` those that can call
-computations, and `base` is the opcode without `-start` and `-done`.
+From `opcodes.py`: `OPCODES` are the opcodes that are understood, `CALLERS` those that can call
+computations, and `base(opcode)` is the opcode without `-start`, `-update` and `-done`.
 
 `_split` splits text at commas outside of brackets. It returns the parts, and the position behind
 the bracket where it ended: ``_split("%x, %y), index=1", 0, ")")`` is ``(["%x", " %y"], 7)``. The
@@ -30,17 +31,17 @@ from typing import NamedTuple, TypeAlias
 from .device_groups import Groups, number_lists, read_groups
 from .opcodes import CALLERS, COLLECTIVES, OPCODES, base
 
-# More bytes or runs than any program has: the text is damaged.
+# The most bytes or runs of a program. Only damaged text has more.
 MAX_SIZE = 1 << 62
 
 
 class Shape(NamedTuple):
     """The shape of one array."""
 
-    dtype: str  # as HLO writes it, such as `bf16`
-    dims: tuple[int, ...]  # the upper bound of a dynamic one
-    bytes: int  # without padding
-    memory_space: int = 0  # 5 is the memory of the host
+    dtype: str  # the dtype in the words of HLO, such as `bf16`
+    dims: tuple[int, ...]  # the sizes; for a dynamic dimension, its upper bound
+    bytes: int  # the size on one device, without padding
+    memory_space: int = 0  # the number in the layout; 5 is the memory of the host
 
 
 Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
@@ -53,11 +54,13 @@ def read_shape(text: str) -> Shapes:
     For example, ``(bf16[8,64]{1,0:T(8,128)}, (u32[]))`` is a tuple of a ``Shape`` and of a tuple
     with a ``Shape``.
     """
-    # The parts of the tuples that are being read, the innermost last. The first list is of what is
-    # outside of brackets: one shape, unless the text is damaged.
+    # The parts of the tuples that are being read, the innermost tuple last. The first list has the
+    # shapes outside of brackets: one shape, unless the text is damaged.
     levels: list[list[Shapes]] = [[]]
-    missing = ")" * text.count("(")  # damaged text may not close all brackets; more do no harm
-    for token in _SHAPE_TOKEN.finditer(text + missing):  # a bracket, or an array such as f32[8]{0}
+    # Damaged text may not close all brackets. Superfluous closing brackets do no harm.
+    missing = ")" * text.count("(")
+    # A token is a bracket, or an array such as f32[8]{0}.
+    for token in _SHAPE_TOKEN.finditer(text + missing):
         if token[0] == "(":
             levels.append([])
         elif token[0] == ")" and len(levels) > 1:
@@ -73,17 +76,18 @@ def read_shape(text: str) -> Shapes:
 def is_shape(text: str) -> bool:
     """Tells whether all of the text of a shape is understood, so that its bytes are known.
 
-    It has to be arrays and balanced brackets, and each dtype has to name its width, as ``bf16``
-    does.
+    The text is understood if it consists of arrays and balanced brackets, and if each dtype names
+    its width, as ``bf16`` does, or needs none.
     """
-    # What is no array with its layout, no round bracket, no comment and no comma between these.
+    # The text without arrays, their layouts, round brackets, comments, and commas at its ends.
     other_text = _SHAPE_TOKEN.sub("", text).strip(", ")
     dtypes = {token["dtype"] for token in _SHAPE_TOKEN.finditer(text) if token["dtype"]}
     has_widths = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
     return not other_text and has_widths and text.count("(") == text.count(")")
 
 
-_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")  # with a width, or one that needs none
+# A dtype with its width, or one that needs none.
+_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")
 
 
 def arrays(shape: Shapes) -> Iterator[Shape]:
@@ -105,27 +109,30 @@ def total_bytes(shapes: Iterable[Shape]) -> int:
 def padded_bytes(text: str) -> int:
     """Counts the bytes of the arrays of a shape, with the padding of tiles.
 
-    The minor dimensions are rounded up to multiples of the first tile: of ``f32[5,100]`` in
-    ``{1,0:T(8,128)}`` each array has 8 × 128 elements.
+    The minor dimensions are rounded up to multiples of the first tile: with the layout
+    ``{1,0:T(8,128)}``, an array ``f32[5,100]`` takes 8 × 128 elements.
     """
     total = 0
     for token in _SHAPE_TOKEN.finditer(text):
-        if not token["dtype"]:  # a bracket or a comment
+        if not token["dtype"]:  # The token is a bracket or a comment.
             continue
         layout = token["layout"] or ""
         shape = _array(*token.group("dtype", "dims"), layout)
-        # A layout is the order of the dimensions, minor first, then the tiles: `1,0:T(8,128)`. Of
-        # several, the second divides the first one, `T(8,128)(4,1)`, and adds no padding.
+        # A layout is the order of the dimensions, minor first, then the tiles: `1,0:T(8,128)`. If
+        # there are several tiles, `T(8,128)(4,1)`, the second one divides the first, and adds no
+        # padding.
         order, _, tiling = layout.partition(":")
         first_tile = re.match(r"T\(([\d,]+)\)", tiling)
         count = math.prod(shape.dims)
         if first_tile is None or not count:
             total += shape.bytes
             continue
-        major_first = reversed(re.findall(r"\d{1,3}", order))  # as tiles are written
+        # Tiles are written major first, so the order of the dimensions is reversed.
+        major_first = reversed(re.findall(r"\d{1,3}", order))
         sizes = [shape.dims[int(i)] for i in major_first]
         tile = [int(size) for size in first_tile[1].split(",")]
-        # The one with fewer dimensions gets leading ones: 5×100 in tiles of 128 is in 1×128.
+        # If array and tile differ in the number of dimensions, the shorter shape gets leading ones:
+        # an array of 5×100 in tiles of 128 is in tiles of 1×128.
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         tile = [1] * (len(sizes) - len(tile)) + tile
         padded = [-(-n // step) * step for n, step in zip(sizes, tile, strict=True)]  # rounded up
@@ -147,7 +154,8 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     each element takes whole bytes: an ``s4`` takes 8 bits.
     """
     sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
-    width = re.search(r"\d{1,4}", dtype)  # 32 for f32; a pred takes 8 bits, and a token none
+    # The width is 32 for f32. A pred has no width, but takes 8 bits; a token takes none.
+    width = re.search(r"\d{1,4}", dtype)
     dtype_bits = int(width[0]) if width else 8 if dtype == "pred" else 0
     packed_bits = re.search(r"E\((\d{1,4})\)", layout)
     element_bits = int(packed_bits[1]) if packed_bits else -(-dtype_bits // 8) * 8
@@ -156,17 +164,19 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     return Shape(
         dtype=dtype,
         dims=sizes,
-        bytes=min(num_bytes, MAX_SIZE),  # damaged text may have any size
+        bytes=min(num_bytes, MAX_SIZE),  # Damaged text may have any size.
         memory_space=int(memory_space[1]) if memory_space else 0,
     )
 
 
 class _Written(NamedTuple):
+    """The parts of an instruction's text."""
+
     name: str
     opcode: str
     shape_text: str
-    rest: str  # operands and attributes
-    is_root: bool  # whether it is the result of its computation
+    rest: str  # the text behind the bracket that opens the operands: operands and attributes
+    is_root: bool  # whether its computation returns the result of this instruction
 
 
 class Instruction(_Written):
@@ -179,7 +189,10 @@ class Instruction(_Written):
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The operands as written, such as ``%x``; of a constant or parameter, its literal."""
+        """The operands as written, such as ``%x``.
+
+        For a constant, this is its literal; for a parameter, its number.
+        """
         parts, _ = _split(self.rest, 0, ")")
         # XLA numbers the items of long lists in comments.
         cleaned = (_COMMENT.sub("", part).strip() for part in parts)
@@ -188,7 +201,8 @@ class Instruction(_Written):
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
-        if simple := _SIMPLE.match(self.rest):  # as most are
+        # Most instructions have no brackets, strings or comments in their operands. This is faster.
+        if simple := _SIMPLE.match(self.rest):
             return tuple(_NAME.findall(simple[1]))
         return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
 
@@ -203,27 +217,30 @@ class Instruction(_Written):
         """The attributes as written, by name, such as ``{"to_apply": "%add"}``."""
         attributes: dict[str, str] = {}
         _, end_of_operands = _split(self.rest, 0, ")")
-        parts, _ = _split(self.rest, end_of_operands, "")  # to the end of the text
+        parts, _ = _split(self.rest, end_of_operands, "")  # all parts to the end of the text
         for part in parts:
             key, equals, value = part.partition("=")
-            if equals:  # the first part, before the first comma, is empty
-                attributes.setdefault(
-                    key.strip(), value.strip()
-                )  # of two in damaged text the first
+            if equals:  # The first part, before the first comma, is empty.
+                # `setdefault` keeps the first value if damaged text has an attribute twice.
+                attributes.setdefault(key.strip(), value.strip())
         return attributes
 
     @property
     def tuple_index(self) -> int | None:
-        """The index of a ``get-tuple-element``."""
+        """The index of a ``get-tuple-element``; None without one."""
         text = self.attributes.get("index", "")
         return int(text) if text.isdecimal() else None
 
     @property
     def replica_groups(self) -> Groups | None:
-        """The groups of devices that take part; empty for all. None if they are not understood."""
+        """The groups of devices that take part; None if they are not understood.
+
+        Empty means that all devices form one group.
+        """
         attributes = self.attributes
         text = attributes.get("replica_groups", "{}")
-        # ``mesh['a'=4] {'a'}, device_ids=(…)``: the order of devices is an attribute of its own.
+        # In ``mesh['a'=4] {'a'}, device_ids=(…)``, the order of devices is an attribute of its own,
+        # so it has to be joined to the groups.
         if text.startswith("mesh[") and "device_ids" in attributes:
             text += f", device_ids={attributes['device_ids']}"
         return read_groups(text)
@@ -235,9 +252,13 @@ class Instruction(_Written):
 
     @property
     def operation(self) -> str | None:
-        """The operation of the trace that it was made from, such as ``jit(f)/mlp/dot_general``."""
+        """The operation of the trace that it was made from, such as ``jit(f)/mlp/dot_general``.
+
+        None if the text has no such name.
+        """
         name = OP_NAME.search(self.attributes.get("metadata", ""))
-        return re.sub(r"\\(.)", r"\1", name[1]) if name else None  # without escapes
+        # The expression removes escapes: ``\"`` becomes ``"``.
+        return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property
     def trip_count(self) -> int | None:
@@ -247,14 +268,14 @@ class Instruction(_Written):
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        """The arrays that it makes, even if it is the start of a pair."""
+        """The arrays that it makes; for the start of a pair, those that the pair makes."""
         return _results(self.shape_text, self.opcode)
 
     @property
     def is_known(self) -> bool:
-        """Whether it is understood what it does, and which devices it exchanges data with.
+        """Whether this instruction is understood: what it does, and with which devices.
 
-        If not, figures of its program count as unknown.
+        If one instruction is not understood, figures of its program count as unknown.
         """
         rest = self.rest
         kind = self.opcode if self.opcode in OPCODES else base(self.opcode)
@@ -263,35 +284,40 @@ class Instruction(_Written):
         # `parse` rewrites a `fusion-start` as an `async-start`, unless its shape is not understood.
         if kind in ABBREVIATED and kind != self.opcode:
             return False
-        if self.collective is not None:  # a collective or the start of one; an end has no groups
+        # This is for a collective, or the start of one. The end of one has no groups to read.
+        if self.collective is not None:
             return self.replica_groups is not None
-        # A `send` to the host is understood. The host may send it on to other slices: `parse` has
-        # put collectives in the place of such sends, of those that it understands.
+        # A `send` to the host is understood. If the host sends on to other slices, `parse` has
+        # replaced the `send` by a collective, so one that is still here was not understood.
         if self.opcode == "send":
             return "is_host_transfer=true" in rest and "xla_megascale" not in rest
-        # A library's function with side effects may exchange data with other devices. One without
-        # cannot, as the compiler may repeat it or leave it out. Pallas kernels and callbacks
-        # (`_LOCAL`) do not, unless a kernel says so.
+        # A library's function with side effects may exchange data with other devices. A function
+        # without side effects cannot, because the compiler may repeat it or leave it out. Pallas
+        # kernels and callbacks (`_LOCAL`) do not exchange data, unless a kernel says so.
         has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in rest
         if has_effects and _LOCAL.search(rest) is None:
             return False
-        is_on_hosts = '"MegaScaleCollective' in rest  # a collective that was moved to the hosts
+        # Compilers may move a collective to the hosts; such a collective is not understood.
+        is_on_hosts = '"MegaScaleCollective' in rest
         return not is_on_hosts and not self.is_sending_kernel
 
     @property
     def is_sending_kernel(self) -> bool:
-        """Whether it is a Pallas kernel that sends to other devices: how much is not written."""
-        # The first test is fast, and false for nearly all.
+        """Whether it is a Pallas kernel that sends to other devices.
+
+        The text does not say how much such a kernel sends.
+        """
+        # The first test is fast, and false for nearly all instructions.
         return '"has_communication"' in self.rest and _SENDS.search(self.rest) is not None
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty for others."""
+        """The name of what a custom call calls; empty for other instructions."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
     def collective(self) -> str | None:
-        """The kind of collective that it is or starts; None for others."""
+        """The kind of collective that it is or starts; None for other instructions."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
@@ -304,11 +330,11 @@ class Instruction(_Written):
 
         For example, a ``while`` has ``[("condition", "c"), ("body", "b")]``.
         """
-        if base(self.opcode) not in CALLERS:  # most, which need no search
+        if base(self.opcode) not in CALLERS:  # Most instructions need no search.
             return []
-        # A search for ` body=%b` in the text is faster than reading all attributes. It has to leave
-        # out strings, where such a text means nothing, so it ends at the first one; where there may
-        # be another computation (`%c`) behind that, all attributes are read.
+        # A search for ` body=%b` in the text is faster than reading all attributes. Inside of a
+        # string, such a text means nothing, so the search ends at the first string. If there may be
+        # another computation (`%c`) behind the string, all attributes are read instead.
         before_strings, _, after = self.rest.partition('"')
         if "%" in after or self.opcode == "custom-call":
             named = [(key, text) for key, text in self.attributes.items() if key in _CALLS]
@@ -327,7 +353,7 @@ class Instruction(_Written):
 def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     """Returns the arrays that an instruction makes, from the shape as it is written.
 
-    The shape of most instructions is that of these arrays. That of a start has operands or a
+    For most instructions, the shape has just these arrays. The shape of a start has operands or a
     context as well::
 
         all-reduce-start    results, or from some compilers ((operand, ...), results)
@@ -339,7 +365,7 @@ def _results(shape_text: str, opcode: str) -> tuple[Shape, ...]:
     if not isinstance(shape, Shape) and len(shape) > 1:
         is_result_first = opcode in ("copy-start", "send", "recv")
         if opcode == "all-reduce-start":
-            has_operands = not isinstance(shape[0], Shape)  # a tuple of them, in front
+            has_operands = not isinstance(shape[0], Shape)  # Operands are a tuple in front.
         else:
             has_operands = opcode.endswith("-start") and not is_result_first
         if is_result_first:
@@ -358,9 +384,10 @@ class Computation(NamedTuple):
 
 
 def spell_out(computation: Computation) -> list[Computation]:
-    """Writes abbreviated ``fusion-start`` as ``async-start``, and returns what these call.
+    """Rewrites each abbreviated ``fusion-start`` as an ``async-start``, in place.
 
-    XLA prints an asynchronous computation with a single instruction as that, with a suffix::
+    XLA abbreviates an asynchronous computation that has a single instruction: it prints the opcode
+    of this instruction with a suffix::
 
         %a = ((f32[8]), f32[8], u32[]) fusion-start(%x), calls=%f
         %b = f32[8] fusion-done(%a)
@@ -370,23 +397,25 @@ def spell_out(computation: Computation) -> list[Computation]:
         %a = ((f32[8]), f32[8], u32[]) async-start(%x), calls=%a.async
         %b = f32[8] async-done(%a)
 
-    The computations that are returned are those such as ``a.async`` (`_async_computation`).
+    Returns:
+      The computations that the new starts call, such as ``a.async`` (`_async_computation`).
     """
     made = []
     for position, instruction in enumerate(computation.instructions):
-        kind = base(instruction.opcode)  # such as fusion, of a fusion-start
-        if kind not in ABBREVIATED or kind == instruction.opcode:  # without a suffix: a plain one
+        kind = base(instruction.opcode)  # "fusion-start" → "fusion"
+        # An opcode without a suffix is a plain instruction.
+        if kind not in ABBREVIATED or kind == instruction.opcode:
             continue
         opcode = f"async{instruction.opcode.removeprefix(kind)}"  # -start, -update or -done
         rest = instruction.rest
         if opcode == "async-start":
             called = _async_computation(instruction, kind)
             if called is None:
-                continue  # it stays abbreviated, so that it counts as not understood
+                continue  # The start stays abbreviated, so that it counts as not understood.
             made.append(called)
             _, end_of_operands = _split(rest, 0, ")")
             metadata = instruction.attributes.get("metadata")
-            # The other attributes are now those of the instruction inside.
+            # The instruction in the new computation has the other attributes.
             rest = f"{rest[:end_of_operands]}, calls=%{called.name}"
             rest += f", metadata={metadata}" if metadata else ""
         computation.instructions[position] = instruction._replace(opcode=opcode, rest=rest)
@@ -409,14 +438,14 @@ def _async_computation(start: Instruction, kind: str) -> Computation | None:
     (given, *others), _ = _split(start.shape_text, 1, ")")
     if not given.startswith("(") or not others:
         return None
-    shapes, _ = _split(given, 1, ")")  # of the operands
+    shapes, _ = _split(given, 1, ")")  # the shapes of the operands
     names = [f"{start.name}.operand.{number}" for number in range(len(shapes))]
     parameters = [
         Instruction(
             name=name,
             opcode="parameter",
             shape_text=shape.strip(),
-            rest=f"{number})",  # ``rest`` is what follows ``parameter(``
+            rest=f"{number})",  # ``rest`` is the text behind ``parameter(``
             is_root=False,
         )
         for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
@@ -426,7 +455,7 @@ def _async_computation(start: Instruction, kind: str) -> Computation | None:
     called = Instruction(
         name=f"{start.name}.call",
         opcode=kind,
-        shape_text=others[0].strip(),  # the result
+        shape_text=others[0].strip(),  # the shape of the result
         rest=f"{operands}){start.rest[end_of_operands:]}",
         is_root=True,
     )
@@ -435,6 +464,7 @@ def _async_computation(start: Instruction, kind: str) -> Computation | None:
     )
 
 
+# Opcodes of instructions whose asynchronous form XLA abbreviates.
 ABBREVIATED = ("call", "custom-call", "fusion")
 
 
@@ -444,13 +474,14 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     For example, ``"%x, f(a, b)), index=1"`` from 0 to ``")"`` is ``["%x", " f(a, b)"]`` and 12.
 
     Returns:
-      The parts, and the position after the bracket; all of the text without one.
+      The parts, and the position behind the bracket. Without a closing bracket, the parts are
+      those of all the text, and the position is its end.
     """
     parts: list[str] = []
     depth = 0
     for match in _TOKEN.finditer(text, start):
         token = match[0]
-        if len(token) > 1:  # a string or a whole bracket
+        if len(token) > 1:  # A string, a comment, or a pair of brackets is passed over.
             continue
         if token in "([{":
             depth += 1
@@ -465,7 +496,7 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
 
 
 def nesting(text: str) -> int:
-    """Counts the brackets that a text opens, less those that it closes."""
+    """Counts the brackets that a text opens, minus those that it closes."""
     text = _QUOTED.sub("", text)
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
@@ -480,7 +511,8 @@ _CALLS |= {"true_computation", "false_computation", "select", "scatter"}
 # ` body=%b`, or ` branch_computations={%b, %c}`
 _CALLED = re.compile(rf" ({'|'.join(sorted(_CALLS))})=(\{{[^{{}}]*\}}|[^\s,{{}}]+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/')
-_FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'  # brackets without others in them
+# A pair of brackets without other brackets inside.
+_FLAT = rf'[(\[{{](?:[^"()\[\]{{}}/]|{_QUOTED.pattern})*+[)\]}}]'
 _TOKEN = re.compile(rf"{_QUOTED.pattern}|{_FLAT}|[()\[\]{{}},]")
 _NAME = re.compile(r"([^\s,%]+)\s*(?:,|$)")
 _SIMPLE = re.compile(r'([^()\[\]{}"/]*)\)')
@@ -490,8 +522,8 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 def dims_at(instruction: Instruction, index: Sequence[int]) -> tuple[int, ...]:
     """Returns the dimensions of the array at an index of the result of an instruction.
 
-    For ``(f32[2], (f32[3,4]))``, index (1, 0) is (3, 4). A tuple, or an index that there is not,
-    has no dimensions.
+    For ``(f32[2], (f32[3,4]))`` and the index (1, 0), these are (3, 4). Returns () if the index
+    leads to a tuple, or to nothing.
     """
     shape = instruction.shape
     for i in index:
@@ -506,9 +538,9 @@ Operands: TypeAlias = Sequence[Sequence[Shape]]
 
 
 def operands_of(instruction: Instruction, by_name: Mapping[str, Instruction]) -> Operands:
-    """Returns the arrays of each operand; no array for one that damaged text lacks.
+    """Returns the arrays of each operand; none for an operand that damaged text lacks.
 
-    ``by_name`` are the instructions of the same computation.
+    ``by_name`` has the instructions of the same computation.
     """
     makers = map(by_name.get, instruction.operand_names)
     return [() if maker is None else maker.results for maker in makers]
