@@ -1,20 +1,24 @@
 """Why a collective is in a compiled program.
 
-A collective is where two shardings meet: how a value is made, and how it is used. Both are found in
-the program, past what only moves the value: from the operand of the collective back to the
-instruction that computes it, and from its result on to the first one that computes with it.
+A collective is where two shardings meet: the one with which a value is made, and the one with which
+it is used. Both are found in the program, past instructions that only move the value. One search
+goes from the operand of the collective back to the instruction that computes it; the other one goes
+from the result of the collective on to the first instruction that computes with it.
 
     sine (model.up)  f32[4,16,8]  →  all-gather, all-gather  →  f32[16,16,16]  multiply (model)
 
-The shapes there are of one device. With the shape of the whole value, which the trace has at the
-same line, they say the spec. From other modules:
+The shapes in the program are those on one device. The trace has the shape of the whole value at the
+same line, and the two shapes together tell the spec. From other modules:
 
-    Collective  a row of the report: its kind, its mesh axes, and its ``purpose``; for a gradient or
-                parameters also the paths of these Variables (``parameters``)
-    Value       an array of the program, by the instruction that makes it
-    Module      the program: ``maker(value)`` is that instruction, ``passed(value)`` the values that
-                it only hands on, such as into a loop or out of a call
-    Reason      what the user reads: a subject, facts, and what to do instead
+    Collective     a row of the report: its kind, its mesh axes, and its ``purpose``; for a gradient
+                   or parameters also the paths of these Variables (``parameters``)
+    Value          an array of the program, by the instruction that makes it
+    Module         the program: ``maker(value)`` is the instruction that makes a value, and
+                   ``passed(value)`` are the values of which it is an unchanged copy, empty if the
+                   instruction computes it
+    users_frame    the innermost frame that is not in a library; None without one
+    spec_of_shard  the spec that cuts a whole shape to a shape on one device; None if none fits
+    Reason         what the user reads: a subject, facts, and what to do instead
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from .values import Value
 
 Shape: TypeAlias = tuple[int, ...]
 
-# Values that are followed at most: what is further away than this explains nothing to a reader.
+# The most values that a search follows. Instructions further away explain nothing to a reader.
 _MOST_STEPS = 200
 
 # What to write so that a collective is not needed, by its purpose.
@@ -59,10 +63,10 @@ _INSTEAD: dict[Purpose | None, str] = {
 class _Side(NamedTuple):
     """Where the value that a collective moves is computed, or used."""
 
-    operation: str  # such as dot_general, or the path of an argument
+    operation: str  # the name of the operation, such as dot_general, or the path of an argument
     module: str | None
-    line: str | None  # as model.py:12
-    shape: Shape  # on one device
+    line: str | None  # the line of the user's code, such as model.py:12
+    shape: Shape  # the shape of the value on one device
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -103,14 +107,16 @@ class CollectiveReasons:
         value = Value(collective.computation, collective.name)
         # Where the value is computed, and where it is used; None if that is unknown.
         made, used = self._maker(value), self._user(value)
-        whole_shapes = self._whole_shapes_of(made, used)  # that the value may have in the trace
+        # The shapes that the whole value may have in the trace.
+        whole_shapes = self._whole_shapes_of(made, used)
         spec = None if used is None else self._spec(used.shape, whole_shapes)
         facts = []
-        # A sentence that says where the value comes from, instead of "Made as … by …".
+        # A known purpose has a sentence of its own that says where the value comes from. "Made … by
+        # …" is for all others.
         if collective.purpose in ("parameter", "state") and collective.parameters:
             reasons = [self._why_argument(path) for path in collective.parameters[:2]]
             facts += [f"It gathers {reason.subject}." for reason in reasons]
-            facts += reasons[0].facts[:1]  # the rule that shards the first one
+            facts += reasons[0].facts[:1]  # the rule that shards the first argument
         elif collective.purpose == "gradient" and collective.parameters:
             facts.append(
                 f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
@@ -123,7 +129,7 @@ class CollectiveReasons:
             )
         elif made is not None:
             facts.append(f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}.")
-        # One that sums several gradients has as many users, of which one says little.
+        # A collective that sums several gradients has several users, so naming one says little.
         is_gradient = collective.purpose == "gradient"
         if used is not None and not (is_gradient and collective.parameters):
             facts.append(f"Used{self._sharded_text(used.shape, whole_shapes)} by {used}.")
@@ -137,8 +143,8 @@ class CollectiveReasons:
     def _whole_shapes_of(self, *sides: _Side | None) -> set[Shape]:
         """Returns the shapes that the whole value may have, by the lines where it is made and used.
 
-        Sharding does not change the whole shape, so what is known at either side counts. ``sides``
-        are None, or have no line, where that is unknown.
+        Sharding does not change the whole shape, so the shapes at both sides count. A side is None,
+        or its line is None, if it is unknown.
         """
         whole_shapes: set[Shape] = set()
         for side in sides:
@@ -164,17 +170,19 @@ class CollectiveReasons:
     def _maker(self, value: Value) -> _Side | None:
         """Follows a value back to the instruction that computes it, or to an argument.
 
-        Like `moves.computing_value`, past moves that the user wrote as well, but of what a loop
-        carries to the initial value, and with the shape. None if the way is too long.
+        The search is like `moves.computing_value` with ``past_user_moves``, but it also finds the
+        shape, and goes from what a loop carries to the initial value. Returns None if the way is
+        longer than ``_MOST_STEPS``, or if damaged text lacks an instruction.
         """
         shape: Shape | None = None
         for _ in range(_MOST_STEPS):
             instruction = self._module.maker(value)
             if instruction is None:
                 return None
-            # The shape where it is computed is wanted, such as that in front of a transpose. But
-            # XLA computes products of (batch, length, features) in two dimensions: then the shape
-            # behind the reshape counts, which the user knows.
+            # The shape where the value is computed is wanted, for example in front of a transpose.
+            # A shape with another number of dimensions does not count, because XLA computes
+            # products of (batch, length, features) in two dimensions, and the user knows only the
+            # shape behind the reshape.
             dims = _dims(instruction, value)
             if shape is None or len(shape) == len(dims):
                 shape = dims
@@ -183,14 +191,14 @@ class CollectiveReasons:
                 before = self._module.operands(value)
             if not before:
                 return self._side(instruction, shape)
-            value = before[0]  # of what a loop carries the initial value
+            value = before[0]  # For what a loop carries, this is the initial value.
         return None
 
     def _user(self, value: Value) -> _Side | None:
         """Follows a value to the first instruction that computes with it, also into fusions.
 
-        Of a loop, it is followed into the body. None if there is no such instruction: the program
-        returns it, or another tuple carries it on, where it is not followed.
+        A value that a loop carries is followed into the body. Returns None if no instruction
+        computes with the value: the program returns it, or the search ends at another tuple.
         """
         pending, seen = [value], {value}
         bodies: set[str] = set()  # computations that a loop runs, with the fusions in them
@@ -201,16 +209,18 @@ class CollectiveReasons:
             following = self._results_of_callers(value)
             users = self._module.users.get(value.computation, {})
             for instruction, operand_number in users.get(value.name, ()):
-                if instruction.opcode in ("fusion", "call"):  # on to its parameter there
+                if instruction.opcode in ("fusion", "call"):
+                    # The search goes on from the parameter of the called computation.
                     [callee, *_] = instruction.callees
                     bodies.update([callee] if is_in_loop else [])
                     following += [
                         Value(callee, inside.name)
                         for inside in self._module.within[callee].values()
-                        if inside.number == operand_number  # only parameters have a number
+                        if inside.number == operand_number  # Only parameters have a number.
                     ]
                 elif is_in_loop and instruction.opcode == "dynamic-slice":
-                    # What a step takes. Outside of loops, such slices are the parts of devices.
+                    # In a loop, a slice is what one run takes. Outside of loops, slices cut out the
+                    # parts of devices.
                     maker = self._module.maker(value)
                     if maker is not None:
                         side = self._side(instruction, _dims(maker, value))
@@ -230,11 +240,11 @@ class CollectiveReasons:
         return None
 
     def _in_loops(self, home: str, carry: Instruction, index: int) -> Iterator[Value]:
-        """Yields what the bodies of loops read as one item of what they carry.
+        """Yields the values that the bodies of loops read as one item of a carried tuple.
 
         Args:
           home: the computation that has the loops.
-          carry: the tuple that they are given.
+          carry: the tuple that the loops are given.
           index: the position of the item.
         """
         for loop, _ in self._module.users.get(home, {}).get(carry.name, ()):
@@ -251,7 +261,7 @@ class CollectiveReasons:
     def _results_of_callers(self, value: Value) -> list[Value]:
         """Returns the results of fusions and calls of the computation whose root a value is.
 
-        Empty for any other value. What a loop or a conditional returns is not followed.
+        The list is empty for any other value. Results of loops and conditionals are not followed.
         """
         root = self._module.roots.get(value.computation)
         if root is None or root.name != value.name:
@@ -296,8 +306,8 @@ _COMPARISONS = frozenset({"argmax", "argmin", "reduce", "reduce_max", "reduce_mi
 def _for_comparison(collective: Collective, made: _Side | None, used: _Side | None) -> str:
     """Says how to send less for a comparison along a sharded dimension; empty for other uses.
 
-    It needs the whole dimension, so that a constraint only moves the gather. But the largest of all
-    is the largest of those that the devices find in their parts.
+    A comparison needs the whole dimension, so a constraint only moves the gather. But each device
+    can find the largest element of its part, and the largest of these is the largest of all.
     """
     is_gather = collective.kind == "all-gather" and collective.purpose in ("reshard", "result")
     if not is_gather or used is None or used.operation not in _COMPARISONS:
@@ -315,17 +325,19 @@ def _for_comparison(collective: Collective, made: _Side | None, used: _Side | No
 def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
     r"""Says what to write to avoid a collective.
 
-    That of a ``reshard``, for example, is ``with_sharding_constraint to P('data') where it is made,
-    or jit(activation_shardings={r"blocks/\d+/up": P('data')}) if model.blocks[0].up returns it``.
+    For a ``reshard``, for example, it says ``with_sharding_constraint to P('data') where it is
+    made, or jit(activation_shardings={r"blocks/\d+/up": P('data')}) if model.blocks[0].up returns
+    it``.
 
     Args:
       collective: the collective.
       made: where the value that it moves is made; None if that is unknown.
-      spec: that with which the value is used; None if that is unknown.
+      spec: the spec with which the value is used; None if that is unknown.
     """
     module = "" if made is None else made.module or ""
     is_product = made is None or made.operation in ("dot_general", "conv_general_dilated")
-    if collective.purpose == "sum" and not is_product:  # such as the mean in a norm: no kernel
+    # The sum is not of a product, but a mean in a norm, for example: it has no kernel to shard.
+    if collective.purpose == "sum" and not is_product:
         array = f"what {module} takes" if module else "the array"
         return (
             "nothing, for a loss over the batch; else keep the dimension that is summed whole, by "
@@ -340,11 +352,12 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
             "reduces once, after the loop, if that is over time, as in nnx.RNN, or over "
             "microbatches; nothing, if it is over layers"
         )
-    if collective.purpose in _INSTEAD:  # all but reshard and None
+    if collective.purpose in _INSTEAD:  # All purposes are there but reshard and None.
         return _INSTEAD[collective.purpose]
     # "model.blocks[0].up" → "blocks[0].up"; empty for a function, or the model itself.
     _, _, path_in_model = module.partition(".")
-    # All of it on each device is what the collective makes: to ask for that sends the same.
+    # If the value is used unsharded, the collective makes all of it on each device. A constraint to
+    # that spec would send as much, so the advice is to shard the value.
     if spec is None or not axes_in(spec):
         is_gather = collective.kind == "all-gather" and collective.axes
         how = f"but not over {axes_text(collective.axes)}" if is_gather else "as it is used"
@@ -353,7 +366,7 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
             f"shard it, {how}: by with_sharding_constraint where it is made"
             f"{others if path_in_model else ''}"
         )
-    # Of the dimensions behind the last sharded one, a spec need not say that they are whole.
+    # A spec need not have entries for the dimensions behind the last sharded one.
     count = max((i for i, entry in enumerate(spec, 1) if entry is not None), default=0)
     written = spec_text(PartitionSpec(*spec[:count]))
     constraint = f"with_sharding_constraint to {written} where it is made"
