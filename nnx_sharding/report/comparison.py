@@ -1,10 +1,11 @@
 """Reports side by side: which strategies fit, and which is best.
 
 A *strategy* is a way to shard a model, and here the name of a report. A `Comparison` holds reports
-and failures by name. All else is computed from them when it is asked for: *figures* such as the
-bytes at the peak, what fits, the best of each figure, and the table. Its JSON form is that of its
-reports, so that it can be judged again with another limit or other hardware. `_pictures` of a class
-yields the parts of what `print` and notebooks show.
+and failures by name. Its properties compute everything else from these: *figures* such as the bytes
+at the peak, the strategies that fit, the best strategy by each figure, and the table. Its JSON form
+has the reports themselves, so a comparison that was read from a file can be judged again with
+another limit or other hardware. The method `_pictures` of a class yields the parts of what `print`
+and notebooks show.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Failure:
 
     Attributes:
       error: the type of the error and its text.
-      exception: the error itself, unless it was read from a file, or was raised while it ran.
+      exception: the error itself; None if the failure was read from a file, or if the strategy
+        failed while it ran.
     """
 
     error: str
@@ -56,10 +58,11 @@ class Failure:
 class SearchInterrupted(KeyboardInterrupt):
     """Ctrl-C ended ``plan`` or ``compare``: ``result`` has what was compiled until then.
 
-    No public name, as a program that handles it catches a ``KeyboardInterrupt``.
+    The class has no public name, because programs catch it as a ``KeyboardInterrupt``.
 
     Attributes:
-      result: what the function would have returned, the rest named in its ``ruled_out``.
+      result: the value that the function would have returned. Its ``ruled_out`` names the programs
+        that were not compiled.
     """
 
     def __init__(self, result: Any):
@@ -92,8 +95,9 @@ class Comparison(JsonForm):
     _NOUN = "comparison"
 
     def __post_init__(self) -> None:
-        # Without reports it has to say why there are none: no time was left to compile, for
-        # example.
+        """Raises an error if there is nothing to compare, or if a report is none."""
+        # A comparison without reports has to say in ``ruled_out`` why there are none: no time was
+        # left to compile, for example.
         if not self.reports and not self.ruled_out:
             raise ValueError("there is nothing to compare: give at least one report.")
         wrong = [
@@ -137,15 +141,21 @@ class Comparison(JsonForm):
 
     @property
     def fitting(self) -> tuple[str, ...]:
-        """The strategies with a known peak within ``memory_limit``; all without a limit."""
+        """The strategies with a known peak within ``memory_limit``.
+
+        Without a limit, these are all strategies that were compiled.
+        """
         return tuple(name for name in self.compiled if self.fits(name) is True)
 
     def fits(self, name: str) -> bool | None:
-        """Tells whether a strategy fits the memory; None if its peak is not known."""
+        """Tells whether a strategy fits the memory; None if its peak is not known.
+
+        A strategy that failed does not fit. Without a limit, every compiled strategy fits.
+        """
         report = self.reports[name]
         if isinstance(report, Failure):
             return False
-        if self.memory_limit is None:  # nothing is known that it exceeds
+        if self.memory_limit is None:
             return True
         peak = None if report.memory is None else report.memory.peak
         return None if peak is None else peak <= self.memory_limit
@@ -166,7 +176,7 @@ class Comparison(JsonForm):
     @property
     def marked(self) -> dict[Column, str]:
         """The :meth:`best` of each figure, which tables mark; empty for a single strategy."""
-        # The time to compile is no merit.
+        # The time to compile is left out because it is no merit of a strategy.
         columns = [column for column in get_args(Column) if column != "planning"]
         best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
@@ -174,23 +184,24 @@ class Comparison(JsonForm):
     def judged(
         self, *, memory_limit: int | str | None = None, hardware: Hardware | str | None = None
     ) -> Comparison:
-        """Returns the same programs on other hardware, without compiling them again.
+        """Returns a comparison of the same programs on other hardware, without compiling again.
 
         Args:
-          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses that
-            of ``hardware``, else the old one, else that of the devices compiled for, if known.
-          hardware: for the roofline; None leaves it unchanged.
+          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses the
+            memory of ``hardware``, else the old limit, else the memory of the devices that the
+            programs were compiled for, if it is known.
+          hardware: the hardware that rooflines are for; None leaves the rooflines unchanged.
         """
         limit, reports, measured = self.memory_limit, self.reports, self.measured
-        device: Hardware | None  # whose memory is the limit, if no other one is known
+        device: Hardware | None  # the hardware whose memory is the limit if no other limit is known
         if hardware is not None:
-            other = device = hardware_of(hardware)
-            # The old ones were of other hardware.
+            new_hardware = device = hardware_of(hardware)
+            # The old limit and the measured times are dropped, because they are of other hardware.
             limit, measured = None, {}
-            compiled = {name: r.with_roofline(other) for name, r in self.compiled.items()}
+            compiled = {name: r.with_roofline(new_hardware) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
         else:
-            # The devices that it was compiled for, if they are of one kind that is known.
+            # The memory is known if the programs were compiled for devices of one known kind.
             kinds = {report.device_kind for report in self.compiled.values()}
             device = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
         if memory_limit is not None:
@@ -209,12 +220,16 @@ class Comparison(JsonForm):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
-        """Makes a comparison from what `_parts` returned; a ValueError says what is wrong."""
-        # `read` takes what is left in `parts`: the other fields. "best" is for readers of the file,
-        # and computed again.
+        """Makes a comparison from what `_parts` returned.
+
+        Raises:
+          ValueError: the parts are not those of a comparison.
+        """
+        # Reports are read here; `read` takes the other fields, which are left in ``parts``. "best"
+        # is only for readers of the file, and is computed again, so it is removed.
         entries = parts.pop("reports", None)
         parts.pop("best", None)
-        if not isinstance(entries, dict):  # then `read` says that there is nothing to compare
+        if not isinstance(entries, dict):  # `read` raises because there is nothing to compare.
             entries = {}
         reports: dict[str, ProgramReport | Failure] = {}
         for name, data in entries.items():
@@ -228,10 +243,10 @@ class Comparison(JsonForm):
         return read(cls, parts, cls._NOUN, reports=reports)
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
-        """Yields the table of strategies, and lines about what it leaves open or out.
+        """Yields the table of strategies, and lines about unknown figures, failures and the rest.
 
-        Those about failures are short: an error of XLA has hundreds of lines, and a plan hundreds
-        of strategies that fail alike. ``reports`` has all of it.
+        The lines about failures are short, because an error of XLA has hundreds of lines, and a
+        plan may have hundreds of strategies that fail alike. ``reports`` has the whole errors.
         """
         if self.compiled:
             yield from self._table(width)
@@ -257,7 +272,10 @@ class Comparison(JsonForm):
             yield from map(text, _counts(self.ruled_out.values()))
 
     def _held_by_module(self) -> Iterable[RenderableType]:
-        """Yields which modules hold the memory at the peak, by strategy, if reports have that."""
+        """Yields the modules that hold the memory at the peak, by strategy.
+
+        Reports without figures by module are left out. Two reports or more have a table.
+        """
         tables = {
             name: report.by_module
             for name, report in self.compiled.items()
@@ -267,9 +285,9 @@ class Comparison(JsonForm):
             yield text(f"{name}: {modules.summary()}")
         if len(tables) < 2:
             return
-        # By strategy: the bytes that each outermost module holds, by its path.
+        # Strategy → path of an outermost module → the bytes that the module holds.
         held = {name: modules.at_depth(1).held_by_path() for name, modules in tables.items()}
-        paths = dict.fromkeys(path for sizes in held.values() for path in sizes)  # each once
+        paths = dict.fromkeys(path for sizes in held.values() for path in sizes)  # unique paths
         rows = []
         for path in paths:
             sizes_of_path = [sizes.get(path, 0) for sizes in held.values()]
@@ -277,7 +295,7 @@ class Comparison(JsonForm):
         yield table(("held at the peak", *held), rows, numbers=len(held))
 
     def _caveats(self) -> list[str]:
-        """Says what is wrong with rooflines of programs that were compiled for CPUs."""
+        """Lists what is wrong with rooflines of programs that were compiled for CPUs."""
         caveats = {
             cpu_caveat(report.roofline, report.platform) for report in self.compiled.values()
         }
@@ -291,9 +309,10 @@ class Comparison(JsonForm):
         columns = self._columns()
         if width < _WIDE:
             columns = {title: cells for title, cells in columns.items() if title in _MAIN_COLUMNS}
-        # These two are in the table in any case.
+        # The table has these two columns in any case, so the filter below is not for them.
         names = {title: columns.pop(title) for title in ("strategy", "mesh")}
-        # Figures that no strategy has, or all have as zero, tell none from another.
+        # A column without any figure but zeros is left out, because it does not distinguish
+        # strategies.
         distinctive = {
             title: cells
             for title, cells in columns.items()
@@ -306,7 +325,7 @@ class Comparison(JsonForm):
             "over …" if title.startswith("over ") else title for title in distinctive
         )
         rooflines = (report.roofline for report in self.compiled.values())
-        # What they were estimated from: peak figures, or measured ones.
+        # A basis says which figures a roofline was estimated from: peak figures, or measured ones.
         bases = {roofline.basis for roofline in rooflines if roofline is not None}
         roofline_phrase = f"{_PHRASES['roofline']}, {'; '.join(sorted(bases))}"
         yield from legend(shown, {**_PHRASES, "roofline": roofline_phrase})
@@ -340,18 +359,21 @@ class Comparison(JsonForm):
         cells: list[Text | str] = []
         for name, figures in self.figures.items():
             shown = show(figures[column])
-            # Figures without a mark have a space in its place, to stand below each other.
+            # Figures without a mark have spaces instead, so that figures stand below each other.
             cells.append(text(f"{shown} *", "green") if name == best else f"{shown}  ")
         return cells
 
     def _sent_by_axes(self) -> dict[str, list[str]]:
-        """Returns a column of bytes sent for each set of axes: few first, unknown ones last.
+        """Returns a column of bytes sent for each set of mesh axes, by the title of the column.
 
-        Two things may be unknown: over which axes a collective runs, which has a column of its own;
-        and all collectives of a program, whose cells say so in each column.
+        None has two meanings here. As axes, it stands for collectives with unknown axes, which have
+        a column of their own. As the bytes of a strategy, it says that the collectives of its
+        program are unknown; the cells of this strategy then say so in each column.
         """
-        sent = self.bytes_sent_by_axes.values()  # by strategy: the bytes by axes, None for unknown
+        # For each strategy, a dict: mesh axes → bytes.
+        sent = self.bytes_sent_by_axes.values()
         all_axes = {axes for by_axes in sent for axes in by_axes or ()}
+        # Sets of few axes come first, and unknown axes last.
         in_order = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
         columns = {}
         for axes in in_order:
@@ -387,15 +409,15 @@ _MAIN_COLUMNS = (
 
 
 def why_unknown(report: ProgramReport) -> dict[str, str]:
-    """Says why figures of a program are not known: a text by the name of each of them."""
+    """Returns the reason why each unknown figure of a program is unknown, by its name."""
     reasons: dict[str, str] = {}
     if report.memory is None or report.memory.peak is None:
         reasons["peak"] = "the backend does not report it"
     parts = {"bytes_sent": report.collectives, "flops": report.cost}
     missing = [figure for figure, part in parts.items() if part is None]
     if missing:
-        # These are read from the text of the compiled program. The roofline is computed from them,
-        # so it needs no reason of its own.
+        # The missing figures are read from the text of the compiled program. The roofline is
+        # computed from them, so it needs no reason of its own.
         reasons |= dict.fromkeys(missing, why_unread(report.hlo))
     elif report.roofline is not None and report.roofline.seconds is None:
         reasons["roofline"] = report.roofline.why or "the report does not say why"
@@ -413,11 +435,12 @@ def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _counts(reasons: Iterable[str]) -> Iterator[str]:
-    """Writes how often each reason occurs; those that differ in names and numbers count as one.
+    """Yields lines that say how often each reason occurs, the most frequent first.
 
-    ``["needs 2 GiB", "needs 3 GiB"]`` makes ``  2  such as: needs 2 GiB``.
+    Reasons that differ only in names and numbers count as one: ``["needs 2 GiB", "needs 3 GiB"]``
+    become ``  2  such as: needs 2 GiB``.
     """
-    # How often each first line occurs, by the reason without names and numbers: "needs #".
+    # Reason without names and numbers ("needs #") → how often each of its first lines occurs.
     kinds: dict[str, Counter[str]] = {}
     for reason in reasons:
         without_name = _OTHER.sub(r"\1 another", reason)  # "the program of fsdp" → "… of another"
@@ -427,15 +450,18 @@ def _counts(reasons: Iterable[str]) -> Iterator[str]:
     for first_lines in sorted(kinds.values(), key=lambda lines: -lines.total()):
         example = next(iter(first_lines))
         such_as = "such as: " if len(first_lines) > 1 else ""
-        yield f"  {first_lines.total():>5}  {such_as}{example:.200}"  # no more than 200 characters
+        # `.200` cuts the example to 200 characters.
+        yield f"  {first_lines.total():>5}  {such_as}{example:.200}"
 
 
-_OTHER = re.compile(r"(everything like|the program of) .*")  # the name of another strategy
-_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")  # with a unit: "1.5 GiB", "20 ms", "8"
+# The end of a reason that names another strategy.
+_OTHER = re.compile(r"(everything like|the program of) .*")
+# A number, with its unit if it has one: "1.5 GiB", "20 ms", "8".
+_NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Joins the first names, and says how many more there are: a plan has hundreds."""
+    """Joins the first names, and says how many more there are, because a plan has hundreds."""
     more = len(names) - _SHOWN
     return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_SHOWN])}; and {more} more"
 
@@ -448,10 +474,12 @@ def load(source: Source) -> ProgramReport | Comparison:
     """Reads a report or a comparison from what a user may pass for one.
 
     Args:
-      source: one of them, which is returned; its JSON form as a dictionary; or the path of a file.
+      source: a report or a comparison, which is returned unchanged; the JSON form of one as a
+        dictionary; or the path of a file with one.
 
     Raises:
-      ValueError: a dictionary or a file has neither; it begins with the path of a file.
+      ValueError: the dictionary or the file has neither a report nor a comparison. For a file, the
+        text begins with its path.
       TypeError: ``source`` is nothing of these.
     """
     if isinstance(source, ProgramReport | Comparison):
@@ -472,7 +500,8 @@ def load(source: Source) -> ProgramReport | Comparison:
 
 
 def _of_json(data: Any) -> ProgramReport | Comparison:
-    """Makes a report or a comparison of parsed JSON; a ValueError if it is neither."""
+    """Makes a report or a comparison of parsed JSON; raises a ValueError if it is neither."""
     is_comparison = isinstance(data, dict) and data.get("format") == Comparison._FORMAT
-    # Anything else is refused as a report: `from_dict` says what it lacks.
+    # Data that are no comparison are read as a report. `ProgramReport.from_dict` raises the error
+    # if they are none either.
     return Comparison.from_dict(data) if is_comparison else ProgramReport.from_dict(data)
