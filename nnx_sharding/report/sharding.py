@@ -53,9 +53,9 @@ class ShardingRow(parameters.ParameterRow):
       rule: the index of the rule that decides; None if none matches.
       rule_text: the filter of this rule.
       declared: the spec of this rule. None leaves the choice to JAX.
-      why: what does not fit in ``declared``, if anything; ``spec`` is the part that fits.
-      is_fault: whether the transforms refuse it.
-      reason: what a strategy notes of the array: why it stays replicated, or that heads are split.
+      why: the reason why ``declared`` does not fit, if it does not; ``spec`` is the part that fits.
+      is_fault: whether the transforms refuse the sharding of this array.
+      reason: the note of a strategy on the array: why it stays replicated, or that heads are split.
     """
 
     rule: int | None = None
@@ -123,7 +123,8 @@ class ShardingReport(Pictured):
         """The report as data for JSON, in a fixed order."""
         data: dict[str, Any] = as_data(self, _plain)
         for row in data["rows"]:
-            for name in ("memory_kind", "donated", "used", "variable", "role"):  # of programs
+            # Only arguments of programs have these fields.
+            for name in ("memory_kind", "donated", "used", "variable", "role"):
                 del row[name]
         return data
 
@@ -133,9 +134,9 @@ class ShardingReport(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields the table of arrays, and below it the mesh, the rules and what is wrong."""
-        # What a device with a shard of each array holds; `device_bytes` has what each one holds.
+        # The bytes of a device with a shard of each array; `device_bytes` has those of each device.
         per_device = sum(row.bytes_per_device for row in self.rows)
-        # One cell for each column: the rule, and those of `HEADER`, whose last two are bytes.
+        # The footer has a cell for each column: the rule, then `HEADER`, which ends with bytes.
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
@@ -171,11 +172,13 @@ def check_sharding(
         ``"drop"``. None uses that of ``sharding``, else ``"error"``.
 
     Returns:
-      The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
-      likewise where a rule has None, unless the array is already on a mesh.
+      The report. An array counts as replicated if no rule matches it, if its spec cannot be used,
+      or if its rule has None and it is not on a mesh yet.
 
     Raises:
-      NoMeshError: a ``PartitionSpec`` has no mesh. What is wrong with the sharding is reported.
+      NoMeshError: a ``PartitionSpec`` has no mesh. Other faults of the sharding are in the report.
+      TypeError: ``sharding`` is no ``StateSharding``.
+      ValueError: ``on_indivisible`` is none of the possible values.
 
     Example:
       >>> from flax import nnx
@@ -204,23 +207,23 @@ def check_sharding(
     flat = flatten(model)
     decisions = [*_decisions(flat, sharding)]
     checked = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
-    rows = [each.row for each in checked]
-    # By the number of each rule that decides nothing, the earlier rules that decide instead: {1:
-    # (0,)} if rule 1 matches only what rule 0 does; {1: ()} if it matches nothing.
+    rows = [checked_row.row for checked_row in checked]
+    # Number of a rule that decides nothing → the earlier rules that decide instead: {1: (0,)} if
+    # rule 1 matches only arrays that rule 0 matches; {1: ()} if rule 1 matches nothing.
     idle = shadowed(len(rules), [decision.matches for decision in decisions])
-    # Of all paths that rules see: a misspelt rule may mean one of them.
+    # The keys of all paths that rules see. A misspelt rule may mean one of them.
     keys = {key for decision in decisions for key in decision.path_in_module}
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(parameters.device_bytes(rows).values())
-    # `why` says what does not fit: a fault if the transforms refuse it, else a correction.
+    # A row with `why` does not fit. It is a fault if the transforms refuse it, else a correction.
     corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
         rows=tuple(rows),
         unmatched=tuple(row.path for row in rows if row.rule is None and row.is_fault),
-        on_indivisible=tuple(each.row.path for each in checked if each.is_indivisible),
+        on_indivisible=tuple(x.row.path for x in checked if x.is_indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -234,15 +237,15 @@ def check_sharding(
 
 
 def sharding_rows(flat: Flat, sharding: StateSharding, mesh: AbstractMesh) -> list[ShardingRow]:
-    """Returns the rows of ``check_sharding`` alone, without the texts of the rules, in less time.
+    """Returns only the rows of ``check_sharding``, in less time, and without texts of rules.
 
-    A search needs them for hundreds of shardings of one flattened model.
+    A search needs the rows for hundreds of shardings of one flattened model.
     """
     no_texts = [""] * len(sharding.filters)
     checked = _rows_of(
         flat, _decisions(flat, sharding), sharding, no_texts, mesh, on_indivisible=None
     )
-    return [each.row for each in checked]
+    return [checked_row.row for checked_row in checked]
 
 
 class _Decision(NamedTuple):
@@ -250,9 +253,9 @@ class _Decision(NamedTuple):
 
     location: Location
     path: Path
-    path_in_module: Path  # that rules see: it starts at the module with the sharding
+    path_in_module: Path  # the path that rules see, from the module with the sharding on
     matches: list[int]  # the numbers of the rules that match; the first one decides
-    subject: Any  # what filters are given
+    subject: Any  # the value that filters are given: the Variable, or the array
 
 
 class _CheckedRow(NamedTuple):
@@ -263,22 +266,27 @@ class _CheckedRow(NamedTuple):
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
-    """Yields what the rules say about each location of a model; a shared Variable comes once."""
+    """Yields what the rules say about each location of a model.
+
+    A shared Variable has one location, and objects without arrays have none.
+    """
     structure = flat.structure
     predicates = [to_predicate(filter_) for filter_ in sharding.filters]  # (path, value) -> bool
-    # The whole model is one argument, which has one sharding: its value need not be walked for
-    # more.
+    # The whole model is one argument with one sharding, so its value need not be walked for others
+    # (``value=None``).
     argument = split_argument("", prefix=sharding, value=None, child=structure.root)
     seen: set[tuple[int, ...]] = set()  # the slots of arrays
     for named in locate(structure, [argument]):
         location = named.location
-        if not location.slots or location.slots in seen:  # without arrays, or a shared Variable
+        # An object without arrays has no slots. Slots seen before are those of a shared Variable.
+        if not location.slots or location.slots in seen:
             continue
         seen.add(location.slots)
-        subject = named.subject(flat.objects, flat.leaves)  # the Variable, or the array
+        subject = named.subject(flat.objects, flat.leaves)
         path = tuple(map(plain_key, (*named.part.keys, *location.path)))
         # Rules may see a path from the module, or from the list or dict that the module is in. The
-        # first one with a match counts. Without any, the last one, which is longer, is kept.
+        # first path that a rule matches counts. If none is matched, the last one counts, which is
+        # the longest.
         for candidate in candidates(named.part.below, location.path):
             path_in_module = tuple(map(plain_key, candidate))
             matches = [
@@ -305,15 +313,15 @@ def _rows_of(
       flat: the model.
       decisions: which rules match at each of its locations.
       sharding: the rules.
-      rules: their filters as texts.
+      rules: the filters of the rules as texts.
       mesh: the mesh of partition specs.
-      on_indivisible: what to do with a spec that does not divide an array; None for what
-        ``sharding`` says.
+      on_indivisible: the action for a spec that does not divide an array; None uses the action of
+        ``sharding``.
     """
     action = on_indivisible or sharding.on_indivisible or "error"
-    # What is refused is shown with the part of its spec that fits.
+    # A row whose spec is refused shows the part of the spec that fits.
     shown: OnIndivisible = "drop" if action == "error" else action
-    # fit(declared, shape), whose results are kept: layers that are alike have few of these.
+    # Results of fit(declared, shape) are cached because layers that are alike share them.
     fit = functools.cache(functools.partial(_fit, mesh=mesh, action=shown))
     for decision in decisions:
         yield from _rows(flat, decision, sharding, rules, fit, strict=action == "error")
@@ -335,10 +343,10 @@ def _rows(
       decision: which rules match the Variable; the first one decides.
       sharding: the rules.
       rules: their filters as texts.
-      fit: returns what of a sharding fits a shape: `_fit` of both.
+      fit: the function that fits a declared sharding to a shape (`_fit`).
       strict: whether a spec that does not divide its array is a fault, not a correction.
     """
-    rule = decision.matches[0] if decision.matches else None  # its number
+    rule = decision.matches[0] if decision.matches else None  # the number of the rule
     declared = None if rule is None else sharding.shardings[rule]
     # An array that no rule matches is a fault; a number needs no rule.
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
@@ -347,8 +355,8 @@ def _rows(
     for path, array in parameters.arrays_at(flat, decision.location, decision.path):
         present = getattr(array, "sharding", None)
         if isinstance(array, np.ndarray) and _compat.is_array_like(array):
-            array = jax.typeof(array)  # with the dtype that it has on a device
-        # A rule with None leaves an array that is on a mesh where it is.
+            array = jax.typeof(array)  # The type has the array's dtype on a device.
+        # A rule with None leaves an array in place if it is on a mesh.
         is_kept = rule is not None and declared is None and isinstance(present, NamedSharding)
         fitted = fit(present if is_kept else declared, array.shape)
         # Problems cannot be corrected. Corrections drop axes that do not divide the shape.
@@ -364,7 +372,7 @@ def _rows(
             why="no rule matches" if is_open else fitted.reasons or None,
             is_fault=is_open or is_refused,
         )
-        if note:  # not in `why`: nothing is wrong
+        if note:  # The note is not in `why`, because nothing is wrong.
             is_whole = row.sharding is None or row.sharding.is_fully_replicated
             size = f"replicated: {math.prod(array.shape)} elements, " if is_whole else ""
             row = dataclasses.replace(row, reason=f"{size}{note}")
@@ -378,21 +386,22 @@ def _fit(
     mesh: Mesh | AbstractMesh | None,
     action: OnIndivisible,
 ) -> Fit:
-    """Finds the sharding that an array gets: replicated where the declared one cannot be used.
+    """Finds the sharding that an array gets: replicated if the declared one cannot be used.
 
     Args:
-      declared: what the rule says; None where no rule matches, or the rule has None.
+      declared: the sharding of the rule; None if no rule matches, or if the rule has None.
       shape: the shape of the array.
       mesh: the mesh of specs.
-      action: what to do with a spec that does not divide the shape.
+      action: the action for a spec that does not divide the shape.
     """
-    declared = declared.sharding if isinstance(declared, Format) else declared  # without layout
+    # The layout of a `Format` does not count here.
+    declared = declared.sharding if isinstance(declared, Format) else declared
     fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
     if isinstance(fit.sharding, PartitionSpec) and mesh is not None and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
-        except ValueError as error:  # such as UNCONSTRAINED on Explicit axes
-            fit = fit.refuse(str(error))  # adds a problem
+        except ValueError as error:  # UNCONSTRAINED on Explicit axes, for example
+            fit = fit.refuse(str(error))  # `refuse` adds a problem.
     if declared is not None and not fit.problems:
         return fit
     # Nothing usable is declared, so the array counts as replicated.
@@ -425,7 +434,8 @@ def _rule_warnings(
     """
     for number, by in idle.items():
         filter_ = sharding.filters[number]
-        # Meant for what may not be there. These three match everything; they have an equality.
+        # Such a rule is meant for arrays that a model may lack. The three values match everything,
+        # and can be compared by equality.
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
         what = f"nothing{spelling_hint(filter_, keys)}"
@@ -437,17 +447,20 @@ def _rule_warnings(
 def _cells(row: ShardingRow) -> tuple[str, ...]:
     """Returns the texts of a row: its rule, and those of a table of parameters.
 
-    A spec of which only a part fits is written as ``P('model') → P()``.
+    If only a part of a spec fits, the cell is ``P('model') → P()``.
     """
     rule = "-" if row.rule is None else str(row.rule)
     path, shape, dtype, spec, *sizes = parameters.cells(row)  # in the order of its HEADER
-    if row.why and row.declared is not None:  # not all of it fits
+    if row.why and row.declared is not None:  # Only a part of the spec fits.
         spec = f"{describe(row.declared)} → {spec}"
     return (rule, path, shape, dtype, spec, *sizes)
 
 
 def _plain(value: Any) -> Any:
-    """Returns data for what is none, the same in each process: of a sharding its spec."""
+    """Returns data for JSON for any other object, which are the same in each process.
+
+    A sharding becomes its spec; any other object becomes its text without addresses.
+    """
     value = value.spec if isinstance(value, NamedSharding) else value
     return value if isinstance(value, PartitionSpec) else without_address(str(value))
 

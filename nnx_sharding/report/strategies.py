@@ -93,10 +93,10 @@ def compare(
       topology: a TPU topology, such as ``"v5e:16x16"``, on which abstract meshes and sizes are
         placed; None for the devices of this machine, or virtual ones.
       num_slices: the number of slices of this topology.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
-        of ``hardware``, or of the devices compiled for if known.
-      hardware: for the roofline: peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``;
-        None uses those of the devices compiled for, if known.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses the
+        memory of ``hardware``, or of the devices compiled for if it is known.
+      hardware: the hardware that rooflines are for: peak figures, or a key of ``HARDWARE``, such as
+        ``"TPU v5e"``. None uses the figures of the devices compiled for, if they are known.
       cache_dir: a folder for reports, so that no program is compiled twice with the same versions.
       by_module: whether reports have memory and cost by module, for which each program is compiled
         once more.
@@ -111,7 +111,8 @@ def compare(
     Raises:
       TypeError: an option is one that ``compare`` sets itself, such as ``in_shardings``, or
         ``fun`` is wrapped by something else than ``jit``.
-      KeyboardInterrupt: by Ctrl-C. It shows what was compiled until then, and has it as ``result``.
+      KeyboardInterrupt: Ctrl-C was pressed. The error shows the programs that were compiled until
+        then, and has their comparison as ``result``.
 
     Example:
       >>> import jax
@@ -139,7 +140,8 @@ def compare(
     limit = None if memory_limit is None else read_bytes(memory_limit)
     peak = None if hardware is None else hardware_of(hardware)
     mesh = _compat.context_mesh() if mesh is None else mesh
-    abstract = abstract_of(args)  # once, as strategies only read it
+    # All strategies share the abstract arguments, because they only read them.
+    abstract = abstract_of(args)
     programs: dict[str, Lower] = {}
     for name, entry in strategies.items():
         strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
@@ -188,19 +190,20 @@ def unwrapped(
         options = {**kept, **options}
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
-    jit(fun, **options)  # raises for wrong options once, not for each strategy
+    # This call only raises errors for wrong options, once instead of for each strategy.
+    jit(fun, **options)
     return fun, dict(options)
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
     """Replaces arrays by their shapes and dtypes, without shardings: strategies choose them."""
-    structure, arrays = split(args)  # modules as well: a description, and the arrays by path
+    structure, arrays = split(args)  # `split` also takes modules apart.
     return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
 
 
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        aval = jax.typeof(leaf)  # with the dtype that a call gives a NumPy array
+        aval = jax.typeof(leaf)  # A NumPy array gets the dtype that it has in a call.
         weak_type = getattr(aval, "weak_type", False)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
     return leaf
@@ -217,16 +220,18 @@ def lowered(
       args: its abstract arguments.
       options: other options of ``jit``.
     """
-    # With the devices of this machine, virtual ones, or those of the topology in context.
+    # `planning_mesh` chooses devices of this machine, virtual ones, or those of the topology in
+    # context.
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
-    # In context also for constraints in the function, and for what makes the shardings.
+    # The mesh is in context for constraints in the function, and for functions that make shardings.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
         # Specs, shardings and mappings of them are no functions, even if a user's subclass of one
         # can be called.
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
             in_shardings = in_shardings(*args)
-        if strategy.out_shardings is not None:  # else those for all strategies, if there are some
+        # Otherwise `options` may have output shardings for all strategies.
+        if strategy.out_shardings is not None:
             options = {**options, "out_shardings": strategy.out_shardings}
         wrapped = jit(fun, in_shardings=in_shardings, mesh=mesh, **options)
         return wrapped.lower(*args), mesh
