@@ -1,12 +1,12 @@
 """What collectives send over which links, and in what time.
 
 Collectives send in a hierarchy: within a chip, which takes no time, within a slice, and between
-slices (`_shares`). What shares links is sent one after another, other traffic in parallel. Latency
-counts once for each collective. Links are called ``DCN`` or ``network`` between slices, and after
-the route within a slice.
+slices (`_shares`). Collectives that share links send one after another; others send in parallel.
+Latency counts once for each run of a collective. Links between slices are called ``DCN`` or
+``network``; links within a slice are called after the route.
 
-These are formulas from the literature (`_slowdown`), not measurements. They leave out that messages
-collide, and that those of a permutation may have to pass chips in between.
+The times come from formulas of the literature (`_slowdown`), not from measurements. The formulas
+ignore that messages collide, and that messages of a permutation may have to pass chips in between.
 
 A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. The *route* of
 a group of devices is how they are connected (`routes.py`).
@@ -19,7 +19,8 @@ From other modules:
                  links within a slice, ``network_bandwidth`` between slices; ``latency`` in seconds
     Route        the number of ``devices``, ``chips`` and ``slices`` of a group; for TPUs the number
                  of chips and links in each dimension of the ``torus``
-    all_known    a list of values; None if one of them is
+    route_of     the route of the devices along mesh axes; `UNKNOWN` if their places are unknown
+    all_known    a list of values; None if one of them is None
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class Transfer(NamedTuple):
     """What one collective sends over one kind of link."""
 
     collective: Collective
-    links: str  # as in ``Traffic.links``
+    links: str  # the name of the links, written as in ``Traffic.links``
     bandwidth: float | None  # bytes per second; None if unknown or unlimited
     sent: float | None  # bytes in one call; None in a loop of unknown length
-    seconds: float | None  # for all of them; None if unknown
+    seconds: float | None  # the time for all of these bytes; None if unknown
 
 
 def transfers_of(
@@ -75,26 +76,28 @@ def transfers_of(
 ) -> Iterator[Transfer]:
     """Yields what each collective sends over each kind of link: in a slice, and between slices.
 
-    Collectives over the same mesh axes use the same links.
+    Collectives over the same mesh axes use the same links. A collective that sends nothing, or is
+    in a branch that is not taken, has no transfer.
 
     Args:
-      collectives: what the devices exchange.
-      mesh: where the devices are; None if that is unknown.
-      hardware: the bandwidths of the links.
+      collectives: the collectives of the program.
+      mesh: the mesh, which says where the devices are; None if that is unknown.
+      hardware: the hardware, which has the bandwidths of the links.
     """
     slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     network, latency = _network_name(hardware), hardware.latency or 0.0
-    for axes in collectives.by_axes():  # each set of axes once
+    for axes in collectives.by_axes():  # `by_axes` has each set of axes once.
         group = [c for c in collectives if c.axes == axes and c.bytes_sent]
         route = route_of(axes, mesh, hardware)
-        # The route is that of whole axes. A collective may run over a part of them: the compiler
-        # divides an all-reduce over an axis of two slices into one within slices and one between.
-        # Its links are not known, and neither are those of the others in the group.
+        # The route is that of whole axes. A collective may run over only a part of an axis, because
+        # the compiler divides an all-reduce over an axis of two slices into one within slices and
+        # one between them. The links of such a collective are not known, so the route of the whole
+        # group counts as unknown.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = UNKNOWN
         within_bandwidth: float | None = hardware.interconnect_bandwidth
         if route is UNKNOWN and len(slices) > 1:
-            within_bandwidth = None  # it may send over the network
+            within_bandwidth = None  # The group may send over the network.
         elif route.torus:
             within_bandwidth = route.num_links * hardware.link_bandwidth
         for collective in group:
@@ -110,14 +113,14 @@ def transfers_of(
                     if bandwidth is not None:
                         factor = 1.0 if links == network else slowdown
                         seconds = sent * factor / bandwidth + collective.times * latency
-                if share and sent != 0:  # it is 0 in a branch that is not taken
+                if share and sent != 0:  # ``sent`` is 0 in a branch that is not taken.
                     shown = None if bandwidth == math.inf else bandwidth
                     yield Transfer(collective, links, shown, sent, seconds)
 
 
 def traffic_of(transfers: Iterable[Transfer]) -> tuple[Traffic, ...]:
-    """Sums transfers over the same links and mesh axes."""
-    # The key: mesh axes, links, and the bandwidth, which is the same for both of them.
+    """Sums transfers over the same links and mesh axes, with one row for each pair of these."""
+    # The bandwidth is in the key only because rows need it: pairs of axes and links determine it.
     groups: defaultdict[tuple[MeshAxes, str, float | None], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         groups[transfer.collective.axes, transfer.links, transfer.bandwidth].append(transfer)
@@ -137,26 +140,27 @@ def traffic_of(transfers: Iterable[Transfer]) -> tuple[Traffic, ...]:
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """Returns the time for all traffic: in sequence over the same links, else in parallel.
+    """Returns the seconds for all traffic: in sequence over the same links, else in parallel.
 
-    Links are the same if they have the same name. None if the time for a part is unknown.
+    Links are the same if they have the same name. Returns None if the time of one row is unknown.
     """
     seconds_by_links: defaultdict[str, float] = defaultdict(float)
-    sent_in_slice = 0  # bytes, over any links between chips
+    sent_in_slice = 0  # the bytes sent over any links between chips of a slice
     for row in traffic:
         if row.seconds is None:
             return None
         seconds_by_links[row.links] += row.seconds
         if row.links != _network_name(hardware):
-            sent_in_slice += row.bytes_sent or 0  # known, as the seconds are
-    # ``ICI x`` and ``ICI x + y`` have different names, but share the links of x. So the time is at
-    # least that for all bytes over all links of a chip.
+            sent_in_slice += row.bytes_sent or 0  # The bytes are known because the seconds are.
+    # ``ICI x`` and ``ICI x + y`` have different names, but share the links of x. The time is
+    # therefore at least the time for all bytes over all links of a chip.
     over_all_links = sent_in_slice / hardware.interconnect_bandwidth
     return max(over_all_links, *seconds_by_links.values(), 0.0)
 
 
 def _network_name(hardware: Hardware) -> str:
-    return "DCN" if hardware.torus_dimensions else "network"  # as their vendors call them
+    """Returns the vendor's name of the network between slices."""
+    return "DCN" if hardware.torus_dimensions else "network"
 
 
 class _Shares(NamedTuple):
@@ -167,9 +171,11 @@ class _Shares(NamedTuple):
 
 
 def _shares(kind: CollectiveKind, route: Route) -> _Shares:
-    """Divides what a device sends to ``devices - 1`` others by how many of these it reaches where.
+    """Divides what a device sends by the kinds of links over which it reaches other devices.
 
-    For a group of 8 devices on 4 chips in 2 slices::
+    A device exchanges data with ``devices - 1`` others. The share of a kind of links is the number
+    of others that it reaches over these links, divided by ``devices - 1``. For a group of 8 devices
+    on 4 chips in 2 slices::
 
                          within the slice      between slices    in the chip
         permutation      0                     7                 0
@@ -179,9 +185,9 @@ def _shares(kind: CollectiveKind, route: Route) -> _Shares:
     In an all-to-all, no two devices need the same data. In other collectives, one device of each
     chip, and one chip of each slice, exchanges data with the others.
     """
-    devices, chips, slices = route.devices, route.chips, route.slices  # of the group
+    devices, chips, slices = route.devices, route.chips, route.slices  # numbers of the group
     others = devices - 1
-    if kind == "collective-permute":  # all of it over the slowest kind
+    if kind == "collective-permute":  # All bytes count over the slowest kind of links.
         within, between = others if chips > 1 and slices == 1 else 0, others if slices > 1 else 0
     elif kind == "all-to-all":
         slice_size, chip_size = devices // slices, devices // chips
@@ -195,9 +201,10 @@ def _slowdown(kind: CollectiveKind, route: Route) -> float:
     """Returns the time of a collective in a torus, relative to bytes spread evenly over its links.
 
     In a permutation, each message takes one link. An all-to-all is bound by the middle of the
-    torus: let each device send one byte to each other one. In a line or ring of n chips, n // 2 of
-    them send to the n - n // 2 others, over ``links`` links. There are slice_size / n of these
-    lines, so that each one's middle carries n // 2 · (n - n // 2) · slice_size / n bytes.
+    torus: let each device send one byte to each other device. In a line or ring of n chips, n // 2
+    chips send to the n - n // 2 other chips, over ``links`` links. The torus has slice_size / n
+    such lines, so the middle of each line carries n // 2 · (n - n // 2) · slice_size / n bytes.
+    Other collectives spread their bytes evenly, and have the factor 1.
     """
     if kind == "collective-permute" and route.torus:
         return route.num_links
