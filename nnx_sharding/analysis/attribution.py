@@ -117,15 +117,14 @@ def module_table(
 
 
 class PlaceFigures(NamedTuple):
-    """What one device does and holds for a place; None for what is unknown."""
+    """What one device does and holds for a place. A field is None if it is unknown."""
 
     cost: Cost
     collectives: Collectives | None
-    seconds: (
-        float | None
-    )  # estimated from the cost, the collectives and the hardware (`roofline.py`)
-    at_peak: Counter[MemoryUse] | None  # bytes
-    measured: float | None  # seconds in a profile; None without one
+    # The time as estimated from the cost, the collectives and the hardware (`roofline.py`).
+    seconds: float | None
+    at_peak: Counter[MemoryUse] | None  # the bytes held at the peak, by use
+    measured: float | None  # the seconds in a profile; None without a profile
 
 
 _UNKNOWN_COST = Cost(None, None, None, COMPILED)
@@ -135,8 +134,8 @@ class FiguresByPlace(NamedTuple):
     """What a program computes, sends and holds, by place."""
 
     figures: dict[Place, PlaceFigures]
-    phases: Sequence[Phase]  # of the schedule
-    unknown: list[str]  # why figures are unknown
+    phases: Sequence[Phase]  # the phases of the schedule
+    unknown: list[str]  # the reasons why figures are unknown
 
 
 def figures_by_place(
@@ -150,13 +149,13 @@ def figures_by_place(
 
     Args:
       finder: finds the places of the program's instructions.
-      arguments: what its arguments are for.
+      arguments: the arguments of the program, which know what each is for.
       program: the program.
       places: places that are listed even if nothing belongs to them.
       measured: the seconds that a profile has measured by place; None without one.
     """
     module, buffers, collectives = program.module, program.buffers, program.collectives
-    # What the program computes; None if a part of it is not understood.
+    # The work that the program executes; None if a part of the program is not understood.
     executed = program.executed
     work = None if executed is None else _work_by_place(module, executed, finder)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
@@ -167,10 +166,12 @@ def figures_by_place(
     if buffers is not None:
         owners = BufferOwners(module, finder, arguments, buffers)
         held, phases = _held_at_peak(owners, buffers), _phases(owners.places, buffers.in_use())
-    if work is None:  # its figures are unknown also if nothing is known to belong to a place
+    # If the program is not understood, `UNKNOWN` is listed even if nothing else belongs to it, so
+    # that there is a row of unknown figures.
+    if work is None:
         places = [*places, UNKNOWN]
     figures = {}
-    # What has no cost may still take time, such as a copy.
+    # Places without cost are listed, too, because they may take time: copies, for example.
     for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
         cost = _UNKNOWN_COST if work is None else work.get(place, Work()).cost()
         sent_here = None if collectives is None else Collectives(sent.get(place, ()))
@@ -184,7 +185,8 @@ def figures_by_place(
             at_peak=None if buffers is None else held.get(place, Counter()),
             measured=None if measured is None else measured.get(place, 0.0),
         )
-    reasons = why_unknown(module, executed or {})  # loops and calls of unknown work
+    # The first reasons name loops and calls whose work is unknown.
+    reasons = why_unknown(module, executed or {})
     if executed is None and module.unread:
         reasons.append(f"not understood: {module.unread[0]:.120}")
     if buffers is None:
@@ -200,11 +202,11 @@ def seconds_by_place(finder: PlaceFinder, measured: Measured) -> dict[Place, flo
         home = module.homes[name]
         instruction = module.within[home][name]
         fused = module.fused(instruction)
-        # A product takes most of the time of what is fused with it, so its place is asked first.
+        # A product takes most of the time of its fusion, so its place counts first.
         products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
-        places = [finder.place_of(x) for x in (*products, instruction)]
-        known = [place for place in places if place is not None]
-        sums[known[0] if known else finder.place_around(home)] += time
+        candidates = [finder.place_of(x) for x in (*products, instruction)]
+        places = [place for place in candidates if place is not None]
+        sums[places[0] if places else finder.place_around(home)] += time
     return sums
 
 
@@ -218,14 +220,15 @@ def _work_by_place(
     sums: defaultdict[Place, Work] = defaultdict(Work)
     for name, parts in executed.items():
         runs = module.runs[name]
-        around = finder.place_around(name)  # of the instruction that calls the computation
+        place_of_caller = finder.place_around(name)
         for instruction, work in parts:
-            place = finder.place_of(instruction) or around
-            # The compiler may repeat what is outside of modules, such as an input that is scaled,
-            # in the fusions of several modules that need it. There it counts with the module.
-            if not place.path and around.path and runs.is_fused:
-                place = around
-            # Loops of unknown length count once here; then `Work.cost` has no figures.
+            place = finder.place_of(instruction) or place_of_caller
+            # The compiler may repeat an operation outside of modules, such as the scaling of an
+            # input, in the fusions of several modules that need it. In such a fusion, it counts
+            # with the module.
+            if not place.path and place_of_caller.path and runs.is_fused:
+                place = place_of_caller
+            # Loops of unknown length count once here. `Work.cost` then returns no figures.
             sums[place] = sums[place].plus(work, times=runs.least)
     return sums
 
@@ -240,12 +243,12 @@ def _held_at_peak(owners: BufferOwners, buffers: Buffers) -> dict[Place, Counter
     peak = max(range(len(in_use)), key=in_use.__getitem__)  # the first step with the most bytes
     held: defaultdict[Place, Counter[MemoryUse]] = defaultdict(Counter)
     for allocation in buffers.allocations:
-        rest = allocation.size
-        # Several may claim the same bytes: a buffer those of an argument that is not needed any
-        # more. The first gets them, so that no byte counts twice.
+        unclaimed = allocation.size
+        # Several owners may claim the same bytes: a buffer may use the bytes of an argument that is
+        # not needed any more. The first owner gets them, so that no byte counts twice.
         for owner, size in _owners_at(peak, owners, allocation):
-            taken = min(size, rest)
-            rest -= taken
+            taken = min(size, unclaimed)
+            unclaimed -= taken
             if owner.place is not None and taken:
                 held[owner.place][owner.use] += taken
     return held
@@ -255,23 +258,24 @@ def _owners_at(step: int, owners: BufferOwners, allocation: Allocation) -> list[
     """Lists the owners of an allocation at a step of the schedule, each with the bytes that it has.
 
     An allocation may belong to an argument or a result for the whole run, and to temporary buffers
-    in between. These come first, the one made last before others. The caller gives each byte to
-    the first owner only, so that the argument or result gets what the buffers leave.
+    in between. Buffers come first in the list, and the one made last comes before other buffers.
+    The caller gives each byte to the first owner only, so the argument or result gets the bytes
+    that the buffers leave.
     """
     live = [buffer for buffer in allocation.values if buffer.first <= step <= buffer.last]
     owned = [(owners.owner_of(buffer, allocation), buffer.size) for buffer in reversed(live)]
     if allocation.parameter is not None:
         owned.append((owners.arguments.owner(allocation.parameter), allocation.size))
     elif allocation.is_result and allocation.values:
-        # The memory of a result is reserved from the beginning, for the buffer that is there at the
-        # end.
+        # The memory of a result is reserved from the beginning. It belongs to the buffer that lives
+        # at the end.
         result = max(allocation.values, key=lambda buffer: buffer.last)
         owned.append((owners.owner_of(result, allocation), result.size))
     return owned
 
 
 def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
-    """Joins the steps of the schedule, one after the other, that belong to one place.
+    """Joins successive steps of the schedule that belong to the same place.
 
     Args:
       places: the place of each step.
@@ -284,7 +288,7 @@ def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
     for step, (place, size) in enumerate(zip(places, in_use, strict=True)):
         start, most = step, size
         last = phases[-1] if phases else None
-        if last is not None and Place(last.path, last.backward) == place:  # the phase goes on
+        if last is not None and Place(last.path, last.backward) == place:  # The phase goes on.
             phases.pop()
             start, most = last.start, max(last.bytes, size)
         phases.append(Phase(start, path=place.path, backward=place.backward, bytes=most))

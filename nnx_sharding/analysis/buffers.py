@@ -65,25 +65,26 @@ class Buffers:
 
 
 def read_buffers(folder: Path) -> Buffers | None:
-    """Reads which memory the program uses when, from the files that the compiler wrote.
+    """Reads from the compiler's files which memory a program uses at which step.
 
-    None if the folder has no such files.
+    Returns None if the folder does not have one file of each kind, or if these have no allocations
+    or no instructions.
     """
-    # Their names begin with that of the program.
+    # The names of files begin with that of the program.
     assignments = sorted(folder.glob("*optimizations-buffer-assignment.txt"))
     ranges = sorted(folder.glob("*optimizations-live-range.txt"))
     if len(assignments) != 1 or len(ranges) != 1:
         return None
     schedule, _, live = ranges[0].read_text().partition("BufferLiveRange:")
-    names = tuple(_STEP.findall(schedule))  # of the instructions
-    # (instruction, index as written) → the first and the last step at which the array is live. What
-    # the program returns is live until one step after the last.
+    names = tuple(_STEP.findall(schedule))  # the names of the instructions in order
+    # (instruction, index as written) → the first and the last step at which the array is live. For
+    # a result of the program, the file says one step more than there are, so `min` cuts it.
     spans = {
         (name, index): (int(first), min(int(last), len(names) - 1))
         for name, index, first, last in _RANGE.findall(live)
     }
     allocations = []
-    # One block of text for each allocation: lines of its values are indented.
+    # Each allocation is a block of text, in which the lines of its values are indented.
     for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):
         head, _, values_in_it = block.partition("\n")
         size = _ALLOCATION.match(head)
@@ -109,24 +110,25 @@ def read_buffers(folder: Path) -> Buffers | None:
 
 
 def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
-    """Yields buffers; one that an operation replaces in place ends before the result begins.
+    """Yields buffers so that one that is replaced in place ends before its replacement begins.
 
-    By the compiler's live ranges both are live at that step, though they are the same memory: those
-    that begin at one offset.
+    In the compiler's live ranges, both are live at that step, although they are the same memory.
+    Buffers are the same memory if they begin at the same offset.
     """
     by_offset: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer in sorted(buffers, key=lambda buffer: (buffer.first, buffer.last)):
         by_offset[buffer.offset].append(buffer)
     for in_one_place in by_offset.values():
         for buffer, following in itertools.zip_longest(in_one_place, in_one_place[1:]):
-            # If the next one begins after this one has ended, this changes nothing.
+            # `min` changes nothing if the following buffer begins after this one has ended.
             last = buffer.last if following is None else min(buffer.last, following.first - 1)
-            if last >= buffer.first:  # else another one took its place at once
+            # A buffer that is replaced in its first step is left out.
+            if last >= buffer.first:
                 yield dataclasses.replace(buffer, last=last)
 
 
-# As BufferAssignment::ToVerboseString and HloLiveRange::ToString write them, without a format; for
-# examples see the top of this file.
+# BufferAssignment::ToVerboseString and HloLiveRange::ToString of XLA write these texts, whose format
+# is not documented. The top of this file has examples.
 _STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)")
