@@ -131,7 +131,7 @@ class Collective:
     @property
     def total_bytes_sent(self) -> int | None:
         """The bytes that one device sends in all runs; None in a loop of unknown length."""
-        if not self.bytes_sent:  # It sends nothing, however often it runs.
+        if not self.bytes_sent:  # The number of runs does not matter.
             return 0
         return None if self.times is None else self.bytes_sent * self.times
 

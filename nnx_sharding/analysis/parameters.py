@@ -38,7 +38,7 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     """Writes a spec as a user would; ``-`` without one."""
     if not isinstance(spec, PartitionSpec):
         return spec or "-"
-    sums = []  # of arrays that are not summed yet, over these axes
+    sums = []  # texts that name the axes over which an array is not summed yet
     for kind in ("unreduced", "reduced"):
         if axes := sorted(getattr(spec, kind)):
             sums.append(f"{kind}={{{', '.join(map(repr, axes))}}}")
@@ -90,7 +90,7 @@ class ParameterRow:
 
     @property
     def marks(self) -> list[str]:
-        """``donated`` and ``unused``, as far as they apply."""
+        """A list of the words ``donated`` and ``unused``, each only if it applies."""
         marks = {"donated": self.donated, "unused": not self.used}
         return [mark for mark, applies in marks.items() if applies]
 
@@ -104,7 +104,8 @@ class ParameterRow:
         """The size of all shards on devices of this process; None if the devices are unknown."""
         if self.sharding is None:
             return None
-        return len(self.sharding.addressable_devices) * self.bytes_per_device  # each has a shard
+        # Each device has a shard.
+        return len(self.sharding.addressable_devices) * self.bytes_per_device
 
 
 Row = TypeVar("Row", bound=ParameterRow)
@@ -133,7 +134,8 @@ def parameter_table(tree: Any) -> ParameterTable:
     Args:
       tree: modules, optimizers, Variables, states and arrays, placed or abstract
         (``jax.ShapeDtypeStruct``, with or without a sharding). An array without a sharding
-        counts as if it were on one device. What is not an array, such as a string, is left out.
+        counts as if it were on one device. Values that are no arrays, such as strings, are left
+        out.
 
     Returns:
       One row for each array, in the order in which NNX walks the tree, as a list that ``print``
@@ -152,17 +154,18 @@ def parameter_table(tree: Any) -> ParameterTable:
       >>> row.spec == P(None, "model")
       True
     """
-    rows, faults = ParameterTable(), []  # all faults are told in one error
+    rows, faults = ParameterTable(), []  # One error tells all faults.
     flat = flatten(tree)
     structure = flat.structure
-    # The places of all arrays: in Variables, or on their own (`root_slots`).
+    # A location is that of a Variable, or of an array outside of Variables (`root_slots`).
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        of_variable = variable_fields(structure, location.object_index)  # those of the row
+        # The fields of the row that say in which Variable the array is.
+        of_variable = variable_fields(structure, location.object_index)
         for path, array in arrays_at(flat, location, location.path):
             try:
                 sharding = getattr(array, "sharding", None)
                 rows.append(row_of(ParameterRow, path, array, sharding, **of_variable))
-            except ValueError as error:  # a sharding that does not divide the shape
+            except ValueError as error:  # The sharding does not divide the shape.
                 faults.append(f"  {path or 'the root'}: {error}")
     head = "the shardings of these arrays do not divide their shapes:"
     raise_listed(ValueError, head, faults, "Change the shapes or the shardings.")
@@ -191,12 +194,14 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
-    """Draws rows for consoles: coloured axes, units for bytes; without shard shapes if narrow.
+    """Draws rows for consoles, with coloured axes, and units for bytes.
+
+    A console of less than 100 columns gets no shard shapes.
 
     Args:
       rows: the rows.
-      width: of the console, in columns.
-      most: how many rows to draw; one more line counts the others.
+      width: the columns of the console.
+      most: the number of rows to draw; one more line counts the other rows.
     """
     styles = spec_styles(rows)
     sums = sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
@@ -205,7 +210,7 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
-    if width < 100:  # without the shard shape
+    if width < 100:  # The column of the shard shape is left out.
         lines = [[*line[:4], *line[5:]] for line in lines]
     header, footer, *body = lines
     return table(header, body, numbers=2, footer=footer, most=most)
@@ -226,7 +231,8 @@ def axes_in(spec: PartitionSpec | str | None) -> tuple[str, ...]:
 def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the arrays of one Variable, each after its path as text: ``("up/kernel", array)``.
 
-    What is no array, such as a string, is left out.
+    Values that are no arrays, such as strings, are left out. A Python number counts as the scalar
+    array that JAX makes of it.
 
     Args:
       flat: the tree that has the Variable, as a structure and its leaves.
@@ -236,7 +242,7 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
     keys = keys_inside(flat, location.object_index, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
-        if isinstance(leaf, bool | int | float | complex):  # JAX makes an array of it
+        if isinstance(leaf, bool | int | float | complex):
             leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             yield path_string((*path, *key)), leaf
@@ -254,7 +260,7 @@ def variable_fields(structure: Structure, index: int | None) -> dict[str, Any]:
 
 
 def _role_of(variable_class: type) -> VariableRole:
-    """Returns what Variables of a class are for, which classes of users inherit."""
+    """Returns what Variables of a class are for; a user's class inherits this from Flax's."""
     if issubclass(variable_class, nnx.Param):
         return "parameter"
     if issubclass(variable_class, nnx.OptState):
@@ -268,7 +274,8 @@ _STATES = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState, nnx.metrics
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     """Lists the paths of the ``count`` arrays within one Variable, whose value may be a pytree.
 
-    ``index`` is the number of its entry in the structure; None for an array without a Variable.
+    ``index`` is the number of the Variable's entry in the structure; None for an array without a
+    Variable.
     """
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
@@ -282,7 +289,7 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
     Args:
       kind: the class of the row.
       path: the path of the array.
-      array: the array, or what has its shape and dtype.
+      array: the array, or an object with its shape and dtype.
       sharding: its sharding, if it has one.
       **more: other fields of the row.
 
@@ -312,9 +319,9 @@ def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -
     """Makes the row of an argument of a program, with a spec that has an entry for each dimension.
 
     Args:
-      path: its path.
-      info: its shape, its dtype, and whether it is donated, as ``jax.stages.Compiled.args_info``.
-        The row has these figures, as of an array.
+      path: the path of the argument.
+      info: an object with its shape and dtype, and whether it is donated, as in
+        ``jax.stages.Compiled.args_info``.
       sharding: its sharding in the program.
       **more: other fields of the row.
     """
@@ -338,7 +345,9 @@ def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
 
 def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
     """Sums the bytes on each device, by its id or by its position in an abstract mesh."""
-    sums: Counter[Sharding] = Counter()  # far fewer than arrays; listing devices takes long
+    # Bytes are summed by sharding first, because listing devices takes long, and there are far
+    # fewer shardings than arrays.
+    sums: Counter[Sharding] = Counter()
     for row in rows:
         if row.sharding is not None:
             sums[row.sharding] += row.bytes_per_device
@@ -443,7 +452,7 @@ _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
     """Draws activations for consoles: with coloured axes, and units for bytes.
 
-    ``most`` is the number of rows that are shown; one more says how many there are besides.
+    ``most`` is the number of rows that are shown; one more line counts the other rows.
     """
     rows = list(rows)
     styles = spec_styles(rows)  # a colour for each mesh axis in the specs
